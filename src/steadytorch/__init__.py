@@ -1,0 +1,51 @@
+"""Benchmark mode for a whole PyTorch workload: measured, verified, stored, replayed."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Plan": "plan.plan",
+    "PlanError": "errors",
+    "SteadyError": "errors",
+    "UnsupportedError": "errors",
+    "UsageError": "errors",
+    "Workload": "workload.workload",
+    "load_plan": "plan.plan",
+    "load_workload": "workload.loading",
+    "tune": "tune.session",
+}
+
+__all__ = [  # noqa: RUF022 - the version first, then the names in order
+    "__version__",
+    "Plan",
+    "PlanError",
+    "SteadyError",
+    "UnsupportedError",
+    "UsageError",
+    "Workload",
+    "load_plan",
+    "load_workload",
+    "tune",
+]
+
+if TYPE_CHECKING:
+    from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
+    from steadytorch.plan.plan import Plan, load_plan
+    from steadytorch.tune.session import tune
+    from steadytorch.workload.loading import load_workload
+    from steadytorch.workload.workload import Workload
+
+
+def __getattr__(name: str) -> Any:
+    """Imports public names on first use: PyTorch takes seconds to load, `--help` must not."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'steadytorch' has no attribute {name!r}")
+    value = getattr(import_module(f"steadytorch.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

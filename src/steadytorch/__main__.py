@@ -1,0 +1,6 @@
+"""`python -m steadytorch` is the command `steady`."""
+
+from steadytorch.cli import main
+
+if __name__ == "__main__":
+    main()

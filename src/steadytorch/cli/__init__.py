@@ -1,0 +1,70 @@
+"""The command line: one file per command, each loaded only when it is used."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from steadytorch import __version__
+from steadytorch.errors import SteadyError
+
+INTERRUPTED = 130
+
+_COMMANDS = {
+    "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
+    "tune": "search, verify and store the fastest steady plan for a workload",
+    "plans": "list and show stored plans",
+    "doctor": "this machine: versions, device, noise, and what cannot be observed",
+}
+
+
+class LazyGroup(click.Group):
+    """Lists commands without importing them: `--help` must answer at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every command, in the order a new user needs them."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the one that is asked for."""
+        if cmd_name not in _COMMANDS:
+            return None
+        return getattr(import_module(f"steadytorch.cli.{cmd_name}"), cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the table of commands from their one-line descriptions."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    epilog="Exit codes: 0 done; 1 the answer is a failed gate or verification; 2 bad usage or "
+    "input; 3 this machine cannot do it; 130 interrupted, partial results kept.",
+)
+@click.version_option(__version__, prog_name="steady")
+def steady() -> None:
+    """Benchmark mode for a whole PyTorch workload.
+
+    Measures, tries every execution option that applies, verifies the numbers, and keeps the fastest
+    steady plan.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits with its code; every expected error is one clear line."""
+    try:
+        code = steady.main(arguments, prog_name="steady", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except SteadyError as error:
+        click.echo(f"steady: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("steady: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,39 @@
+"""`steady demo`: the main job on a bundled network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from steadytorch.cli import options
+
+_MODEL = "resnet50"
+_BATCH = 1
+
+
+@click.command()
+@click.option("--budget", default="150s", show_default=True, help="Time for the search.")
+@options.device
+@options.store
+@options.json_file
+@options.quiet
+def demo(budget: str, device: str, store: Path | None, json_path: Path | None, quiet: bool) -> None:
+    """Tunes a bundled ResNet-50 with random weights; nothing is downloaded."""
+    from steadytorch.cli.tune import run
+    from steadytorch.tune.quantities import parse_duration
+    from steadytorch.tune.select import Options
+    from steadytorch.tune.session import Session
+
+    console = options.console(quiet)
+    console.print(
+        f"Tuning {_MODEL}, batch {_BATCH}, random weights. Each candidate runs in a process of its "
+        "own, is checked against float64, and is timed in random order beside the others. "
+        f"The search takes up to {budget}."
+    )
+    loaded = options.load(_MODEL, batch=_BATCH, inputs=(), train=False, seed=0)
+    session = Session(loaded, Options(budget_s=parse_duration(budget)), device, store)
+    plan = run(session, "tune", console, json_path)
+    at = "" if store is None else f" --store {store}"
+    console.print(f"\nNext: [bold]steady tune {_MODEL} --batch {_BATCH}{at}[/] replays this plan;")
+    console.print(f"      [bold]steady plans show {plan.id}{at}[/] shows all of its evidence.")

@@ -1,0 +1,87 @@
+"""Options that several commands share, and what they resolve to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from steadytorch.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from steadytorch.workload.workload import Workload
+
+Command = Callable[..., Any]
+
+device = click.option(
+    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to run."
+)
+json_file = click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the result as one JSON object.",
+)
+quiet = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+store = click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the plan store.  [default: ~/.cache/steadytorch/plans]",
+)
+
+
+def workload(command: Command) -> Command:
+    """The argument WORKLOAD and the options that shape it."""
+    for decorate in (
+        click.option("--seed", default=0, show_default=True, help="Of weights and inputs."),
+        click.option("--train", is_flag=True, help="A training step instead of inference."),
+        device,
+        click.option(
+            "--input",
+            "inputs",
+            multiple=True,
+            metavar="SHAPE[:DTYPE]",
+            help="An input, such as 64x3x224x224:float32; repeat it for several.",
+        ),
+        click.option("--batch", type=click.IntRange(min=1), help="Leading size of the inputs."),
+        click.argument("workload", metavar="WORKLOAD"),
+    ):
+        command = decorate(command)
+    return command
+
+
+def load(
+    spec: str, *, batch: int | None, inputs: tuple[str, ...], train: bool, seed: int
+) -> Workload:
+    """The workload on the CPU; workers move their copy to the device."""
+    from steadytorch.workload.loading import load_workload
+
+    return load_workload(spec, batch=batch, inputs=inputs, device="cpu", train=train, seed=seed)
+
+
+def console(quiet: bool) -> Console:
+    """Where commands print. Output that is not a terminal is 100 columns wide and plain."""
+    from rich.console import Console
+
+    made = Console(quiet=quiet, highlight=False)
+    if not made.is_terminal:
+        made = Console(quiet=quiet, highlight=False, width=100)
+    return made
+
+
+def write_json(path: Path | None, document: bytes) -> None:
+    """Writes a result where one was asked for.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.write_bytes(document)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error

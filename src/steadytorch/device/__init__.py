@@ -1,0 +1,1 @@
+"""Everything that asks the driver, the operating system or PyTorch about the machine."""

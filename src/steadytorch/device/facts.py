@@ -1,0 +1,300 @@
+"""What does not change while a process runs: the device, the processor and the software."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+from typing import Any
+
+import msgspec
+import psutil
+
+from steadytorch.device import host
+from steadytorch.device.nvml import mig_profile_in, open_gpu, open_nvml
+from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
+from steadytorch.errors import UnsupportedError, UsageError
+
+_GPU_FIELDS = ("compute_capability", "sm_count", "l2_cache_bytes", "mig_profile", "driver")
+_TRITON_PACKAGES = ("triton", "pytorch-triton")
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to run on; plain data that opens on any machine.
+
+    A field that could not be observed is None and has its reason in `unknown`. The one None that
+    needs no reason is `mig_profile`: a whole GPU.
+
+    Attributes:
+        device: "cpu" or "cuda"; never an index, which is no property of the machine.
+        name: GPU name, or the processor's model.
+        compute_capability: As "9.0".
+        sm_count: Multiprocessors of the GPU or of the MIG slice.
+        memory_bytes: Memory of the GPU, or main memory.
+        l2_cache_bytes: L2 cache of the GPU.
+        mig_profile: As "1g.10gb", None for a whole GPU.
+        driver: NVIDIA driver version.
+        cuda: CUDA version that PyTorch was built with.
+        cudnn: cuDNN version as "9.19.0".
+        triton: Triton version.
+        torch: PyTorch version with its build tag.
+        python: Python version.
+        cores_physical: Physical cores usable by this process.
+        cores_logical: Logical cores usable by this process (affinity, cgroup quota).
+        cpu_name: The processor's model.
+        isa: Vector instructions PyTorch uses on the CPU, as "AVX512".
+        os: Kernel name, release and architecture.
+        unknown: Field name to the reason why it could not be observed.
+    """
+
+    device: str
+    name: str | None = None
+    compute_capability: str | None = None
+    sm_count: int | None = None
+    memory_bytes: int | None = None
+    l2_cache_bytes: int | None = None
+    mig_profile: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    triton: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    cores_physical: int | None = None
+    cores_logical: int | None = None
+    cpu_name: str | None = None
+    isa: str | None = None
+    os: str | None = None
+    unknown: dict[str, str] = {}
+
+    def to_json(self) -> str:
+        """The facts as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DeviceFacts:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            UsageError: The text is not JSON, or not of this shape.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise UsageError(f"not a record of device facts: {error}") from None
+
+
+def parse_device(device: str) -> tuple[str, int]:
+    """Splits "cpu", "cuda" or "cuda:1" into the kind and the index (0 where none is given).
+
+    Raises:
+        UsageError: Anything else.
+    """
+    found = re.fullmatch(r"(cpu)|cuda(?::(0|[1-9][0-9]{0,3}))?", device, re.ASCII)
+    if found is None:
+        raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:0, cuda:1, ...")
+    return ("cpu", 0) if found.group(1) else ("cuda", int(found.group(2) or 0))
+
+
+def resolve_device(request: str) -> str:
+    """Turns "auto" into "cuda" or "cpu", and makes sure that a GPU asked for is there.
+
+    Args:
+        request: "auto", "cpu", "cuda" or "cuda:i".
+
+    Raises:
+        UnsupportedError: CUDA, or that device of it, is not available; the message says why.
+        UsageError: The request is none of the above.
+    """
+    import torch
+
+    if request == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, index = parse_device(request)
+    if kind == "cpu":
+        return request
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device {request!r} is not available: {_why_no_cuda()}")
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise UnsupportedError(
+            f"device {request!r} is not available: PyTorch sees {count} "
+            f"GPU{'s' if count > 1 else ''}, the last is cuda:{count - 1}"
+        )
+    return request
+
+
+def load_facts(device: str, *, library: Any = None) -> DeviceFacts:
+    """Observes the machine; no privileges, no network, and no field fails another.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:i"; a GPU that is not there leaves its fields unknown.
+        library: Stands in for nvidia-ml-py; None imports it.
+
+    Raises:
+        UsageError: `device` is malformed.
+    """
+    kind, index = parse_device(device)
+    readings = Readings()
+    fields = {**_host_fields(readings), **_software_fields(readings)}
+    if kind == "cuda":
+        fields |= _gpu_fields(index, readings, library)
+    else:
+        fields |= {"memory_bytes": readings.read("memory_bytes", _main_memory_bytes)}
+        fields |= {"name": fields["cpu_name"]}
+        readings.refuse(_GPU_FIELDS, NOT_ON_CPU)
+        if fields["name"] is None:
+            readings.refuse(("name",), readings.unknown["cpu_name"])
+    return DeviceFacts(device=kind, unknown=readings.unknown, **fields)
+
+
+def _host_fields(readings: Readings) -> dict[str, Any]:
+    sources = {
+        "cores_physical": host.usable_physical_cores,
+        "cores_logical": host.usable_logical_cores,
+        "cpu_name": host.cpu_model,
+        "os": _operating_system,
+        "python": platform.python_version,
+    }
+    return {field: readings.read(field, source) for field, source in sources.items()}
+
+
+def _software_fields(readings: Readings) -> dict[str, Any]:
+    sources = {
+        "torch": _torch_version,
+        "cuda": _cuda_version,
+        "cudnn": _cudnn_version,
+        "triton": _triton_version,
+        "isa": _cpu_capability,
+    }
+    return {field: readings.read(field, source) for field, source in sources.items()}
+
+
+def _gpu_fields(index: int, readings: Readings, library: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"driver": readings.read("driver", lambda: _driver(library))}
+    properties = readings.read("name", lambda: gpu_properties(index))
+    if properties is None:
+        absent = ("compute_capability", "sm_count", "l2_cache_bytes", "memory_bytes", "mig_profile")
+        readings.refuse(absent, readings.unknown["name"])
+        return fields
+    capability = f"{properties.major}.{properties.minor}"
+    return fields | {
+        "name": properties.name,
+        "compute_capability": capability,
+        "sm_count": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_cache_bytes": readings.read("l2_cache_bytes", lambda: properties.L2_cache_size),
+        "mig_profile": readings.read(
+            "mig_profile", lambda: _mig_profile(properties, index, library)
+        ),
+    }
+
+
+def gpu_properties(index: int) -> Any:
+    """What PyTorch knows of CUDA device `index`.
+
+    Raises:
+        NotObservable: CUDA is not available; the message says why.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotObservable(_why_no_cuda())
+    return torch.cuda.get_device_properties(index)
+
+
+def _mig_profile(properties: Any, index: int, library: Any) -> str | None:
+    profile = mig_profile_in(properties.name)
+    if profile is not None:
+        return profile
+    with open_gpu(str(properties.uuid), index, library) as gpu:
+        return gpu.mig_profile()
+
+
+def _driver(library: Any = None) -> str:
+    try:
+        with open_nvml(library) as nvml:
+            return nvml.call("nvmlSystemGetDriverVersion")
+    except NotObservable as refusal:
+        try:
+            return host.nvidia_driver_version()
+        except NotObservable:
+            raise refusal from None
+
+
+def _why_no_cuda() -> str:
+    """Why `torch.cuda.is_available()` is false, and what to do."""
+    import os
+
+    import torch
+
+    if torch.version.cuda is None:
+        return f"this PyTorch ({torch.__version__}) was built without CUDA; install a CUDA build"
+    readings = Readings()
+    driver = readings.read("driver", _driver)
+    if driver is None:
+        return f"no NVIDIA driver was found ({readings.unknown['driver']}); install one"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return (
+            f"driver {driver} is loaded, but CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU; "
+            "unset it, or name a GPU that exists"
+        )
+    return (
+        f"driver {driver} is loaded, but CUDA {torch.version.cuda} finds no device it can use; "
+        "check `nvidia-smi`, and that the driver is new enough"
+    )
+
+
+def _main_memory_bytes() -> int:
+    return psutil.virtual_memory().total
+
+
+def _operating_system() -> str:
+    system = platform.uname()
+    return f"{system.system} {system.release} {system.machine}"
+
+
+def _torch_version() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _cuda_version() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        raise NotObservable("this PyTorch was built without CUDA")
+    return torch.version.cuda
+
+
+def _cudnn_version() -> str:
+    import torch
+
+    number = torch.backends.cudnn.version()
+    if number is None:
+        raise NotObservable("this PyTorch was built without cuDNN, or cannot load it")
+    return dotted_cudnn(number)
+
+
+def dotted_cudnn(number: int) -> str:
+    """Version number of cuDNN in words: 91900 is "9.19.0", and before version 9 8907 is "8.9.7"."""
+    unit = 10_000 if number >= 90_000 else 1_000
+    return f"{number // unit}.{number % unit // 100}.{number % 100}"
+
+
+def _triton_version() -> str:
+    # The installed package's record: importing Triton for its version takes a second.
+    for package in _TRITON_PACKAGES:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    raise NotObservable("not installed")
+
+
+def _cpu_capability() -> str:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()

@@ -1,0 +1,197 @@
+"""What can and cannot be observed here, and what to do about it; the substance of a check-up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from steadytorch.device import host
+from steadytorch.device.nvml import open_nvml
+from steadytorch.device.observe import NotObservable, Readings
+
+# Above this perf_event_paranoid refuses hardware counters to unprivileged processes (manual page
+# of perf_event_open).
+_PARANOID_LIMIT = 2
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """One thing that a diagnosis can need.
+
+    Attributes:
+        name: What it is, in a few words.
+        ok: Whether it can be observed or used here.
+        detail: What was seen, or why it cannot be.
+        remedy: What to do; None where nothing needs doing.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str | None = None
+
+
+def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:
+    """Probes the machine without privileges and without starting a program; never raises.
+
+    Args:
+        library: Stands in for nvidia-ml-py; None imports it.
+        root: Stands for the root of the file system.
+    """
+    probes: dict[str, tuple[Callable[[], str], str]] = {
+        "NVML": (
+            lambda: _nvml(library),
+            "install the NVIDIA driver; in a container allow its 'utility' capability",
+        ),
+        "GPU process list": (
+            lambda: _gpu_processes(library),
+            "use a GPU that no one else does, since neighbours go unseen",
+        ),
+        "hardware counters": (
+            lambda: _hardware_counters(root),
+            "nothing; diagnoses do without cycle and cache counts",
+        ),
+        "CPU steal": (
+            lambda: _cpu_steal(root),
+            "compare within one run only, since neighbours on the host go unseen",
+        ),
+        "context switches": (
+            _context_switches,
+            "pin the process to its cores, since preemption goes unseen",
+        ),
+        "CPU quota": (
+            lambda: _cpu_quota(root),
+            "run without a CPU quota, or expect stalls at every period's end",
+        ),
+        "C++ compiler": (
+            _cxx_compiler,
+            "install g++, or set CXX to a compiler; torch.compile on the CPU needs one",
+        ),
+        "Python headers": (
+            _python_headers,
+            "install Python's development package; torch.compile needs Python.h",
+        ),
+        "Triton": (
+            _triton,
+            "pip install triton; torch.compile on a GPU and fused kernels need it",
+        ),
+        "cuDNN frontend": (
+            _cudnn_frontend,
+            "pip install nvidia-cudnn-frontend; choosing convolution engines needs it",
+        ),
+    }
+    return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
+
+
+def _observe(name: str, probe: Callable[[], str], remedy: str) -> Observation:
+    readings = Readings()
+    detail = readings.read(name, probe)
+    if detail is None:
+        return Observation(name, False, readings.unknown[name], remedy)
+    return Observation(name, True, detail)
+
+
+def _nvml(library: Any) -> str:
+    with open_nvml(library) as nvml:
+        driver = nvml.call("nvmlSystemGetDriverVersion")
+        count = nvml.call("nvmlDeviceGetCount")
+    return f"driver {driver}, {count} GPU{'' if count == 1 else 's'}"
+
+
+def _gpu_processes(library: Any) -> str:
+    with open_nvml(library) as nvml:
+        # Permission is one of the driver, not of a device: the first GPU speaks for all.
+        handle = nvml.call("nvmlDeviceGetHandleByIndex", 0)
+        listed = nvml.call("nvmlDeviceGetComputeRunningProcesses", handle)
+    return f"permitted, {len(listed)} listed on the first GPU"
+
+
+def _hardware_counters(root: Path) -> str:
+    units = root / "sys/bus/event_source/devices"
+    if not any(units.glob("cpu*")) and not any(units.glob("armv*")):
+        raise NotObservable("the kernel offers no CPU counters, as in most virtual machines")
+    level = int(host.read_text(root / "proc/sys/kernel/perf_event_paranoid"))
+    if level > _PARANOID_LIMIT and os.geteuid() != 0:
+        raise NotObservable(f"kernel.perf_event_paranoid is {level}: refused without privileges")
+    return f"permitted for own processes (kernel.perf_event_paranoid is {level})"
+
+
+def _cpu_steal(root: Path) -> str:
+    # user nice system idle iowait irq softirq steal ... (proc manual page)
+    first = host.read_text(root / "proc/stat").partition("\n")[0].split()
+    ticks = [int(field) for field in first[1:9]]
+    if first[:1] != ["cpu"] or len(ticks) < 8 or not sum(ticks):
+        raise NotObservable("/proc/stat does not count it")
+    return f"{ticks[7] / sum(ticks):.2%} of CPU time stolen since boot"
+
+
+def _context_switches() -> str:
+    try:
+        import resource
+    except ImportError:
+        raise NotObservable("this operating system does not count them per process") from None
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    # A process that has come this far has waited for a file at least once.
+    if usage.ru_nvcsw + usage.ru_nivcsw == 0:
+        raise NotObservable("the kernel counts none at all, as in some sandboxes")
+    return "counted, voluntary and involuntary"
+
+
+def _cpu_quota(root: Path) -> str:
+    quota = host.cpu_quota(root)
+    if quota is None:
+        return "none set"
+    throttled = Readings().read("throttled", lambda: host.throttled_periods(root))
+    seen = "" if throttled is None else f", throttled {throttled} times so far"
+    return f"{quota:g} cores{seen}; expect stalls where more threads than that run"
+
+
+def _cxx_compiler() -> str:
+    chosen = os.environ.get("CXX")
+    if chosen:
+        if not shutil.which(chosen):
+            raise NotObservable(f"CXX={chosen!r} is not an executable on the PATH")
+        return f"{chosen} (from CXX)"
+    # PyTorch looks for one name only, unless CXX gives another.
+    wanted = "clang++" if sys.platform == "darwin" else "g++"
+    found = next((name for name in (wanted, "clang++", "c++") if shutil.which(name)), None)
+    if found is None:
+        raise NotObservable("neither CXX, g++ nor clang++ names a compiler")
+    if found != wanted:
+        raise NotObservable(f"{found} is there, but PyTorch looks for {wanted} unless CXX is set")
+    return found
+
+
+def _python_headers() -> str:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise NotObservable(f"{header} is missing")
+    return "found"
+
+
+def _triton() -> str:
+    return f"version {_installed('triton', ('triton', 'pytorch-triton'))}"
+
+
+def _cudnn_frontend() -> str:
+    return f"version {_installed('cudnn', ('nvidia-cudnn-frontend',))}"
+
+
+def _installed(module: str, packages: tuple[str, ...]) -> str:
+    """Version of the first of `packages` installed, provided that `module` can be found."""
+    if find_spec(module) is None:
+        raise NotObservable("not installed")
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    raise NotObservable(f"a module {module!r} is there, but not from {packages[0]}")

@@ -1,0 +1,191 @@
+"""How fast memory and matrix units are here, measured; for use inside a worker process.
+
+Findings and advice compare a workload with these rates rather than with a data sheet. Nothing
+global is changed: no flag, no random state, no default. TF32 is as the process has set it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import psutil
+
+from steadytorch.device import host
+from steadytorch.device.facts import parse_device
+from steadytorch.device.observe import NotObservable
+from steadytorch.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_MIB = 1 << 20
+_WARM_UP_RUNS = 2
+_FEWEST_RUNS = 5
+_MOST_RUNS = 50
+_SIDES = (512, 1024, 2048, 4096, 8192)
+_GPU_PRODUCT_S = 0.02
+_CPU_PRODUCT_S = 0.04
+
+
+def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
+    """Bytes per second, read plus written, of a plain copy within the device's memory.
+
+    The two buffers are far larger than the last-level cache (at least 256 MiB each on a GPU and 64
+    MiB on a CPU, unless memory is short) and hold random data. A CPU uses the process's threads.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:i".
+        budget_s: About how long to measure, in seconds; at least 5 copies are made.
+
+    Raises:
+        UnsupportedError: The device cannot hold the buffers, or is not there.
+        UsageError: `device` is malformed.
+    """
+    import torch
+
+    kind, _ = parse_device(device)
+    try:
+        count = (_gpu_buffer_bytes(device) if kind == "cuda" else _cpu_buffer_bytes()) // 4
+        source = torch.empty(count, dtype=torch.float32, device=device)
+        source.uniform_(generator=_generator(device))
+        target = torch.empty_like(source)
+        seconds = _median_seconds(lambda: target.copy_(source), device, budget_s)
+    except (RuntimeError, AssertionError) as error:
+        raise _cannot("copy memory", device, error) from error
+    return 2 * source.nbytes / seconds
+
+
+def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2) -> float:
+    """Floating-point operations per second of a square matrix product on random data.
+
+    The side is the largest of 512 to 8192 whose product stays within 20 ms (GPU) or 40 ms (CPU),
+    and an operation is one multiplication or one addition: 2 n^3 in all.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:i".
+        dtype: A floating-point type, as "bfloat16" or `torch.bfloat16`.
+        budget_s: About how long to measure, in seconds; at least 5 products are made.
+
+    Raises:
+        UnsupportedError: The device cannot multiply matrices of this type, or is not there.
+        UsageError: `device` or `dtype` is malformed.
+    """
+    import torch
+
+    kind, _ = parse_device(device)
+    element = _floating_type(dtype)
+    limit_s = _GPU_PRODUCT_S if kind == "cuda" else _CPU_PRODUCT_S
+    try:
+        with torch.no_grad():
+            side = _SIDES[0]
+            product = _product(side, element, device)
+            for larger in _SIDES[1:]:
+                once = _median_seconds(product, device, 0.0, fewest=3)
+                if once * (larger / side) ** 3 > limit_s:
+                    break
+                side, product = larger, _product(larger, element, device)
+            seconds = _median_seconds(product, device, budget_s)
+    except (RuntimeError, AssertionError) as error:
+        raise _cannot(f"multiply {element} matrices", device, error) from error
+    return 2 * side**3 / seconds
+
+
+def _product(side: int, element: torch.dtype, device: str) -> Callable[[], object]:
+    import torch
+
+    generator = _generator(device)
+    # Drawn in float32 and converted: not every type has a random generator of its own.
+    left, right = (
+        torch.empty(side, side, dtype=torch.float32, device=device)
+        .normal_(generator=generator)
+        .to(element)
+        for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _floating_type(dtype: str | torch.dtype) -> torch.dtype:
+    import torch
+
+    element = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(element, torch.dtype) or not element.is_floating_point:
+        raise UsageError(f"matrix_rate needs a floating-point type, as 'float32'; got {dtype!r}")
+    return element
+
+
+def _generator(device: str) -> torch.Generator:
+    # A generator of its own, so that the process's random state stays where it was.
+    import torch
+
+    return torch.Generator(device=device).manual_seed(0)
+
+
+def _gpu_buffer_bytes(device: str) -> int:
+    import torch
+
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    free, _total = torch.cuda.mem_get_info(device)
+    return min(max(256 * _MIB, 8 * cache), free // 4)
+
+
+def _cpu_buffer_bytes() -> int:
+    try:
+        cache = host.last_level_cache_bytes()
+    except NotObservable:
+        cache = 32 * _MIB
+    # Two buffers of twice the cache; the cap keeps a server with gigabytes of cache quick.
+    wanted = min(max(64 * _MIB, 2 * cache), 1024 * _MIB)
+    return min(wanted, psutil.virtual_memory().available // 8)
+
+
+def _median_seconds(
+    run: Callable[[], object], device: str, budget_s: float, fewest: int = _FEWEST_RUNS
+) -> float:
+    timed = _timed_on_gpu(device) if device != "cpu" else _timed_on_cpu
+    for _ in range(min(_WARM_UP_RUNS, fewest)):
+        timed(run)
+    return median_of_runs(lambda: timed(run), budget_s, fewest)
+
+
+def median_of_runs(once: Callable[[], float], budget_s: float, fewest: int = _FEWEST_RUNS) -> float:
+    """Median of the seconds that `once` returns, called until they add up to `budget_s`.
+
+    At least `fewest` and at most 50 calls are made.
+    """
+    seconds: list[float] = []
+    while len(seconds) < fewest or (sum(seconds) < budget_s and len(seconds) < _MOST_RUNS):
+        seconds.append(once())
+    return statistics.median(seconds)
+
+
+def _timed_on_cpu(run: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    # A clock that did not advance would make the rate infinite.
+    return max(1, time.perf_counter_ns() - start) / 1e9
+
+
+def _timed_on_gpu(device: str) -> Callable[[Callable[[], object]], float]:
+    import torch
+
+    def timed(run: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+        # Events resolve 0.5 us.
+        return max(start.elapsed_time(end), 5e-4) / 1e3
+
+    return timed
+
+
+def _cannot(what: str, device: str, error: Exception) -> UnsupportedError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return UnsupportedError(f"cannot {what} on {device!r}: {reason[0]}")

@@ -1,0 +1,30 @@
+"""The one exception tree of the project.
+
+Expected outcomes (a transform that does not apply, a candidate that fails verification) are values
+with a reason, not exceptions. Exceptions are for misuse and for faults; each message says what
+happened, the value seen, and what to do.
+"""
+
+
+class SteadyError(Exception):
+    """Base of every error raised on purpose; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UsageError(SteadyError):
+    """The request or its input is wrong: bad option, unknown model, inputs that do not fit."""
+
+    exit_code = 2
+
+
+class UnsupportedError(SteadyError):
+    """The request is sound, but this machine or build cannot do it; the message says why."""
+
+    exit_code = 3
+
+
+class PlanError(SteadyError):
+    """A plan file could not be used: unreadable, of another schema, or for another environment."""
+
+    exit_code = 2

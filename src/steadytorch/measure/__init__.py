@@ -1,0 +1,1 @@
+"""Clocks, samplers, statistics and races between any two callables."""

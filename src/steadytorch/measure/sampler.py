@@ -1,0 +1,166 @@
+"""Timing one iteration after another, on the CPU and on CUDA devices.
+
+Two times are taken, never in one block, because synchronising changes the workload:
+
+- *period*: from the end of an iteration to the end of the next, with the device's queue kept filled
+  (at most two iterations in flight). Gaps count, so launch-bound work is seen as it is.
+- *latency*: from the call to its finished result, with the queue empty before and after.
+
+On the CPU, where a call returns with its result, the two are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from steadytorch.measure.clock import Clock, HostClock
+
+GROUPING_BELOW_NS = 100_000
+"""Below 100 us an iteration, several are timed together: CUDA events resolve 0.5 us."""
+
+Step = Callable[[], Any]
+
+
+class Sampler(Protocol):
+    """Times iterations of a step on one kind of device."""
+
+    def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Period and host enqueue time of `count` iterations, both in ns, shape (count,)."""
+        ...
+
+    def latencies(self, step: Step, count: int) -> np.ndarray:
+        """Synchronised latency of `count` iterations in ns, shape (count,)."""
+        ...
+
+
+class HostSampler:
+    """Times steps that are finished when they return.
+
+    Args:
+        clock: where the time comes from.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
+
+    def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Period and host time of `count` iterations in ns; gaps between iterations count."""
+        boundaries = np.empty(count + 1, dtype=np.int64)
+        boundaries[0] = self._clock.now_ns()
+        for i in range(count):
+            step()
+            boundaries[i + 1] = self._clock.now_ns()
+        periods = np.diff(boundaries)
+        return periods, periods
+
+    def latencies(self, step: Step, count: int) -> np.ndarray:
+        """The same as the period: a host call returns with its result."""
+        return self.periods(step, count)[0]
+
+
+class CudaSampler:
+    """Times steps that enqueue work on the current CUDA stream.
+
+    Args:
+        clock: the host's clock, for enqueue time and latency.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
+        self._events: list[Any] = []
+
+    def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
+        events = self._boundary_events(count + 1)
+        host = np.empty(count, dtype=np.int64)
+        events[0].record()
+        for i in range(count):
+            if i >= 2:
+                events[i - 1].synchronize()
+            start = self._clock.now_ns()
+            step()
+            host[i] = self._clock.now_ns() - start
+            events[i + 1].record()
+        events[count].synchronize()
+        elapsed = [events[i].elapsed_time(events[i + 1]) * 1e6 for i in range(count)]
+        return np.asarray(elapsed, dtype=np.float64).round().astype(np.int64), host
+
+    def latencies(self, step: Step, count: int) -> np.ndarray:
+        """From the call to the finished result in ns, the queue empty before and after."""
+        import torch
+
+        stream = torch.cuda.current_stream()
+        stream.synchronize()
+        samples = np.empty(count, dtype=np.int64)
+        for i in range(count):
+            start = self._clock.now_ns()
+            step()
+            stream.synchronize()
+            samples[i] = self._clock.now_ns() - start
+        return samples
+
+    def _boundary_events(self, count: int) -> list[Any]:
+        import torch
+
+        while len(self._events) < count:
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        return self._events[:count]
+
+
+def sampler_for(device_type: str, clock: Clock | None = None) -> Sampler:
+    """The sampler for a device type, `cpu` or `cuda`."""
+    return CudaSampler(clock) if device_type == "cuda" else HostSampler(clock)
+
+
+class WarmUp(msgspec.Struct, frozen=True):
+    """How a step was brought to speed.
+
+    Attributes:
+        first_call_ns: synchronised latency of the very first call, where compilers do their work.
+        calls: how many calls were made in all.
+        iteration_ns: latency of the last one, a first idea of the scale.
+        group: iterations to time together so that a sample is not below the clock's resolution.
+    """
+
+    first_call_ns: int
+    calls: int
+    iteration_ns: int
+    group: int
+
+
+def warm_up(
+    step: Step,
+    sampler: Sampler,
+    *,
+    min_calls: int = 3,
+    min_ns: int = 500_000_000,
+    max_calls: int = 2000,
+) -> WarmUp:
+    """Calls the step at least `min_calls` times and for `min_ns` after the first call.
+
+    The first call is kept apart, because compilation would otherwise count as warming up.
+    """
+    first = int(sampler.latencies(step, 1)[0])
+    calls, spent, last = 1, 0, first
+    while calls < max_calls and (calls < min_calls or spent < min_ns):
+        last = int(sampler.latencies(step, 1)[0])
+        spent += last
+        calls += 1
+    group = max(1, -(-GROUPING_BELOW_NS // max(last, 1))) if last < GROUPING_BELOW_NS else 1
+    return WarmUp(first, calls, last, group)
+
+
+def grouped(step: Step, group: int) -> Step:
+    """A step of `group` iterations; divide its times by `group`."""
+    if group == 1:
+        return step
+
+    def several() -> None:
+        for _ in range(group):
+            step()
+
+    return several

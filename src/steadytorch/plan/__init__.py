@@ -1,0 +1,1 @@
+"""Plans as data: the choice, its evidence, its key and its file."""

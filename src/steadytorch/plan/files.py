@@ -1,0 +1,206 @@
+"""One plan file: `{key, payload, schema, sha256}` in canonical JSON.
+
+It is read with doubt and written whole. A file holds at most `MAX_BYTES`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from steadytorch.plan.fingerprint import Key, canonical_json
+
+SCHEMA = 1
+"""Version of the file's outer form; the payload has its own type."""
+MAX_BYTES = 1 << 20
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SEAL = b',"sha256":"%s"}'
+_SEAL_BYTES = len(_SEAL % (b"0" * 64))
+
+P = TypeVar("P")
+
+
+class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
+    """What a file says, without its digest."""
+
+    key: Key
+    payload: P
+    schema: int
+
+
+class _Head(msgspec.Struct):
+    schema: int
+
+
+class RefusedError(OSError):
+    """Something that is not to be read nor touched."""
+
+
+class BrokenError(Exception):
+    """A regular file of ours whose content is unusable; `seen` is its status when it was read."""
+
+    seen: os.stat_result | None = None
+
+
+def clean(text: object) -> str:
+    """Text that is safe to show: one line, printable, not long."""
+    # File contents and names may carry terminal escapes, and be long.
+    shown = "".join(c if c.isprintable() else "?" for c in str(text))
+    return shown if len(shown) <= 300 else f"{shown[:300]}..."
+
+
+def why(error: Exception) -> str:
+    """The reason in an error, as a clause for people."""
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return "it is a symbolic link"
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return clean(strerror or error)
+
+
+def encoded(key: Key, payload: msgspec.Struct) -> bytes:
+    """The bytes of a file, read back once so that nothing unreadable is ever stored.
+
+    Raises:
+        BrokenError: reading it back gives something else, as for a number that is not finite.
+        TypeError: the payload has no JSON form.
+    """
+    body = canonical_json({"key": key, "payload": payload, "schema": SCHEMA})
+    entry = decoded(_sealed(body), type(payload))
+    if entry.key != key or canonical_json(entry.payload) != canonical_json(payload):
+        raise BrokenError("it reads back as something else")
+    return _sealed(body)
+
+
+def _sealed(body: bytes) -> bytes:
+    # Sorted by name, the digest is the last field: it covers all that stands before it.
+    return body[:-1] + _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def decoded(data: bytes, payload_type: type[P]) -> Entry[P]:
+    """The content of a file.
+
+    Raises:
+        BrokenError: it was cut or altered, or does not fit the schema.
+    """
+    body = data[:-_SEAL_BYTES] + b"}"
+    if _sealed(body) != data:
+        raise BrokenError("is not a plan, or was cut or altered: its digest does not match")
+    try:
+        schema = msgspec.json.decode(body, type=_Head).schema
+        if schema == SCHEMA:
+            return _decoder(payload_type).decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenError(f"does not fit the schema: {clean(error)}") from None
+    raise BrokenError(f"has schema {schema}, and this version reads schema {SCHEMA}")
+
+
+@functools.lru_cache(maxsize=16)
+def _decoder(payload_type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(Entry[payload_type])
+
+
+def read(
+    name: str | os.PathLike[str], payload_type: type[P], folder: int | None = None
+) -> tuple[Entry[P], os.stat_result]:
+    """Reads a file, relative to `folder` where given, and its status at that time.
+
+    Raises:
+        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
+        BrokenError: it is a regular file of ours, and its content is unusable.
+    """
+    # O_NONBLOCK: opening a FIFO without it waits for a writer, for ever.
+    descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
+    try:
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode):
+            raise RefusedError("it is not a regular file")
+        if seen.st_uid not in (os.geteuid(), 0):
+            raise RefusedError(f"it belongs to user {seen.st_uid}")
+        try:
+            return decoded(_content(descriptor), payload_type), seen
+        except BrokenError as fault:
+            fault.seen = seen
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _content(descriptor: int) -> bytes:
+    content = bytearray()
+    while len(content) <= MAX_BYTES:
+        piece = os.read(descriptor, MAX_BYTES + 1 - len(content))
+        if not piece:
+            return bytes(content)
+        content += piece
+    raise BrokenError(f"is larger than {MAX_BYTES} bytes")
+
+
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """A descriptor of a directory that is no link; what is done through it stays inside.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    descriptor = os.open(path, _FOLDER_FLAGS)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_private(folder: Path) -> None:
+    """Makes a directory and its missing parents, for this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(each, 0o700)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces a file: who reads meanwhile, or after a crash, sees the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
+    make_private(path.parent)
+    temporary = f".{path.stem}.{secrets.token_hex(8)}.tmp"
+    with open_folder(path.parent) as folder:
+        try:
+            _write_new(temporary, data, folder)
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        # The plan is in place; some file systems refuse this on a directory.
+        with suppress(OSError):
+            os.fsync(folder)
+
+
+def _write_new(name: str, data: bytes, folder: int) -> None:
+    descriptor = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=folder)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

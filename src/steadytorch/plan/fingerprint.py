@@ -1,0 +1,220 @@
+"""What a plan is keyed by: the workload, its inputs, what was asked for, and the environment.
+
+PyTorch is imported only where a workload is looked at, so that stored keys can be read without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from steadytorch.errors import UsageError
+
+if TYPE_CHECKING:
+    from steadytorch.device.facts import DeviceFacts
+    from steadytorch.workload.signature import Leaf, Signature
+    from steadytorch.workload.workload import Workload
+
+RULES_VERSION = 1
+"""Raised when transforms, verification or selection change so that older plans no longer hold."""
+
+_ENVIRONMENT = (
+    "device",
+    "device_name",
+    "compute_capability",
+    "sm_count",
+    "mig_profile",
+    "cores_logical",
+    "isa",
+    "torch",
+    "cuda",
+    "cudnn",
+    "triton",
+    "driver",
+    "rules",
+)
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON in UTF-8 with sorted keys and no whitespace: equal values give equal bytes."""
+    return msgspec.json.encode(value, order="sorted")
+
+
+def _sha256_of(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+class Difference(NamedTuple):
+    """A field in which two keys differ; `None` stands for a value that is absent."""
+
+    field: str
+    old: Any
+    new: Any
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that a plan depends on, flat and readable. Make it with `make_key`.
+
+    Not in it: rank, device index, host name, time, Python version.
+
+    Attributes:
+        workload: `workload_fingerprint`.
+        signature: the inputs as people read them, without strides.
+        inputs: each input by its path, in full; the nesting is under `structure`.
+        objective: what was optimised for.
+        precision: how far numerics may move.
+        tolerance: accepted error as asked for, None for the default of the precision.
+        max_memory_bytes: memory limit, None for none.
+        ambient: process-wide settings in force, by name.
+        device: "cpu" or "cuda".
+        device_name: name of the GPU or the processor.
+        compute_capability: as "9.0".
+        sm_count: multiprocessors.
+        mig_profile: as "1g.10gb", None for a whole GPU.
+        cores_logical: logical processor cores usable.
+        isa: vector instructions of the processor.
+        torch: PyTorch version.
+        cuda: CUDA version.
+        cudnn: cuDNN version.
+        triton: Triton version.
+        driver: NVIDIA driver version.
+        rules: `RULES_VERSION`.
+    """
+
+    workload: str
+    signature: str
+    inputs: dict[str, str]
+    objective: str
+    precision: str
+    tolerance: float | None
+    max_memory_bytes: int | None
+    ambient: dict[str, str]
+    device: str
+    device_name: str | None
+    compute_capability: str | None
+    sm_count: int | None
+    mig_profile: str | None
+    cores_logical: int | None
+    isa: str | None
+    torch: str | None
+    cuda: str | None
+    cudnn: str | None
+    triton: str | None
+    driver: str | None
+    rules: int
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key's canonical JSON, in hexadecimal: the name of its plan."""
+        return _sha256_of(self)
+
+    @property
+    def environment_digest(self) -> str:
+        """SHA-256 of the fields that describe the machine and its software."""
+        return _sha256_of({name: getattr(self, name) for name in _ENVIRONMENT})
+
+
+def make_key(
+    workload: Workload,
+    signature: Signature,
+    facts: DeviceFacts,
+    *,
+    objective: str,
+    precision: str,
+    tolerance: float | None,
+    max_memory_bytes: int | None,
+    ambient: Mapping[str, object],
+) -> Key:
+    """The key of the plan for `workload`, given inputs of `signature`, on the machine of `facts`.
+
+    Args:
+        workload: what runs; its untouched model counts.
+        signature: the inputs the plan is for.
+        facts: the machine.
+        objective: what is optimised for.
+        precision: how far numerics may move.
+        tolerance: accepted error, None for the default of the precision.
+        max_memory_bytes: memory limit, None for none.
+        ambient: process-wide settings; values enter as text.
+
+    Raises:
+        UsageError: the tolerance is infinite or not a number.
+    """
+    if tolerance is not None and not math.isfinite(tolerance):
+        raise UsageError(f"tolerance {tolerance} is not a finite number: pass one, such as 0.01")
+    return Key(
+        workload=workload_fingerprint(workload),
+        signature=_text(signature),
+        inputs=_described_inputs(signature),
+        objective=_text(objective),
+        precision=_text(precision),
+        tolerance=None if tolerance is None else float(tolerance),
+        max_memory_bytes=max_memory_bytes,
+        ambient={_text(name): _text(value) for name, value in ambient.items()},
+        device=facts.device,
+        device_name=facts.name,
+        compute_capability=facts.compute_capability,
+        sm_count=facts.sm_count,
+        mig_profile=facts.mig_profile,
+        cores_logical=facts.cores_logical,
+        isa=facts.isa,
+        torch=facts.torch,
+        cuda=facts.cuda,
+        cudnn=facts.cudnn,
+        triton=facts.triton,
+        driver=facts.driver,
+        rules=RULES_VERSION,
+    )
+
+
+def differing_fields(old: Key, new: Key) -> list[Difference]:
+    """Where two keys differ, in the order of the fields; entries of mappings as `ambient.name`."""
+    before, after = _flat(old), _flat(new)
+    names = dict.fromkeys((*before, *after))
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
+    return [Difference(name, was, now) for name, was, now in pairs if was != now]
+
+
+def _flat(key: Key) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for field, value in msgspec.structs.asdict(key).items():
+        if isinstance(value, dict):
+            for name, entry in value.items():
+                flat[f"{field}{'' if name.startswith('[') else '.'}{name}"] = entry
+        else:
+            flat[field] = value
+    return flat
+
+
+def _described_inputs(signature: Signature) -> dict[str, str]:
+    described = {_text(leaf.path): _text(_described_leaf(leaf)) for leaf in signature.leaves}
+    return {**described, "structure": _text(signature.structure)}
+
+
+def _described_leaf(leaf: Leaf) -> str:
+    if leaf.shape is None:
+        return f"= {leaf.constant}"
+    return f"{list(leaf.shape)} {leaf.dtype} strides {list(leaf.stride or ())} on {leaf.device}"
+
+
+def _text(value: object) -> str:
+    # Undecodable bytes of the environment arrive as lone surrogates, which JSON cannot hold.
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def workload_fingerprint(workload: Workload) -> str:
+    """Identifies what a workload computes, apart from the values of its weights and its inputs.
+
+    It is the same in every process and on every device, as long as source can be had for what the
+    model runs; see `description.describe` for what it covers.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    from steadytorch.plan.description import describe
+
+    return _sha256_of([_text(line) for line in describe(workload)])

@@ -1,0 +1,305 @@
+"""The plan store: one self-describing file per plan, written atomically and doubted when read.
+
+The digest in a file detects accidents, not attackers: it holds no secret. What guards the store is
+ownership: its directory is private, and files of other users are refused. No fault of the file
+system raises here; the worst case is a miss with its reason, or a plan kept in memory only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from steadytorch.errors import PlanError
+from steadytorch.plan.files import (
+    MAX_BYTES,
+    BrokenError,
+    clean,
+    decoded,
+    encoded,
+    make_private,
+    open_folder,
+    read,
+    why,
+    write_whole,
+)
+from steadytorch.plan.fingerprint import Difference, Key, differing_fields
+
+QUARANTINE = "quarantine"
+"""Folder of the store that unusable files are moved to; nothing is ever read from it."""
+
+# How many files a miss looks through for the nearest key; a bound on time, not on the store.
+_SCAN_LIMIT = 1000
+_ENVIRONMENT_FOLDER = re.compile(r"[0-9a-f]{64}")
+
+logger = logging.getLogger(__name__)
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Found(Generic[P]):
+    """A stored payload; `path` is None for one that is kept in memory only."""
+
+    payload: P
+    path: Path | None
+
+
+@dataclass(frozen=True)
+class Miss:
+    """No payload.
+
+    Attributes:
+        reason: one line for people.
+        differing: the fields in which the nearest stored key differs; `old` is the stored value.
+    """
+
+    reason: str
+    differing: tuple[Difference, ...] = ()
+
+
+class Stored(NamedTuple):
+    """A file of the store: its key and payload, or else the problem with it."""
+
+    path: Path
+    key: Key | None
+    payload: Any
+    problem: str | None = None
+
+
+class Store:
+    """Plans of this user on this machine, by key.
+
+    Args:
+        root: the directory; it is made, private to the user, when the first plan is written. By
+            default `$XDG_CACHE_HOME/steadytorch/plans`, else `~/.cache/steadytorch/plans`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self.root = _default_root() if root is None else _absolute(Path(root))
+        self._in_memory: dict[str, bytes] = {}
+        self._trouble = "" if self.root else "there is no home directory"
+        self._warned = False
+
+    def get(self, key: Key, payload_type: type[P]) -> Found[P] | Miss:
+        """Looks a payload up; a file that cannot be trusted is a miss and is moved aside.
+
+        Args:
+            key: what it must have been stored under, in every field.
+            payload_type: a msgspec type; content that does not fit it is unusable.
+        """
+        held = self._in_memory.get(key.digest)
+        if held is not None:
+            try:
+                return Found(decoded(held, payload_type).payload, None)
+            except BrokenError as fault:
+                return Miss(f"the plan kept in memory {fault}")
+        path = self._path_of(key)
+        if path is None:
+            return Miss(f"no plan is kept in memory, and none on disk: {self._trouble}")
+        try:
+            with open_folder(path.parent) as folder:
+                return self._get_from(folder, path, key, payload_type)
+        except FileNotFoundError:
+            return self._nearest(key)
+        except (OSError, ValueError) as error:
+            return Miss(f"plan file {path} was refused: {why(error)}")
+
+    def put(self, key: Key, payload: msgspec.Struct) -> Path | None:
+        """Stores a payload in place of any other under the same key.
+
+        Returns:
+            Where, or None when it cannot be kept on disk: then this process keeps it in memory, and
+            one warning is logged.
+        """
+        try:
+            data = encoded(key, payload)
+        except (BrokenError, TypeError, ValueError, RecursionError) as error:
+            logger.warning("a plan was not stored: it has no JSON form: %s", clean(error))
+            return None
+        path = self._path_of(key)
+        if len(data) > MAX_BYTES:
+            logger.warning("a plan of %d bytes is kept in memory only: too large", len(data))
+        elif path is not None and not self._trouble:
+            try:
+                write_whole(path, data)
+                self._in_memory.pop(key.digest, None)
+                return path
+            except (OSError, ValueError) as error:
+                self._trouble = f"{self.root} cannot be written: {why(error)}"
+        self._in_memory[key.digest] = data
+        if self._trouble and not self._warned:
+            self._warned = True
+            logger.warning("plans are kept in memory only: %s", self._trouble)
+        return None
+
+    def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
+        """All files of the store by name, the unusable ones with their problem. Nothing is moved.
+
+        Args:
+            payload_type: what to read payloads as; by default they stay JSON bytes.
+        """
+        if self.root is None:
+            return
+        try:
+            folders = sorted(name for name in os.listdir(self.root) if _is_environment(name))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            yield Stored(self.root, None, None, f"cannot be listed: {why(error)}")
+            return
+        for parent in (self.root / name for name in folders):
+            try:
+                with open_folder(parent) as folder:
+                    names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+            except OSError as error:
+                yield Stored(parent, None, None, f"cannot be listed: {why(error)}")
+                continue
+            yield from (_listed(parent / name, payload_type) for name in names)
+
+    def remove(self, path: str | os.PathLike[str]) -> str | None:
+        """Deletes a file of the store, usable or not.
+
+        Returns:
+            None when it is gone, else one line on why not.
+        """
+        path = _absolute(Path(path))
+        inside = _is_environment(path.parent.name) or path.parent.name == QUARANTINE
+        if not inside or path.suffix != ".json" or path.parent.parent != self.root:
+            return f"{clean(path)} is not a plan of the store {self.root}: see its list of plans"
+        try:
+            with open_folder(path.parent) as folder:
+                os.unlink(path.name, dir_fd=folder)
+        except (OSError, ValueError) as error:
+            return f"{path} was not removed: {why(error)}"
+        return None
+
+    def _path_of(self, key: Key) -> Path | None:
+        if self.root is None:
+            return None
+        return self.root / key.environment_digest / f"{key.digest}.json"
+
+    def _get_from(
+        self, folder: int, path: Path, key: Key, payload_type: type[P]
+    ) -> Found[P] | Miss:
+        try:
+            entry, seen = read(path.name, payload_type, folder)
+            others = tuple(differing_fields(entry.key, key))
+            if not others:
+                return Found(entry.payload, path)
+            reason = f"holds another key: {_named(others)}"
+        except BrokenError as fault:
+            reason, seen, others = str(fault), fault.seen, ()
+        fate = self._quarantine(folder, path, seen)
+        return Miss(f"plan file {path} {reason}; {fate}", others)
+
+    def _quarantine(self, folder: int, path: Path, seen: os.stat_result | None) -> str:
+        """Moves a file aside; returns what became of it, as a clause."""
+        assert self.root is not None
+        target = self.root / QUARANTINE / f"{path.parent.name}.{path.name}"
+        try:
+            make_private(target.parent)
+            now = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if seen is None or _identity(now) != _identity(seen):
+                return "it has been replaced meanwhile"
+            with open_folder(target.parent) as aside:
+                os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=aside)
+        except FileNotFoundError:
+            return "it is gone meanwhile"
+        except OSError as error:
+            return f"it stays there: {why(error)}"
+        return f"moved to {target}"
+
+    def _nearest(self, key: Key) -> Miss:
+        keys = [entry.key for entry in islice(self.entries(), _SCAN_LIMIT) if entry.key]
+        found = [tuple(differing_fields(other, key)) for other in keys if _is_near(other, key)]
+        if not found:
+            return Miss("no plan is stored for this workload")
+        nearest = min(
+            found, key=lambda differing: (differing[0].field == "workload", len(differing))
+        )
+        return Miss(
+            f"no plan is stored for this key; the nearest has another {_named(nearest)}", nearest
+        )
+
+
+def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key, P]:
+    """Reads one plan file from anywhere, under the rules of the store; moves nothing.
+
+    Returns:
+        The key it was stored under, and its payload.
+
+    Raises:
+        PlanError: it cannot be read, is a link, belongs to another user or is no plan.
+    """
+    try:
+        entry, _ = read(path, payload_type)
+    except FileNotFoundError:
+        raise PlanError(f"plan file {clean(path)} does not exist: check the path") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"plan file {clean(path)} was refused: {why(error)}; pass a regular file of your own"
+        ) from None
+    except BrokenError as fault:
+        raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it anew") from None
+    return entry.key, entry.payload
+
+
+def _default_root() -> Path | None:
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path there is to be ignored, says the XDG base directory specification.
+    if os.path.isabs(caches):
+        return Path(caches, "steadytorch", "plans")
+    try:
+        return Path.home() / ".cache" / "steadytorch" / "plans"
+    except (RuntimeError, OSError):
+        return None
+
+
+def _absolute(path: Path) -> Path:
+    # A later change of the working directory must not move the store.
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:
+        return path
+
+
+def _is_environment(name: str) -> bool:
+    return _ENVIRONMENT_FOLDER.fullmatch(name) is not None
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _named(differing: tuple[Difference, ...]) -> str:
+    return clean(", ".join(difference.field for difference in differing))
+
+
+def _is_near(stored: Key, asked: Key) -> bool:
+    # A model that changed, with all else alike, is worth naming as well.
+    return replace(stored, workload="") == replace(asked, workload="") or (
+        stored.workload == asked.workload
+    )
+
+
+def _listed(path: Path, payload_type: Any) -> Stored:
+    try:
+        with open_folder(path.parent) as folder:
+            entry, _ = read(path.name, payload_type, folder)
+    except BrokenError as fault:
+        return Stored(path, None, None, str(fault))
+    except (OSError, ValueError) as error:
+        return Stored(path, None, None, f"was refused: {why(error)}")
+    if (path.parent.name, path.stem) != (entry.key.environment_digest, entry.key.digest):
+        return Stored(path, None, None, "holds another key than its name says")
+    return Stored(path, entry.key, entry.payload)

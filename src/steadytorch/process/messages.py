@@ -1,0 +1,42 @@
+"""What travels between a process and its worker: one request, one reply, in msgpack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Asks the worker to run one method of its handler."""
+
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An exception in the worker, as text: it may be of a type that only the worker can import.
+
+    Attributes:
+        type: class name.
+        message: `str` of the exception.
+        traceback: the formatted traceback.
+        out_of_memory: whether it was a failed allocation, on the device or the host.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    out_of_memory: bool = False
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The method's result (msgpack types only) or what it raised."""
+
+    result: Any = None
+    raised: Raised | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,1 @@
+"""Rendering of frozen results; nothing here computes a figure."""

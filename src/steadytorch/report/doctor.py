@@ -1,0 +1,228 @@
+"""The check-up of a machine as calm text for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.device.observe import NOT_ON_CPU
+from steadytorch.device.probes import Observation
+from steadytorch.device.telemetry import Snapshot
+from steadytorch.measure.noise import NoiseFloor
+
+_WIDTH = 80
+_LABEL_WIDTH = 22
+_UNKNOWN = "unknown"
+
+# Field of the facts or of the snapshot to what a reader calls it.
+_LABELS = {
+    "name": "device name",
+    "compute_capability": "compute capability",
+    "sm_count": "multiprocessors",
+    "memory_bytes": "memory",
+    "l2_cache_bytes": "L2 cache",
+    "mig_profile": "MIG slice",
+    "driver": "driver",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+    "triton": "Triton",
+    "torch": "PyTorch",
+    "python": "Python",
+    "cores_physical": "physical cores",
+    "cores_logical": "logical cores",
+    "cpu_name": "processor",
+    "isa": "vector instructions",
+    "os": "operating system",
+    "load_average_1m": "load average",
+    "cpu_busy": "CPU busy",
+    "cpu_steal": "CPU steal",
+    "memory_free_bytes": "memory free",
+    "gpu_memory_free_bytes": "GPU memory free",
+    "other_gpu_processes": "other GPU processes",
+    "sm_clock_mhz": "SM clock",
+    "sm_clock_max_mhz": "highest SM clock",
+    "power_watts": "power",
+    "power_limit_watts": "power limit",
+    "temperature_celsius": "temperature",
+    "clock_event_reasons": "clock held by",
+}
+
+Rows = list[tuple[str, str]]
+# What is hidden, why, and each remedy.
+Hidden = tuple[list[str], str, list[str]]
+
+
+def render_doctor(
+    console: Console,
+    facts: DeviceFacts,
+    snapshot: Snapshot,
+    observations: Sequence[Observation],
+    noise: NoiseFloor | Mapping[str, Any] | None = None,
+) -> None:
+    """Prints the machine, its software, its present state, and what is hidden and why.
+
+    Args:
+        console: Where to print; no more than 80 columns of it are used.
+        facts: What does not change.
+        snapshot: What does.
+        observations: What can be observed, and what to do about the rest.
+        noise: The A/A noise floor, where it was measured.
+
+    Raises:
+        msgspec.ValidationError: `noise` is a mapping of another shape than `NoiseFloor`.
+    """
+    floor = None if noise is None else msgspec.convert(noise, NoiseFloor)
+    _section(console, "Machine", _machine(facts))
+    _section(console, "Software", _software(facts))
+    _section(console, "State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))])
+    seen = [
+        (observation.name, observation.detail) for observation in observations if observation.ok
+    ]
+    _section(console, "Can be observed", seen)
+    groups = _hidden({**facts.unknown, **snapshot.unknown}, observations)
+    _hidden_section(console, "Cannot be observed here, and what to do", groups)
+
+
+def plain(text: str) -> str:
+    """The text with everything a terminal would act on, or hide, written as an escape sequence."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def _section(console: Console, title: str, rows: Rows) -> None:
+    if not rows:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=_LABEL_WIDTH, overflow="fold")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        # Text objects, never strings: a device name must not be read as markup.
+        table.add_row(Text(plain(label)), Text(plain(value)))
+    _show(console, title, [Padding(table, (0, 0, 0, 2), expand=False)])
+
+
+def _hidden_section(console: Console, title: str, groups: list[Hidden]) -> None:
+    blocks = []
+    for names, reason, remedies in groups:
+        lines = [reason, *(f"To do: {remedy}." for remedy in remedies)]
+        blocks.append(Padding(Text(plain(", ".join(names))), (0, 0, 0, 2)))
+        blocks += [Padding(Text(plain(line), overflow="fold"), (0, 0, 0, 6)) for line in lines]
+    if blocks:
+        _show(console, title, blocks)
+
+
+def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
+    width = min(_WIDTH, console.width)
+    console.print(Text(title, style="bold"), width=width)
+    for block in blocks:
+        console.print(block, width=width, highlight=False)
+    console.print()
+
+
+def _machine(facts: DeviceFacts) -> Rows:
+    rows: Rows = []
+    if facts.device == "cuda":
+        slice_unknown = "mig_profile" in facts.unknown
+        rows += [
+            ("GPU", _shown(facts.name)),
+            ("compute capability", _shown(facts.compute_capability)),
+            ("multiprocessors", _shown(facts.sm_count)),
+            ("GPU memory", _bytes(facts.memory_bytes)),
+            ("L2 cache", _bytes(facts.l2_cache_bytes)),
+            ("MIG slice", _UNKNOWN if slice_unknown else facts.mig_profile or "none, a whole GPU"),
+        ]
+    rows += [
+        ("processor", _shown(facts.cpu_name)),
+        ("usable cores", _cores(facts)),
+        ("vector instructions", _shown(facts.isa)),
+    ]
+    if facts.device == "cpu":
+        rows.append(("memory", _bytes(facts.memory_bytes)))
+    rows.append(("operating system", _shown(facts.os)))
+    return rows
+
+
+def _software(facts: DeviceFacts) -> Rows:
+    fields = ["torch", "cuda", "cudnn", "triton", "driver", "python"]
+    return [
+        (_LABELS[field], _shown(getattr(facts, field)))
+        for field in fields
+        if facts.unknown.get(field) != NOT_ON_CPU
+    ]
+
+
+def _state(now: Snapshot) -> Rows:
+    rows = [
+        ("load average", _shown(now.load_average_1m, "{:.2f} over the last minute")),
+        ("CPU busy", _shown(now.cpu_busy, "{:.0%}")),
+        ("CPU steal", _shown(now.cpu_steal, "{:.1%}")),
+        ("memory free", _bytes(now.memory_free_bytes)),
+    ]
+    if now.device != "cuda":
+        return rows
+    return [
+        *rows,
+        ("GPU memory free", _bytes(now.gpu_memory_free_bytes)),
+        ("other GPU processes", _shown(now.other_gpu_processes)),
+        ("SM clock", _of(now.sm_clock_mhz, now.sm_clock_max_mhz, "MHz")),
+        ("power", _of(now.power_watts, now.power_limit_watts, "W")),
+        ("temperature", _shown(now.temperature_celsius, "{} degrees Celsius")),
+        ("clock held by", _reasons(now.clock_event_reasons)),
+    ]
+
+
+def _hidden(unknown: Mapping[str, str], observations: Iterable[Observation]) -> list[Hidden]:
+    """What cannot be observed, gathered by reason in the order met."""
+    names: dict[str, dict[str, None]] = {}
+    remedies: dict[str, dict[str, None]] = {}
+    for observation in observations:
+        if not observation.ok:
+            names.setdefault(observation.detail, {})[observation.name] = None
+            if observation.remedy:
+                remedies.setdefault(observation.detail, {})[observation.remedy] = None
+    for field, reason in unknown.items():
+        if reason != NOT_ON_CPU:
+            names.setdefault(reason, {})[_LABELS.get(field, field)] = None
+    return [(list(names[why]), why, list(remedies.get(why, ()))) for why in names]
+
+
+def _shown(value: Any, form: str = "{}") -> str:
+    return _UNKNOWN if value is None else form.format(value)
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return _UNKNOWN
+    unit, size = ("GiB", 1 << 30) if count >= 1 << 30 else ("MiB", 1 << 20)
+    return f"{count / size:.1f} {unit}"
+
+
+def _cores(facts: DeviceFacts) -> str:
+    return f"{_shown(facts.cores_physical)} physical, {_shown(facts.cores_logical)} logical"
+
+
+def _of(value: float | None, limit: float | None, unit: str) -> str:
+    if value is None:
+        return _UNKNOWN
+    return f"{value:.0f} {unit}" if limit is None else f"{value:.0f} of {limit:.0f} {unit}"
+
+
+def _reasons(reasons: tuple[str, ...] | None) -> str:
+    if reasons is None:
+        return _UNKNOWN
+    return ", ".join(reason.replace("_", " ") for reason in reasons) or "nothing"
+
+
+def _noise(floor: NoiseFloor | None) -> str:
+    if floor is None:
+        return "not measured"
+    what = f" ({floor.what})" if floor.what else ""
+    return f"{floor.a_a_spread:.2%} over {floor.pairs} pairs{what}"

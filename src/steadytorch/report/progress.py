@@ -1,0 +1,87 @@
+"""A search as it goes: a line per event, and on a terminal a live line of what is under way."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from steadytorch.report.text import duration, seconds
+
+
+class Progress:
+    """Watches a search and shows it on a console. Use it as a context manager.
+
+    Nothing is drawn in the background: the live line changes only when the search says so, because
+    a redrawing thread would disturb what is being timed.
+
+    Args:
+        console: where to show it; `quiet` consoles show nothing.
+        budget_s: of the search, for the clock.
+    """
+
+    def __init__(self, console: Console, budget_s: float) -> None:
+        self._console, self._budget_s = console, budget_s
+        self._start = time.monotonic()
+        self._phase = "starting"
+        self._under_way: dict[str, float] = {}
+        self._drawn = 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def phase(self, message: str) -> None:
+        """Prints a heading with the time spent so far."""
+        self._phase = message
+        spent = seconds(time.monotonic() - self._start)
+        self._console.print(Text.assemble((f"{spent:>7}  ", "dim"), (message, "bold")))
+        self._draw()
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """Prints a line when a candidate is out; what is under way shows in the live line."""
+        if state == "set-up":
+            self._under_way[label] = time.monotonic()
+        else:
+            self._under_way.pop(label, None)
+        if state in ("rejected", "failed"):
+            self._line(label, f"{state}: {detail}", "yellow")
+        self._draw()
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """Prints a line with the candidate's median."""
+        self._line(label, duration(median_ns), "green")
+
+    def tick(self) -> None:
+        """Redraws the live line, at most four times a second."""
+        if time.monotonic() - self._drawn > 0.25:
+            self._draw()
+
+    def _line(self, label: str, outcome: str, style: str) -> None:
+        text = Text.assemble(" " * 9, label, "  ", (outcome, style))
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if not self._console.is_terminal:
+            return
+        spent = self._drawn - self._start
+        text = Text(f"{seconds(spent):>7}  of {seconds(self._budget_s)}: {self._phase}", "dim")
+        for label, since in self._under_way.items():
+            text.append(f"\n         setting up {label} ({self._drawn - since:.0f} s)", "dim")
+        text.truncate(self._console.width * (1 + len(self._under_way)))
+        self._live.update(text, refresh=True)

@@ -1,0 +1,43 @@
+"""Figures and foreign strings as people read them in a terminal."""
+
+from __future__ import annotations
+
+_UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
+
+
+def unit_of(nanoseconds: float) -> tuple[str, float]:
+    """The unit a time is best read in, and how many ns it has."""
+    for name, size in _UNITS_NS:
+        if nanoseconds >= size:
+            return name, size
+    return _UNITS_NS[-1]
+
+
+def duration(nanoseconds: float) -> str:
+    """A time to three or four digits, such as `28.71 ms`."""
+    name, size = unit_of(nanoseconds)
+    value = nanoseconds / size
+    return f"{value:.{2 if value < 100 else 1}f} {name}"
+
+
+def seconds(value: float) -> str:
+    """Seconds as `0.4 s`, `24 s` or `3 min 20 s`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value // 60:.0f} min {value % 60:.0f} s"
+
+
+def size(byte_count: float) -> str:
+    """A size such as `1.23 GiB`."""
+    for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if byte_count >= factor:
+            digits = 2 if byte_count < 10 * factor else 1 if byte_count < 100 * factor else 0
+            return f"{byte_count / factor:.{digits}f} {name}"
+    return f"{byte_count:.0f} B"
+
+
+def percent_above(value: float, base: float) -> str:
+    """How far a value lies above a base, such as `+4.1 %`."""
+    return f"{100 * (value / base - 1):+.1f} %"

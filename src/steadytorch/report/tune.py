@@ -1,0 +1,152 @@
+"""A finished, replayed or interrupted search in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from steadytorch.plan.plan import Evidence, Plan, Timing, Trial
+from steadytorch.report.text import duration, percent_above, seconds, size, unit_of
+from steadytorch.transforms.base import Candidate
+
+_MOST_LISTED = 6
+
+
+def name_of(candidate: Candidate) -> str:
+    """The candidate in one line."""
+    return " + ".join(map(str, candidate)) or "untouched"
+
+
+def render_trials(console: Console, trials: Sequence[Trial], chosen: Candidate | None) -> None:
+    """The table of candidates, fastest first; the others below, with their reasons."""
+    timed = sorted((t for t in trials if t.median_ns is not None), key=lambda t: t.median_ns or 0.0)
+    if timed:
+        console.print(_table(timed, chosen))
+    for trial in trials:
+        if trial.median_ns is None:
+            text = Text(f"{name_of(trial.transforms)}: {trial.status}: {trial.reason}", "yellow")
+            console.print(Padding(text, (0, 0, 0, 2)))
+
+
+def _table(trials: Sequence[Trial], chosen: Candidate | None) -> Table:
+    unit, unit_ns = unit_of(trials[0].median_ns or 1.0)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("candidate", ratio=1, overflow="fold")
+    for heading in (unit, "95 %", "tail", "error", "memory", "set-up"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for trial in trials:
+        median = trial.median_ns or 1.0
+        table.add_row(
+            _name_cell(trial, chosen),
+            f"{median / unit_ns:.2f}",
+            _half_width(median, trial.median_ci_ns),
+            _tail(median, trial.p90_ns, trial.p99_ns),
+            "" if trial.error is None else f"{trial.error:.0e}",
+            "" if trial.peak_memory_bytes is None else size(trial.peak_memory_bytes),
+            "" if trial.setup_s is None else seconds(trial.setup_s),
+        )
+    table.caption = (
+        "screening medians; 95 %: half-width of the median's interval; tail: p99 over the median, "
+        "or p90 (*) below 1,000 samples; error: relative L2 against the reference"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
+    name = Text(name_of(trial.transforms))
+    if trial.transforms == chosen:
+        name.stylize("bold green")
+        name.append("\n<- the plan")
+    elif trial.status != "ok" or trial.reason:
+        label = trial.reason or trial.status
+        name.append(f"\n{label if trial.status == 'ok' else f'{trial.status}: {label}'}", "yellow")
+    return name
+
+
+def _half_width(median: float, interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return "-"
+    return f"±{100 * (interval[1] - interval[0]) / 2 / median:.1f}%"
+
+
+def _tail(median: float, p90: float | None, p99: float | None) -> str:
+    if p99 is not None:
+        return f"+{100 * (p99 / median - 1):.0f}%"
+    return "-" if p90 is None else f"+{100 * (p90 / median - 1):.0f}%*"
+
+
+def render_plan(console: Console, plan: Plan, heading: str) -> None:
+    """What the plan is, what it gains, what it costs, and when it pays back."""
+    evidence = plan.evidence
+    console.print(Text.assemble((f"{heading}: ", "bold"), (name_of(plan.candidate), "bold green")))
+    for line in _claims(plan, evidence):
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+
+def _claims(plan: Plan, evidence: Evidence) -> list[str]:
+    base, won, gain = evidence.baseline, evidence.winner, evidence.speedup
+    lines = []
+    if plan.candidate and gain.low is not None and gain.high is not None:
+        lines.append(
+            f"{gain.estimate:.2f}x as fast as the untouched workload (99 % interval "
+            f"{gain.low:.2f} to {gain.high:.2f}, {gain.pairs} fresh pairs; "
+            f"claim: {gain.claim})"
+        )
+    if not plan.candidate:
+        lines.append("nothing was shown to be faster than the untouched workload")
+    lines.append(f"{won.metric} {_timing(won)}")
+    if plan.candidate:
+        lines.append(f"untouched {_timing(base)}")
+    lines.extend(_costs(plan, evidence))
+    where = f"stored in {Path(plan.path).parent.parent}" if plan.path else "in memory only"
+    lines.append(f"plan {plan.id}, {where}")
+    return lines
+
+
+def _timing(timing: Timing) -> str:
+    text = duration(timing.median_ns)
+    if timing.median_ci_ns is not None:
+        low, high = (duration(bound) for bound in timing.median_ci_ns)
+        text += f" (95 % within {low} to {high})"
+    name, tail = ("p99", timing.p99_ns) if timing.p99_ns is not None else ("p90", timing.p90_ns)
+    return f"{text}, {name} {percent_above(tail, timing.median_ns)}"
+
+
+def _costs(plan: Plan, evidence: Evidence) -> list[str]:
+    by_candidate = {trial.transforms: trial for trial in evidence.trials}
+    won, base = by_candidate.get(plan.candidate), by_candidate.get(())
+    if won is None or base is None or not plan.candidate:
+        return []
+    lines = []
+    if won.error is not None:
+        lines.append(f"relative error {won.error:.1e} against {evidence.reference}")
+    if won.setup_s is not None:
+        paid = evidence.break_even_calls
+        after = "never paid back" if paid is None else f"paid back after {paid:,} calls"
+        lines.append(f"set-up {seconds(won.setup_s)} at the first call, {after}")
+    if won.peak_memory_bytes is not None and base.peak_memory_bytes is not None:
+        lines.append(
+            f"peak memory {size(won.peak_memory_bytes)}, untouched {size(base.peak_memory_bytes)}"
+        )
+    return lines
+
+
+def render_left_out(console: Console, evidence: Evidence) -> None:
+    """What was not tried, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in {**evidence.not_applicable, **evidence.not_tried}.items():
+        reasons.setdefault(reason, []).append(name)
+    if not reasons:
+        return
+    console.print(Text("Not tried", "bold"))
+    for reason, names in reasons.items():
+        listed = ", ".join(names[:_MOST_LISTED])
+        more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+        console.print(Padding(Text(f"{reason}: {listed}{more}", "dim"), (0, 0, 0, 2)))

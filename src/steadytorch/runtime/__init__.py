@@ -1,0 +1,1 @@
+"""Serving: the module that production calls."""

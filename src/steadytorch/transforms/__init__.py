@@ -1,0 +1,168 @@
+"""The registry of transforms: the one place that lists them, in the order they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UsageError
+from steadytorch.transforms.ambient import ambient, set_ambient
+from steadytorch.transforms.attention_backend import AttentionBackend
+from steadytorch.transforms.autocast import Autocast
+from steadytorch.transforms.base import Candidate, Risk, Transform, TransformSpec
+from steadytorch.transforms.cast_weights import CastWeights
+from steadytorch.transforms.channels_last import ChannelsLast
+from steadytorch.transforms.compile import Compile
+from steadytorch.transforms.cuda_graph import CudaGraph
+from steadytorch.transforms.cudnn_benchmark import CudnnBenchmark
+from steadytorch.transforms.cudnn_deterministic import CudnnDeterministic
+from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
+from steadytorch.transforms.gc_freeze import GcFreeze
+from steadytorch.transforms.inference_mode import InferenceMode
+from steadytorch.transforms.tf32 import Tf32
+from steadytorch.transforms.threads import Threads
+from steadytorch.workload.workload import Workload
+
+__all__ = [
+    "REGISTRY",
+    "Entry",
+    "all_variants",
+    "ambient",
+    "conflict",
+    "create",
+    "names",
+    "order",
+    "set_ambient",
+]
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_ELEMENT_TYPE = "the element type"
+_CAPTURE = "the capture of CUDA graphs"
+# max-autotune reads the precision in a way that PyTorch refuses once it was set as tf32 sets it.
+_PRECISION = "the float32 precision setting"
+
+_CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A transform of the registry.
+
+    Attributes:
+        transform: its class.
+        claims: from its parameters to what it wants for itself: two transforms of one candidate may
+            not claim the same.
+    """
+
+    transform: type[Transform]
+    claims: Callable[[Any], tuple[str, ...]] = lambda parameters: ()
+
+    @property
+    def name(self) -> str:
+        """The name of the transform."""
+        return self.transform.name
+
+
+REGISTRY: tuple[Entry, ...] = (
+    Entry(FoldBatchNorm),
+    Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
+    Entry(ChannelsLast),
+    # What stands above is compiled along; what stands below surrounds compiled code.
+    Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
+    Entry(Autocast, lambda parameters: (_ELEMENT_TYPE,)),
+    Entry(AttentionBackend),
+    Entry(InferenceMode),
+    Entry(Tf32, lambda parameters: (_PRECISION,)),
+    Entry(CudnnBenchmark),
+    Entry(CudnnDeterministic),
+    Entry(Threads),
+    Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
+    Entry(GcFreeze),
+)
+
+_POSITIONS = {entry.name: position for position, entry in enumerate(REGISTRY)}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all transforms, in the order they are applied."""
+    return tuple(_POSITIONS)
+
+
+def create(spec: TransformSpec) -> Transform:
+    """Makes the transform that a spec describes; the only way from a plan's data to code.
+
+    Raises:
+        UsageError: the name, a parameter or its value is not in the closed list of the registry.
+    """
+    kind = _entry(spec.name).transform
+    try:
+        parameters = msgspec.convert(dict(spec.parameters), kind.Parameters)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"transform {spec} is not known to this version of steadytorch: {error}"
+        ) from None
+    return kind(parameters)
+
+
+def order(specs: Iterable[TransformSpec]) -> Candidate:
+    """The candidate of these transforms, in the order they are applied: innermost first.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+    return tuple(sorted(specs, key=lambda spec: REGISTRY.index(_entry(spec.name))))
+
+
+def conflict(candidate: Candidate, workload: Workload | None = None) -> str | None:
+    """Why these transforms cannot be combined, or None where they can.
+
+    Args:
+        candidate: the transforms, in any order.
+        workload: if given, also checks that transforms which take 16-bit values only get them, from
+            this untouched workload or from another transform.
+
+    Raises:
+        UsageError: a spec is not one of the registry.
+    """
+    owners: dict[str, str] = {}
+    for spec in candidate:
+        claims = _entry(spec.name).claims(create(spec).parameters)
+        for claim in claims:
+            if owners.setdefault(claim, spec.name) != spec.name:
+                return f"{owners[claim]} and {spec.name} both claim {claim}"
+    given = [spec.name for spec in candidate]
+    for name in given:
+        if given.count(name) > 1:
+            return f"{name} occurs twice"
+    return None if workload is None else _wrong_element_type(candidate, workload)
+
+
+def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
+    transforms = [create(spec) for spec in candidate]
+    if workload.dtype in _HALF_TYPES or any(t.risk is Risk.HALF for t in transforms):
+        return None
+    for transform in transforms:
+        if transform.takes_half_only:
+            return f"{transform.spec} takes 16-bit values only, the workload has {workload.dtype}"
+    return None
+
+
+def all_variants(facts: DeviceFacts) -> list[Transform]:
+    """Every transform with every setting worth trying on this device, in registry order."""
+    return [
+        entry.transform(parameters)
+        for entry in REGISTRY
+        for parameters in entry.transform.variants(facts)
+    ]
+
+
+def _entry(name: str) -> Entry:
+    position = _POSITIONS.get(name)
+    if position is None:
+        raise UsageError(f"unknown transform {name!r}: use one of {', '.join(_POSITIONS)}")
+    return REGISTRY[position]

@@ -1,0 +1,90 @@
+"""Runs the model under automatic mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.conversion import (
+    HALF_TYPES,
+    HalfName,
+    convert,
+    own_device,
+    own_dtype,
+)
+from steadytorch.transforms.traits import decide, half_unsupported, not_float32
+from steadytorch.workload.workload import Workload
+
+
+class Autocast(Transform):
+    """16-bit products, float32 where PyTorch deems it needed; weights stay as they are.
+
+    Weights are converted anew at each call, which costs kernels of its own. Outputs of the 16-bit
+    type are converted back.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """The 16-bit element type."""
+
+        dtype: HalfName = "bf16"
+
+    name = "autocast"
+    risk = Risk.HALF
+
+    @property
+    def precision(self) -> str:
+        """The element type: bf16 or fp16."""
+        return self.parameters.dtype
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """Both types, bf16 first: it needs no care about range."""
+        return cls.Parameters("bf16"), cls.Parameters("fp16")
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs a float32 workload; fp16 is for inference, since training would scale its loss."""
+        fp16 = self.parameters.dtype == "fp16"
+        return decide(
+            not_float32(workload),
+            half_unsupported(facts, self.parameters.dtype),
+            (fp16 and workload.is_training, "training in fp16 needs a gradient scaler"),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields a workload that enters autocast at each call and leaves it after."""
+        dtype = HALF_TYPES[self.parameters.dtype]
+        device, outer = own_device(workload).type, own_dtype(workload)
+        yield workload.with_model(AutocastModel(workload.model, device, dtype, outer))
+
+
+class AutocastModel:
+    """A model that runs under autocast and returns its outputs in the outer type.
+
+    Args:
+        model: the callable to run.
+        device: the device type, "cpu" or "cuda".
+        dtype: the 16-bit type.
+        outer: the type that outputs of type `dtype` are converted to.
+    """
+
+    def __init__(self, model: Any, device: str, dtype: torch.dtype, outer: torch.dtype) -> None:
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self.outer = outer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; the conversion of outputs is outside of autocast."""
+        with torch.autocast(self.device, dtype=self.dtype):
+            output = self.model(*args, **kwargs)
+        return convert(self._out, output)
+
+    def _out(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor

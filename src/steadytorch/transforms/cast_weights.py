@@ -1,0 +1,97 @@
+"""Runs the model on a copy of its weights in a 16-bit element type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.conversion import (
+    HALF_TYPES,
+    HalfName,
+    convert,
+    own_dtype,
+    with_converted,
+)
+from steadytorch.transforms.copying import copy_with
+from steadytorch.transforms.traits import decide, half_unsupported, no_copy, not_float32
+from steadytorch.workload.workload import Workload
+
+
+class CastWeights(Transform):
+    """Weights, buffers and arithmetic in 16 bits; inputs and outputs keep their element types.
+
+    Floating-point inputs are converted on the way in, outputs of the 16-bit type on the way out.
+    Integer and complex tensors stay as they are.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """The element type of weights and arithmetic."""
+
+        dtype: HalfName = "bf16"
+
+    name = "cast_weights"
+    risk = Risk.HALF
+
+    @property
+    def precision(self) -> str:
+        """The element type: bf16 or fp16."""
+        return self.parameters.dtype
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """Both types, fp16 first on a GPU: its convolutions have more engines to choose from."""
+        order = ("fp16", "bf16") if facts.device == "cuda" else ("bf16", "fp16")
+        return tuple(cls.Parameters(dtype) for dtype in order)
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs a float32 module, for inference, and hardware that computes in the type."""
+        return decide(
+            *no_copy(workload),
+            not_float32(workload),
+            half_unsupported(facts, self.parameters.dtype),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields the workload on the converted copy, with converted inputs; nothing to undo."""
+        dtype = HALF_TYPES[self.parameters.dtype]
+
+        def to_half(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        model = CastModel(copy_with(workload.model, to_half), dtype, own_dtype(workload))
+        yield with_converted(workload, model, to_half)
+
+
+class CastModel(nn.Module):
+    """A model in one floating-point type that takes and returns another.
+
+    Args:
+        inner: the model, its weights in `dtype`.
+        dtype: the type that floating-point inputs are converted to.
+        outer: the type that outputs of type `dtype` are converted to.
+    """
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype, outer: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+        self.outer = outer
+        self.training = inner.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the inner model between the two conversions."""
+        return convert(self._out, self.inner(*convert(self._in, args), **convert(self._in, kwargs)))
+
+    def _in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _out(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor

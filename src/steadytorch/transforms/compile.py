@@ -1,0 +1,174 @@
+"""Compiles the model with Inductor."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.conversion import convert
+from steadytorch.transforms.traits import Objection, capability_below, decide
+from steadytorch.workload.workload import Workload
+
+# Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
+_MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
+
+
+class Compile(Transform):
+    """`torch.compile` for the shapes at hand, with the weights as constants where `freezing`.
+
+    Freezing runs without gradients and takes the weights as they are at the first call: later
+    changes to them are not seen. The first call compiles, which takes seconds to minutes.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """Inductor's mode, and whether weights become constants of the compiled code."""
+
+        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+        freezing: bool = False
+
+    name = "compile"
+    risk = Risk.EXACT
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """The cheap ones first; reduce-overhead on CUDA only."""
+        found = [cls.Parameters("default", True), cls.Parameters("default", False)]
+        if facts.device == "cuda":
+            found.append(cls.Parameters("reduce-overhead", True))
+        return (*found, cls.Parameters("max-autotune", True))
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs Inductor's compilers; freezing and reduce-overhead are for inference."""
+        graphs = self.parameters.mode == "reduce-overhead"
+        no_weights = workload.module is None
+        training_mode = workload.module is not None and workload.module.training
+        return decide(
+            *_missing_compiler(facts),
+            (graphs and facts.device != "cuda", "reduce-overhead needs a CUDA device"),
+            (graphs and workload.is_training, "reduce-overhead is for inference"),
+            (self.parameters.freezing and no_weights, "a plain callable has no weights to freeze"),
+            (
+                self.parameters.freezing and training_mode,
+                "weights in training mode cannot be frozen",
+            ),
+            (self.parameters.freezing and workload.is_training, "training changes frozen weights"),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields the workload on the compiled model; on leaving drops what was compiled."""
+        from torch._dynamo.eval_frame import remove_from_cache
+
+        entry = _private_entry(workload.model)
+        compiled = torch.compile(entry, backend=_backend(self.parameters), dynamic=False)
+        model: Any = _Frozen(compiled) if self.parameters.freezing else compiled
+        if self.parameters.mode == "reduce-overhead":
+            model = _Recorded(model)
+        try:
+            yield workload.with_model(model)
+        finally:
+            remove_from_cache(entry)
+
+
+def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
+    if facts.device == "cuda":
+        return (
+            (facts.triton is None, "needs Triton, which is not installed"),
+            capability_below(facts, (7, 0), "Triton"),
+        )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return ((shutil.which(compiler) is None, f"no C++ compiler found: {compiler} is not on PATH"),)
+
+
+def _private_entry(model: Any) -> Callable[..., Any]:
+    """A function that calls the model, with a code object and globals of its own.
+
+    Dynamo keeps what it compiles at the code object. A shared one would count the compilations of
+    other callers against the same limit, and could not be dropped without dropping theirs.
+    """
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    space = {"__builtins__": builtins, "__name__": __name__}
+    return types.FunctionType(
+        entry.__code__.replace(), space, entry.__name__, None, entry.__closure__
+    )
+
+
+class _NotFreezingError(Exception):
+    """Dynamo is about to compile with the weights as inputs."""
+
+
+def _backend(parameters: Any) -> Callable[..., Any]:
+    from torch._inductor import list_mode_options
+
+    options: dict[str, Any] = dict(list_mode_options(_MODES.get(parameters.mode, parameters.mode)))
+    freezing = parameters.freezing
+
+    def inductor(graph: Any, inputs: Any) -> Any:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        if freezing and not config.freezing:
+            raise _NotFreezingError
+        return compile_fx(graph, inputs, config_patches=options)
+
+    return inductor
+
+
+class _Frozen:
+    """Compiles with freezing switched on, and only while compiling.
+
+    Freezing needs the process-wide switch already when Dynamo traces, so that it records the
+    weights as constants; the option of the same name alone comes too late and folds nothing.
+    """
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        self.compiled = compiled
+        self.failure = BackendCompilerFailed
+        self.call: Callable[..., Any] = self._compiling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.call(*args, **kwargs)
+
+    def _compiling(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._inductor import config
+
+        with config.patch(freezing=True):
+            output = self.compiled(*args, **kwargs)
+        self.call = self._compiled
+        return output
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.compiled(*args, **kwargs)
+        except self.failure as failure:
+            if not isinstance(failure.inner_exception, _NotFreezingError):
+                raise
+        return self._compiling(*args, **kwargs)
+
+
+class _Recorded:
+    """Announces each step to Inductor's CUDA graphs, and copies outputs out of their buffers."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return convert(torch.clone, self.model(*args, **kwargs))

@@ -1,0 +1,61 @@
+"""Copies of a module tree that share every tensor except those that a transform changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def copy_with(model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor]) -> ModuleT:
+    """Copies the modules, and of their tensors only those that `convert` changes.
+
+    A parameter that appears under several names is converted once, so that tied weights stay tied.
+    Changing the copy's modules (replacing a layer, say) leaves the original alone; writing into a
+    tensor that is still shared does not.
+
+    Args:
+        model: the module to copy; neither it nor its tensors are changed.
+        convert: maps each parameter and buffer to its replacement of any shape, or to itself where
+            it is to be shared. Runs without gradients.
+
+    Returns:
+        A module of the same class and in the same training mode.
+    """
+    # deepcopy looks up in the memo what an object has become: filled beforehand, it keeps ours.
+    memo: dict[int, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in _tensors(model):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _converted(tensor, convert)
+        for tensor in _computed(model):
+            memo.setdefault(id(tensor), tensor)
+        return copy.deepcopy(model, memo)
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _computed(model: nn.Module) -> Iterator[torch.Tensor]:
+    # Results of autograd kept as attributes (weight_norm does) refuse to be copied; they are
+    # recomputed at each call, by assignment.
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                yield value
+
+
+def _converted(
+    tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    changed = convert(tensor)
+    if changed is tensor or not isinstance(tensor, nn.Parameter):
+        return changed
+    return nn.Parameter(changed.detach(), requires_grad=tensor.requires_grad)

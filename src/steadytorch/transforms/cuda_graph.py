@@ -1,0 +1,196 @@
+"""Records the whole step as one CUDA graph and replays it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.conversion import own_device
+from steadytorch.transforms.static_buffers import (
+    StaticInputs,
+    check_shape,
+    collector,
+    feeder,
+    static_inputs,
+)
+from steadytorch.transforms.traits import INFERENCE_ONLY, decide, no_cuda
+from steadytorch.workload.workload import Workload
+
+_WARMUP_CALLS = 3
+
+
+class CudaGraph(Transform):
+    """One launch per call instead of one per kernel.
+
+    A call copies its tensors into static inputs, replays, and returns copies of the outputs. The
+    copies are ordered on the caller's current stream. Arguments that are no tensors are recorded as
+    constants, and so is every decision that the model takes on the host. Calls from several threads
+    take turns.
+    """
+
+    name = "cuda_graph"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA; inference only. Whether the step can be recorded is seen in `applied`."""
+        return decide(no_cuda(workload, facts), (workload.is_training, INFERENCE_ONLY))
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Runs the model a few times, records it, and yields a workload that replays it.
+
+        Raises:
+            UnsupportedError: the step cannot be recorded; the message says what CUDA refused.
+        """
+        device = own_device(workload)
+        with torch.cuda.device(device):
+            pool = _pool_of(workload.untouched, torch.cuda.current_device())
+            static = static_inputs(workload.inputs, workload.kwargs)
+            graph, outputs = _record(workload.model, static, pool)
+            call = _replayer(graph, static, outputs, pool)
+            del outputs
+        try:
+            yield workload.with_model(call)
+        finally:
+            # A replay may still be running, in memory that resetting gives back.
+            torch.cuda.synchronize(device)
+            graph.reset()
+
+
+class _Pool:
+    """Memory that the graphs of one model share, and the order of their replays.
+
+    Sharing is sound only if no two of them run at once: `lock` orders their launches, and `follow`
+    makes a stream wait for the one of the replay before.
+    """
+
+    def __init__(self, index: int) -> None:
+        from torch._C import _cuda_getCurrentRawStream
+
+        self.index = index
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(index)
+        self.lock = threading.Lock()
+        # A stream's address, where `torch.cuda.current_stream` would make an object at each call.
+        self.address: Callable[[int], int] = _cuda_getCurrentRawStream
+        self.last_address: int | None = None
+        self.last: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """Makes replays run on the current stream, after what the last one was given."""
+        current = torch.cuda.current_stream(self.index)
+        if self.last is not None:
+            current.wait_stream(self.last)
+        self.last, self.last_address = current, current.cuda_stream
+
+
+# Weak on both sides: PyTorch cannot use a pool again once its last graph is gone.
+_POOLS: weakref.WeakKeyDictionary[Any, weakref.ref[_Pool]] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(model: Any, index: int) -> _Pool:
+    try:
+        known = _POOLS.get(model)
+        pool = None if known is None else known()
+        if pool is None or pool.index != index:
+            pool = _Pool(index)
+            _POOLS[model] = weakref.ref(pool)
+    except TypeError:  # a callable that has no hash, or cannot be referred to weakly
+        pool = _Pool(index)
+    return pool
+
+
+def _record(model: Any, static: StaticInputs, pool: _Pool) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream(pool.index)
+    with pool.lock, torch.no_grad():
+        pool.stream.wait_stream(current)
+        # This puts the stream back; torch.cuda.graph does not when recording fails.
+        with torch.cuda.stream(pool.stream):
+            for _ in range(_WARMUP_CALLS):
+                model(*static.args, **static.kwargs)
+            try:
+                with (
+                    _collector_paused(),
+                    torch.cuda.graph(
+                        graph,
+                        pool=pool.handle,
+                        stream=pool.stream,
+                        capture_error_mode="thread_local",
+                    ),
+                ):
+                    outputs = model(*static.args, **static.kwargs)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"
+                ) from error
+        current.wait_stream(pool.stream)
+    return graph, outputs
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    # A collection during capture may free memory of the device, which CUDA refuses then.
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of the error that came first: ending a broken capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _replayer(
+    graph: torch.cuda.CUDAGraph, static: StaticInputs, outputs: Any, pool: _Pool
+) -> Callable[..., Any]:
+    if len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor):
+        return _single_replayer(graph, static.args[0], outputs, pool)
+    feed, replay, collect = feeder(static), graph.replay, collector(outputs)
+    lock, address, index = pool.lock, pool.address, pool.index
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            if address(index) != pool.last_address:
+                pool.follow()
+            feed(args, kwargs)
+            replay()
+            return collect()
+
+    return call
+
+
+def _single_replayer(
+    graph: torch.cuda.CUDAGraph, static: torch.Tensor, outputs: Any, pool: _Pool
+) -> Callable[[torch.Tensor], Any]:
+    """The same for the most common call, with nothing on the way that it does not need."""
+    copy, replay, collect, shape = static.copy_, graph.replay, collector(outputs), static.shape
+    lock, address, index = pool.lock, pool.address, pool.index
+
+    def call(x: torch.Tensor, /) -> Any:
+        if x.shape != shape:
+            check_shape(x.shape, shape)
+        with lock:
+            if address(index) != pool.last_address:
+                pool.follow()
+            copy(x.detach() if x.requires_grad else x)
+            replay()
+            return collect()
+
+    return call

@@ -1,0 +1,62 @@
+"""Switches cuDNN's benchmark mode on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.traits import NO_CONVOLUTION, decide, may_convolve, no_cuda
+from steadytorch.workload.workload import Workload
+
+
+class CudnnBenchmark(Transform):
+    """cuDNN times its engines at the first call with a shape, and keeps the fastest.
+
+    It has no effect on a shape that has run in this process before: PyTorch keeps the engine chosen
+    then. Nothing is kept beyond the process. In a training step it covers the forward pass.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """How many engines to time per convolution; 0 is all of them."""
+
+        limit: Literal[10, 0] = 10
+
+    name = "cudnn_benchmark"
+    risk = Risk.EXACT
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """PyTorch's own limit, then all engines."""
+        return cls.Parameters(10), cls.Parameters(0)
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA with cuDNN and a convolution."""
+        cudnn: Any = torch.backends.cudnn
+        on = cudnn.benchmark and cudnn.benchmark_limit == self.parameters.limit
+        return decide(
+            no_cuda(workload, facts),
+            (facts.cudnn is None, "cuDNN is not available"),
+            (not cudnn.enabled, "cuDNN is switched off in this process"),
+            (not may_convolve(workload), NO_CONVOLUTION),
+            (on, "already on"),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields a workload that sets the mode at each call and puts back what it found."""
+        cudnn = torch.backends.cudnn
+        settings = [
+            (cudnn, "benchmark", True),
+            (cudnn, "benchmark_limit", self.parameters.limit),
+        ]
+
+        def scope() -> AbstractContextManager[Any]:
+            return flags(*settings)
+
+        yield workload.with_model(Scoped(workload.model, scope))

@@ -1,0 +1,42 @@
+"""Restricts cuDNN to engines that give the same bits at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.traits import NO_CONVOLUTION, decide, may_convolve, no_cuda
+from steadytorch.workload.workload import Workload
+
+_FORWARD_ONLY = "it covers forward passes, and engines that are not deterministic are backward ones"
+
+
+class CudnnDeterministic(Transform):
+    """Deterministic engines only, for inference."""
+
+    name = "cudnn_deterministic"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA with cuDNN and a convolution; inference only."""
+        return decide(
+            no_cuda(workload, facts),
+            (facts.cudnn is None, "cuDNN is not available"),
+            (not may_convolve(workload), NO_CONVOLUTION),
+            (workload.is_training, _FORWARD_ONLY),
+            (bool(torch.backends.cudnn.deterministic), "already on"),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields a workload that sets the flag at each call and puts back what it found."""
+
+        def scope() -> AbstractContextManager[Any]:
+            return flags((torch.backends.cudnn, "deterministic", True))
+
+        yield workload.with_model(Scoped(workload.model, scope))

@@ -1,0 +1,145 @@
+"""Folds batch norm into the convolution before it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.copying import copy_with
+from steadytorch.transforms.traits import decide, no_copy
+from steadytorch.workload.workload import Workload
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NO_PAIR = "the model has no convolution followed by batch norm in evaluation mode"
+_REASON_LENGTH = 120
+
+
+class Pair(NamedTuple):
+    """Names of a convolution and of the batch norm that alone reads its output."""
+
+    convolution: str
+    batch_norm: str
+
+
+class FoldBatchNorm(Transform):
+    """Works on a copy in which convolutions carry the scale and shift of their batch norm.
+
+    The copy keeps the model's own `forward`; each folded batch norm is an `nn.Identity` in it. By
+    itself this can be slower than before: the bias may become a kernel of its own.
+    """
+
+    name = "fold_batch_norm"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs a convolution whose output goes to a batch norm in evaluation mode, and only there.
+
+        The model's `forward` is traced with symbols to find out; no arithmetic is done.
+        """
+        refused = decide(*no_copy(workload), (not _holds_both(workload.module), _NO_PAIR))
+        if isinstance(refused, NotApplicable):
+            return refused
+        try:
+            pairs = foldable_pairs(workload)
+        except Exception as error:  # forward is the user's code: anything may come out of tracing
+            return NotApplicable(f"the model cannot be traced by torch.fx: {_short(error)}")
+        return decide((not pairs, _NO_PAIR))
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields the workload on the folded copy; there is nothing to undo."""
+        folded = copy_with(workload.model, lambda tensor: tensor)
+        for pair in foldable_pairs(workload):
+            _fold(folded, pair)
+        yield workload.with_model(folded)
+
+
+def foldable_pairs(workload: Workload) -> list[Pair]:
+    """Finds the pairs that can be folded without a change of results.
+
+    Args:
+        workload: one with an `nn.Module`; its inputs decide which optional arguments are given.
+
+    Raises:
+        Exception: whatever the model's `forward` raises when traced with symbols.
+    """
+    from torch import fx
+
+    # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
+    model = copy_with(workload.model, lambda tensor: tensor)
+    graph = fx.Tracer().trace(model, concrete_args=_constants(workload))
+    modules = dict(model.named_modules())
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    read = {node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+
+    def alone(node: torch.fx.Node, kinds: tuple[type, ...]) -> bool:
+        if node.op != "call_module" or calls[node.target] != 1 or node.target in read:
+            return False
+        return type(modules[str(node.target)]) in kinds and not _hooked(modules[str(node.target)])
+
+    pairs = []
+    for node in graph.nodes:
+        if not alone(node, _BATCH_NORMS) or not _is_fixed(modules[str(node.target)]):
+            continue
+        source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+        if source is not None and alone(source, _CONVOLUTIONS) and len(source.users) == 1:
+            pairs.append(Pair(str(source.target), str(node.target)))
+    return pairs
+
+
+def _constants(workload: Workload) -> dict[str, Any]:
+    """The arguments that are no tensors, defaults included: they decide which branch is traced."""
+    bound = inspect.signature(workload.model.forward).bind(*workload.inputs, **workload.kwargs)
+    bound.apply_defaults()
+    return {
+        name: value
+        for name, value in bound.arguments.items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+
+
+def _holds_both(module: nn.Module | None) -> bool:
+    kinds = [] if module is None else [type(m) for m in module.modules()]
+    return any(k in _CONVOLUTIONS for k in kinds) and any(k in _BATCH_NORMS for k in kinds)
+
+
+def _is_fixed(batch_norm: nn.Module) -> bool:
+    """Whether it normalises by stored statistics, and so is the same affine map at each call."""
+    return not batch_norm.training and getattr(batch_norm, "running_var", None) is not None
+
+
+def _hooked(module: nn.Module) -> bool:
+    # A hook may look at, or replace, the value between the two.
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _fold(model: nn.Module, pair: Pair) -> None:
+    from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+    convolution: Any = model.get_submodule(pair.convolution)
+    norm: Any = model.get_submodule(pair.batch_norm)
+    with torch.inference_mode(False), torch.no_grad():
+        convolution.weight, convolution.bias = fuse_conv_bn_weights(
+            convolution.weight,
+            convolution.bias,
+            norm.running_mean,
+            norm.running_var,
+            norm.eps,
+            norm.weight,
+            norm.bias,
+        )
+    model.set_submodule(pair.batch_norm, nn.Identity().eval())
+
+
+def _short(error: Exception) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= _REASON_LENGTH else lines[0][: _REASON_LENGTH - 3] + "..."

@@ -1,0 +1,69 @@
+"""Sets the number of threads an operator is spread over on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.traits import decide
+from steadytorch.workload.workload import Workload
+
+
+class _ThreadSetting:
+    """PyTorch's thread count as an attribute, for `flags`."""
+
+    @property
+    def count(self) -> int:
+        return torch.get_num_threads()
+
+    @count.setter
+    def count(self, value: int) -> None:
+        torch.set_num_threads(value)
+
+
+_SETTING = _ThreadSetting()
+
+
+class Threads(Transform):
+    """Another number of threads per operator: fewer can be faster, and steadier."""
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """The number of threads."""
+
+        count: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+    name = "threads"
+    risk = Risk.HOST
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """One per physical core, half of that, and one, where that is not the present count."""
+        present = torch.get_num_threads()
+        cores = facts.cores_physical or present
+        counts = dict.fromkeys((cores, max(1, cores // 2), 1))
+        return tuple(cls.Parameters(count) for count in counts if count != present)
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs a workload on the CPU and as many cores."""
+        count, cores = self.parameters.count, facts.cores_logical
+        return decide(
+            (workload.device.type != "cpu", "the workload is not on the CPU"),
+            (cores is not None and count > cores, f"{count} threads are more than {cores} cores"),
+            (count == torch.get_num_threads(), "already on"),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields a workload that sets the count at each call and puts back what it found."""
+        setting = (_SETTING, "count", self.parameters.count)
+
+        def scope() -> AbstractContextManager[Any]:
+            return flags(setting)
+
+        yield workload.with_model(Scoped(workload.model, scope))

@@ -1,0 +1,110 @@
+"""What a model holds and a device can do, as far as transforms ask; nothing here runs a model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.workload.workload import Workload
+
+PLAIN_CALLABLE = "the model is a plain callable, not an nn.Module"
+NO_CONVOLUTION = "the model has no convolution"
+ON_A_COPY = (
+    "tuning of training steps is not supported by this transform: it works on a copy of the weights"
+)
+INFERENCE_ONLY = (
+    "tuning of training steps is not supported by this transform: it computes no gradients"
+)
+
+Objection = tuple[bool, str]
+
+_ATTENTION_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def decide(*objections: Objection) -> Applicable | NotApplicable:
+    """The first objection `(holds, reason)` that holds, else `Applicable`."""
+    for holds, reason in objections:
+        if holds:
+            return NotApplicable(reason)
+    return Applicable()
+
+
+def no_cuda(workload: Workload, facts: DeviceFacts) -> Objection:
+    """Objects unless both the machine and the workload are on CUDA."""
+    if facts.device != "cuda":
+        return True, "no CUDA device"
+    return workload.device.type != "cuda", f"the workload is on the {workload.device.type} device"
+
+
+def not_float32(workload: Workload) -> Objection:
+    """Objects unless the workload computes in float32."""
+    name = dtype_name(workload.dtype)
+    return workload.dtype != torch.float32, f"the workload computes in {name}, not in float32"
+
+
+def no_copy(workload: Workload) -> tuple[Objection, Objection]:
+    """Objects where a converted copy of the weights cannot stand in for the model."""
+    return (workload.module is None, PLAIN_CALLABLE), (workload.is_training, ON_A_COPY)
+
+
+def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> Objection:
+    """Objects where the compute capability is known and below `needed`."""
+    found = facts.compute_capability
+    if facts.device != "cuda" or found is None:
+        return False, ""
+    major, _, minor = found.partition(".")
+    below = (int(major), int(minor or 0)) < needed
+    return below, f"{what} needs compute capability {needed[0]}.{needed[1]}, the GPU has {found}"
+
+
+def half_unsupported(facts: DeviceFacts, dtype: str) -> Objection:
+    """Objects where arithmetic in `dtype` ("bf16" or "fp16") is only emulated."""
+    if dtype == "bf16":
+        return capability_below(facts, (8, 0), "bf16 arithmetic")
+    return facts.device == "cpu", "fp16 arithmetic is emulated on a CPU"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type without its `torch.` prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def convolutions(module: nn.Module | None) -> list[_ConvNd]:
+    """The convolution layers of a module, transposed ones included; none for None."""
+    return [] if module is None else [m for m in module.modules() if isinstance(m, _ConvNd)]
+
+
+def may_convolve(workload: Workload) -> bool:
+    """Whether the model has a convolution; of a plain callable, which cannot be asked, it may."""
+    return workload.module is None or bool(convolutions(workload.module))
+
+
+def may_attend(workload: Workload) -> bool:
+    """Whether the model uses PyTorch's scaled dot product attention; a plain callable may."""
+    module = workload.module
+    return module is None or any(_attends(m) for m in module.modules())
+
+
+def _attends(module: nn.Module) -> bool:
+    if isinstance(module, _ATTENTION_MODULES):
+        return True
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
+        return True
+    return _mentions_attention(type(module))
+
+
+@functools.cache
+def _mentions_attention(kind: type) -> bool:
+    # Reading source takes milliseconds a class, and PyTorch's own layers are known by their types.
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        return "scaled_dot_product_attention" in inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False

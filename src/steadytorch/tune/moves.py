@@ -1,0 +1,115 @@
+"""Which candidates are worth a trial: known-strong combinations, then neighbours of the leaders.
+
+Pure functions over names. Order and exclusion of transforms come from the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from steadytorch import transforms
+from steadytorch.transforms.base import Candidate, TransformSpec
+
+PRECISIONS = ("same", "tf32", "fp16", "bf16")
+ALLOWED = {
+    "same": frozenset({"same"}),
+    "tf32": frozenset({"same", "tf32"}),
+    "bf16": frozenset({"same", "tf32", "bf16"}),
+    "fp16": frozenset({"same", "tf32", "fp16"}),
+}
+"""Which classes a user's `--precision` admits. bf16 and fp16 do not admit one another: one has the
+range of float32, the other more mantissa."""
+
+
+def precision_of(candidate: Candidate) -> str:
+    """The class a candidate belongs to: the lowest precision among its transforms."""
+    classes = {transforms.create(spec).precision for spec in candidate}
+    return max(classes | {"same"}, key=PRECISIONS.index)
+
+
+def describe(candidate: Candidate) -> str:
+    """The candidate in one line, as tables show it."""
+    return " + ".join(map(str, candidate)) or "untouched"
+
+
+class Moves:
+    """The options that apply to one workload, and how to combine them.
+
+    Args:
+        available: every transform variant that applies, as data.
+        precision: the class the user allows.
+        regime: launch-, memory- or compute-bound; orders the seeds.
+    """
+
+    def __init__(self, available: Sequence[TransformSpec], precision: str, regime: str) -> None:
+        self._available = tuple(available)
+        self._precision = precision
+        self._regime = regime
+
+    def seeds(self) -> list[Candidate]:
+        """Combinations known to be strong, the most promising for the regime first."""
+        cast = self._spec("cast_weights", dtype=self._precision)
+        layout = self._spec("channels_last")
+        graph = self._spec("cuda_graph")
+        frozen = self._spec("compile", mode="default", freezing=True)
+        plain = self._spec("compile", mode="default", freezing=False)
+        trees = self._spec("compile", mode="reduce-overhead", freezing=True)
+        autocast = self._spec("autocast", dtype=self._precision)
+        eager = self._spec("inference_mode")
+        tf32 = self._spec("tf32") if self._precision != "same" else None
+        lower = cast or tf32
+        compiled = [
+            (lower, layout, frozen, graph),
+            (lower, layout, frozen, eager),
+            (lower, frozen, graph),
+            (lower, layout, plain, graph),
+            (lower, layout, trees),
+        ]
+        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
+        rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
+        first, second = (
+            (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
+            if self._regime == "launch-bound"
+            else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
+        )
+        return self._allowed(first + second + rest)
+
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """Candidates one step away: a transform more, one fewer, or one with another setting."""
+        found: list[Iterable[TransformSpec]] = []
+        for spec in self._available:
+            others = [s for s in candidate if s.name != spec.name]
+            if spec not in candidate:
+                found.append([*others, spec])
+        found.extend([s for s in candidate if s != left_out] for left_out in candidate)
+        return self._allowed(found)
+
+    def beyond(self, candidate: Candidate) -> list[Candidate]:
+        """What the leader would become in precision classes that the user did not allow."""
+        found: list[Iterable[TransformSpec]] = []
+        for spec in self._available:
+            if precision_of((spec,)) in ALLOWED[self._precision]:
+                continue
+            others = [s for s in candidate if precision_of((s,)) == "same" and s.name != spec.name]
+            found.append([*others, spec])
+        return list(self._ordered(found))
+
+    def _allowed(self, combinations: Iterable[Iterable[TransformSpec | None]]) -> list[Candidate]:
+        allowed = ALLOWED[self._precision]
+        return [c for c in self._ordered(combinations) if precision_of(c) in allowed]
+
+    def _ordered(
+        self, combinations: Iterable[Iterable[TransformSpec | None]]
+    ) -> Iterator[Candidate]:
+        seen: set[Candidate] = {()}
+        for combination in combinations:
+            candidate = transforms.order([spec for spec in combination if spec is not None])
+            if candidate not in seen and transforms.conflict(candidate) is None:
+                seen.add(candidate)
+                yield candidate
+
+    def _spec(self, name: str, **parameters: str | int | bool) -> TransformSpec | None:
+        for spec in self._available:
+            if spec.name == name and parameters.items() <= dict(spec.parameters).items():
+                return spec
+        return None

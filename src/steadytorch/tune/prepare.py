@@ -1,0 +1,175 @@
+"""Bringing candidates to the point where they can be timed: started, loaded, applied, verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
+from steadytorch.transforms.base import Candidate
+from steadytorch.tune.moves import ALLOWED, describe
+from steadytorch.tune.select import Options, over_memory
+from steadytorch.tune.trial import Launcher, LiveTrial
+from steadytorch.tune.verify import Reference, decide
+from steadytorch.tune.worker import Character
+
+
+class Watcher(Protocol):
+    """Is told how the search goes; see `report.progress`."""
+
+    def phase(self, message: str) -> None:
+        """A new phase began."""
+        ...
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """A candidate changed its state: set-up, verified, rejected, failed."""
+        ...
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """A candidate was screened; its median so far."""
+        ...
+
+    def tick(self) -> None:
+        """Time went by; draw if need be. Never called while a block is timed."""
+        ...
+
+
+class Preparation:
+    """Starts workers and takes them through loading, set-up and verification.
+
+    Args:
+        launch: starts worker processes.
+        device: where they run, as a torch device string.
+        ambient: the caller's process-wide settings, which the workers take over.
+        options: what the user asks.
+        watcher: is told how it goes.
+    """
+
+    def __init__(
+        self,
+        launch: Launcher,
+        device: str,
+        ambient: dict[str, str],
+        options: Options,
+        watcher: Watcher,
+    ) -> None:
+        self._launch, self._device, self._ambient = launch, device, ambient
+        self._options, self._watcher = options, watcher
+        self._workers: list[Worker] = []
+        self._retried: set[Candidate] = set()
+        self.reference: Reference | None = None
+        self.character: Character | None = None
+        self.retry: list[Candidate] = []
+        """Candidates that ran out of memory beside others and are owed a trial on their own."""
+
+    def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
+        """Sets up the untouched workload, and in a process of its own the reference for all others.
+
+        Raises:
+            WorkerFault: the workload itself fails, or time ran out.
+        """
+        reference = self._started("reference")
+        trial = self._new_trial(())
+        worker = trial.worker
+        reference.send("load", device=self._device, ambient=self._ambient)
+        worker.call("load", remaining(), device=self._device, ambient=self._ambient)
+        trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
+        trial.stage = "timing"
+        reference.receive(remaining())
+        found = reference.call("reference", remaining(), seed=self._options.seed)
+        self.reference = msgspec.convert(found, Reference)
+        reference.kill()
+        character = worker.call("characterise", remaining())
+        self.character = msgspec.convert(character, Character)
+        self._watcher.trial("untouched", "verified")
+        return trial
+
+    def prepare(
+        self, candidates: Sequence[Candidate], slots: int, deadline_s: float, others: int
+    ) -> list[LiveTrial]:
+        """Sets candidates up side by side and verifies each against the reference.
+
+        Args:
+            candidates: what to set up.
+            slots: how many may be under way at once; one alone if a candidate is on its second try.
+            deadline_s: seconds that any single stage may take.
+            others: workers that stay alive meanwhile and take memory.
+
+        Returns:
+            A trial per candidate: verified and waiting, or rejected with its reason.
+        """
+        queue = list(candidates)
+        self.retry = [candidate for candidate in self.retry if candidate not in queue]
+        if self._retried.intersection(queue):
+            slots = 1
+        done: list[LiveTrial] = []
+        live: list[LiveTrial] = []
+        while queue or live:
+            while queue and len(live) < slots:
+                trial = self._new_trial(queue.pop(0))
+                trial.worker.send("load", device=self._device, ambient=self._ambient)
+                live.append(trial)
+            wait_any([trial.worker for trial in live], 0.25)
+            self._watcher.tick()
+            for trial in list(live):
+                if trial.worker.ready() or trial.worker.overdue(deadline_s):
+                    self._advance(trial, deadline_s, crowded=others + len(live) > 1)
+                if trial.stage == "timing" or not trial.ok:
+                    live.remove(trial)
+                    done.append(trial)
+        return done
+
+    def kill_all(self) -> None:
+        """Ends every process ever started here."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _started(self, name: str) -> Worker:
+        worker = self._launch(name)
+        self._workers.append(worker)
+        return worker
+
+    def _new_trial(self, candidate: Candidate) -> LiveTrial:
+        self._watcher.trial(describe(candidate), "set-up")
+        return LiveTrial(candidate, self._started(f"trial-{len(self._workers)}"))
+
+    def _advance(self, trial: LiveTrial, deadline_s: float, crowded: bool) -> None:
+        """Takes the answer of a trial's worker and asks for its next stage."""
+        try:
+            reply = trial.worker.receive(deadline_s)
+            if trial.stage == "starting":
+                trial.stage = "set-up"
+                trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))
+            elif trial.stage == "set-up":
+                trial.accept_set_up(reply)
+                trial.stage = "verification"
+                trial.worker.send("verify")
+            else:
+                self._accept_verification(trial, reply)
+        except WorkerFault as fault:
+            trial.reject(fault)
+            if (
+                fault.fault is Fault.OUT_OF_MEMORY
+                and crowded
+                and trial.candidate not in self._retried
+            ):
+                self._retried.add(trial.candidate)
+                self.retry.append(trial.candidate)
+        if not trial.ok:
+            self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+        elif trial.stage == "timing":
+            self._watcher.trial(describe(trial.candidate), "verified")
+
+    def _accept_verification(self, trial: LiveTrial, reply: Any) -> None:
+        assert self.reference is not None
+        assert trial.set_up is not None
+        found = trial.accept_verification(reply)
+        trial.stage = "timing"
+        allowed = trial.precision in ALLOWED[self._options.precision]
+        tolerance = self._options.tolerance if allowed else None
+        reason = decide(found, self.reference, trial.precision, tolerance)
+        reason = reason or over_memory(trial.set_up.peak_memory_bytes, self._options)
+        if reason is not None:
+            trial.reject(reason)

@@ -1,0 +1,39 @@
+"""Times and sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from steadytorch.errors import UsageError
+
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BYTES = {"": 1, "b": 1}
+_BYTES |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_BYTES |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds from `90`, `90s`, `3m`, `1.5h` or `500ms`.
+
+    Raises:
+        UsageError: not a positive time.
+    """
+    return _parse(str(text), _SECONDS, "a time such as 90s, 3m or 1h")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `8GiB`, `500MB` or a plain number.
+
+    Raises:
+        UsageError: not a positive size.
+    """
+    return int(_parse(str(text), _BYTES, "a size such as 8GiB or 500MB"))
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], kind: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    factor = units.get(match[2].lower()) if match else None
+    if match is None or factor is None or not 0 < float(match[1]) * factor < 1e18:
+        raise UsageError(f"{text!r} is not {kind}")
+    return float(match[1]) * factor

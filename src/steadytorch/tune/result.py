@@ -1,0 +1,73 @@
+"""What tuning found, as frozen data: every trial, the winner and what it costs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from steadytorch.measure.measurement import Measurement
+from steadytorch.plan.plan import Evidence, Speedup, Timing, Trial
+from steadytorch.transforms.base import Candidate
+
+
+class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a search, complete or cut short.
+
+    Attributes:
+        baseline: the untouched workload in the last round, all samples kept.
+        winner: the chosen candidate in that same round; None if the search was cut short.
+        chosen: the winner's transforms.
+        regime: what bounds the untouched workload.
+        candidates: every trial, in the order tried.
+        not_applicable: transform to the reason why it was not tried.
+        not_tried: candidate to the reason why it was not tried.
+        speedup: None if the search was cut short.
+        break_even_calls: calls after which the set-up time is paid back; None if it never is.
+        reference: precision of the verification reference, with notes.
+        seconds: wall-clock time of the search.
+        interrupted: whether the user stopped it.
+    """
+
+    baseline: Measurement | None
+    winner: Measurement | None
+    chosen: Candidate
+    regime: str
+    candidates: tuple[Trial, ...]
+    not_applicable: dict[str, str]
+    not_tried: dict[str, str]
+    speedup: Speedup | None
+    break_even_calls: int | None
+    reference: str
+    seconds: float
+    interrupted: bool = False
+
+    def evidence(self) -> Evidence:
+        """The result as a plan keeps it: without samples.
+
+        Raises:
+            ValueError: the search was cut short.
+        """
+        if self.baseline is None or self.winner is None or self.speedup is None:
+            raise ValueError("a search that was cut short is no evidence")
+        return Evidence(
+            baseline=_timing(self.baseline),
+            winner=_timing(self.winner),
+            speedup=self.speedup,
+            break_even_calls=self.break_even_calls,
+            regime=self.regime,
+            reference=self.reference,
+            trials=self.candidates,
+            not_applicable=self.not_applicable,
+            not_tried=self.not_tried,
+            search_s=self.seconds,
+        )
+
+
+def _timing(measured: Measurement) -> Timing:
+    return Timing(
+        measured.metric,
+        measured.median_ns,
+        measured.median_ci_ns,
+        measured.p90_ns,
+        measured.p99_ns,
+        len(measured.samples_ns),
+    )

@@ -1,0 +1,378 @@
+"""The search: baseline, rounds of candidates, a final race, and a fresh confirmation.
+
+Set-ups of a round overlap; timing never does: while one worker is timed, the others wait. The
+figure reported for the winner comes from pairs taken after it was chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+from steadytorch.errors import UsageError
+from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.race import LOOKS, Judgement, compare, race
+from steadytorch.plan.plan import Speedup, Trial
+from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.tune.moves import ALLOWED, Moves, describe
+from steadytorch.tune.prepare import Preparation, Watcher
+from steadytorch.tune.result import TuneResult
+from steadytorch.tune.select import BlockShape, Options, block_shape, block_statistic, choose
+from steadytorch.tune.trial import LiveTrial
+from steadytorch.tune.verify import Reference
+
+SCREEN_BLOCKS = 5
+KEEP = 4
+NEAR = 1.10
+"""Only candidates within this factor of the leader stay for the final race."""
+P99_SAMPLES = 1100
+
+
+class Search:
+    """One search over candidates for one workload.
+
+    Args:
+        preparation: starts and verifies candidates.
+        available: every transform variant that applies.
+        not_applicable: the others, name to reason.
+        options: what the user asks.
+        watcher: is told how it goes.
+        slots: how many set-ups may overlap.
+        now: seconds on a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        *,
+        available: Sequence[TransformSpec],
+        not_applicable: dict[str, str],
+        options: Options,
+        watcher: Watcher,
+        slots: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._preparation = preparation
+        self._available, self._not_applicable = tuple(available), not_applicable
+        self._options, self._watcher, self._slots, self._now = options, watcher, slots, now
+        self._rng = Random(options.seed)
+        self._start = now()
+        self._trials: list[LiveTrial] = []
+        self._not_tried: dict[str, str] = {}
+        self._shape = BlockShape(5, 1e6)
+        self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
+
+    def run(self) -> TuneResult:
+        """Searches until there is nothing left to try or the budget ends.
+
+        Raises:
+            UsageError: the untouched workload itself fails, or the budget cannot even measure it.
+        """
+        interrupted = False
+        try:
+            self._measure_baseline()
+            self._explore()
+            self._decide()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            self._preparation.kill_all()
+        return self._result(interrupted)
+
+    # -- phases ---------------------------------------------------------------------------------
+
+    def _measure_baseline(self) -> None:
+        self._watcher.phase("the untouched workload")
+        try:
+            baseline = self._preparation.baseline(self._remaining)
+        except WorkerFault as fault:
+            raise self._workload_fails(fault) from fault
+        assert baseline.set_up is not None
+        self._trials.append(baseline)
+        self._shape = block_shape(self._options, baseline.set_up.warm_up.iteration_ns)
+        least = 2 * LOOKS[0] * self._shape.expected_s
+        if self._remaining() < least:
+            raise UsageError(
+                f"a budget of {self._options.budget_s:.0f} s is too small: {self._spent():.0f} s "
+                "went into starting and measuring the untouched workload; give at least "
+                f"{3 * self._spent() + 2 * least:.0f} s"
+            )
+
+    def _explore(self) -> None:
+        character = self._preparation.character
+        assert character is not None
+        moves = Moves(self._available, self._options.precision, character.regime)
+        self._watcher.phase(f"{character.regime}: known-strong combinations")
+        seeds = moves.seeds()
+        while taken := self._affordable(seeds):
+            self._round(taken)
+        if beyond := self._affordable(moves.beyond(self._leader().candidate)):
+            self._watcher.phase("what other precisions would bring")
+            self._round(beyond)
+        while taken := self._affordable(self._neighbours(moves)):
+            self._watcher.phase(f"variations of {describe(self._leader().candidate)}")
+            self._round(taken)
+        for candidate in [*seeds, *self._neighbours(moves)]:
+            if not self._known(candidate):
+                self._not_tried[describe(candidate)] = "the budget ended"
+
+    def _decide(self) -> None:
+        arms = [self._baseline, *self._finalists()]
+        chosen = arms[-1]
+        if len(arms) > 2:
+            self._watcher.phase(
+                f"final race of {len(arms) - 1} candidates and the untouched workload"
+            )
+            reserve_s = self._reserve_s(confirmation_only=True)
+            result = race(
+                [self._arm(trial) for trial in arms],
+                rng=self._rng,
+                stop=lambda: self._remaining() < reserve_s,
+            )
+            peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
+            chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
+        self._confirm(chosen)
+
+    def _confirm(self, chosen: LiveTrial) -> None:
+        """Fresh pairs of baseline and winner; the untouched workload stays unless beaten."""
+        self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
+        marks = {id(t): len(t.samples) for t in (self._baseline, chosen)}
+        if chosen is self._baseline:
+            for _ in range(LOOKS[0]):
+                self._arm(chosen)()
+            alone = self._measured(chosen, marks)
+            self._final = (alone, alone, chosen, Speedup(1.0, None, None, "process", "tie", 0))
+            return
+        judgement, _ = compare(
+            self._arm(self._baseline),
+            self._arm(chosen),
+            rng=self._rng,
+            stop=lambda: False,
+            looks=LOOKS if self._remaining() > 0 else LOOKS[:1],
+        )
+        self._top_up(chosen, marks)
+        faster = judgement.verdict == "faster"
+        winner = chosen if faster else self._baseline
+        if not faster:
+            chosen.status = "ok"
+            chosen.reason = f"not shown to be faster on fresh pairs ({judgement.verdict})"
+        self._final = (
+            self._measured(self._baseline, marks),
+            self._measured(winner, marks),
+            winner,
+            _speedup(judgement) if faster else Speedup(1.0, None, None, "process", "tie", 0),
+        )
+
+    def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
+        """Takes samples until p99 may be claimed, where that costs little."""
+        missing = P99_SAMPLES - (len(chosen.samples) - marks[id(chosen)])
+        both = (self._baseline, chosen)
+        cost_s = missing * 1.5e-9 * sum(t.screened_ns for t in both)
+        if missing <= 0 or cost_s > min(20.0, max(self._remaining(), 0.0)):
+            return
+        for _ in range(-(-missing // 50)):
+            for trial in self._rng.sample(both, 2):
+                trial.block(self._options.metric, 50, 60.0 + 100 * self._shape.expected_s)
+
+    # -- a round --------------------------------------------------------------------------------
+
+    def _round(self, candidates: Sequence[Candidate]) -> None:
+        """Sets the candidates up side by side, then screens them one at a time."""
+        deadline_s = max(20.0, self._remaining() - self._reserve_s())
+        others = len(self._alive())
+        fresh = self._preparation.prepare(candidates, self._slots, deadline_s, others)
+        again = {trial.candidate for trial in fresh}
+        self._trials = [t for t in self._trials if t.candidate not in again] + fresh
+        self._screen([trial for trial in fresh if trial.ok])
+
+    def _screen(self, fresh: list[LiveTrial]) -> None:
+        """A few interleaved blocks of the newcomers, the leaders and the baseline."""
+        arms = self._alive()
+        for _ in range(SCREEN_BLOCKS):
+            for trial in self._rng.sample(arms, len(arms)):
+                if trial.ok:
+                    self._timed_block(trial)
+            self._watcher.tick()
+        for trial in fresh:
+            if trial.ok:
+                self._watcher.timed(describe(trial.candidate), trial.screened_ns)
+            else:
+                self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+        keep = {id(t) for t in [self._baseline, *self._finalists()]}
+        for trial in self._alive():
+            if id(trial) not in keep:
+                trial.worker.close()
+
+    def _timed_block(self, trial: LiveTrial) -> float:
+        deadline = 30.0 + 20 * self._shape.expected_s
+        try:
+            times = trial.block(self._options.metric, self._shape.count, deadline)
+        except WorkerFault as fault:
+            if trial is self._baseline:
+                raise self._workload_fails(fault) from fault
+            return float("inf")
+        return block_statistic(self._options, times)
+
+    def _arm(self, trial: LiveTrial) -> Callable[[], float]:
+        def block() -> float:
+            value = self._timed_block(trial)
+            self._watcher.tick()
+            return value
+
+        return block
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def _baseline(self) -> LiveTrial:
+        return self._trials[0]
+
+    def _alive(self) -> list[LiveTrial]:
+        return [trial for trial in self._trials if trial.ok]
+
+    def _allowed(self, trial: LiveTrial) -> bool:
+        return trial.precision in ALLOWED[self._options.precision]
+
+    def _ranked(self) -> list[LiveTrial]:
+        """Every timed candidate that may be chosen, fastest first."""
+        timed = [t for t in self._trials if t.samples and t.status == "ok" and self._allowed(t)]
+        return sorted(timed, key=self._score)
+
+    def _score(self, trial: LiveTrial) -> float:
+        if self._options.objective != "p99":
+            return trial.screened_ns
+        return summarize(trial.samples).p90_ns
+
+    def _leader(self) -> LiveTrial:
+        ranked = self._ranked()
+        return ranked[0] if ranked else self._baseline
+
+    def _finalists(self) -> list[LiveTrial]:
+        ranked = [t for t in self._ranked() if t.worker.alive and t is not self._baseline]
+        if not ranked:
+            return []
+        fastest = self._score(ranked[0])
+        return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
+
+    def _known(self, candidate: Candidate) -> bool:
+        return any(t.candidate == candidate for t in self._trials)
+
+    def _neighbours(self, moves: Moves) -> list[Candidate]:
+        """Variations of the two leaders, and whatever is owed a second try."""
+        found = list(self._preparation.retry)
+        for leader in self._ranked()[:2]:
+            found.extend(c for c in moves.neighbours(leader.candidate) if c not in found)
+        return found
+
+    # -- budget ---------------------------------------------------------------------------------
+
+    def _spent(self) -> float:
+        return self._now() - self._start
+
+    def _remaining(self) -> float:
+        return self._options.budget_s - self._spent()
+
+    def _reserve_s(self, confirmation_only: bool = False) -> float:
+        """Seconds to keep for the final race and the confirmation."""
+        blocks = 2 * LOOKS[0] if confirmation_only else (2 + KEEP) * LOOKS[0]
+        return min(blocks * self._shape.expected_s, 0.4 * self._options.budget_s)
+
+    def _affordable(self, batch: Sequence[Candidate]) -> list[Candidate]:
+        """The first few untried ones whose expected set-up fits beside the reserve."""
+        left = self._remaining() - self._reserve_s()
+        retry = self._preparation.retry
+        untried = [c for c in batch if c in retry or not self._known(c)]
+        return [c for c in untried if self._expected_setup_s(c) < left][: self._slots]
+
+    def _expected_setup_s(self, candidate: Candidate) -> float:
+        """What set-ups with the same compiler setting took, else a cautious guess."""
+        compiled = [spec for spec in candidate if spec.name == "compile"]
+        seen = [
+            t.set_up.setup_s
+            for t in self._trials
+            if t.set_up is not None and [s for s in t.candidate if s.name == "compile"] == compiled
+        ]
+        start_s = 8.0 + 2 * SCREEN_BLOCKS * self._shape.expected_s
+        if seen:
+            return start_s + 1.3 * max(seen)
+        heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
+        return start_s + (150.0 if heavy else 25.0 if compiled else 2.0)
+
+    # -- outcome --------------------------------------------------------------------------------
+
+    def _workload_fails(self, fault: WorkerFault) -> UsageError:
+        if fault.fault is Fault.DEADLINE:
+            return UsageError(
+                f"a budget of {self._options.budget_s:.0f} s is too small: it ended before the "
+                "untouched workload was measured; give a larger --budget"
+            )
+        return UsageError(f"the workload itself fails before anything is changed: {fault.reason}")
+
+    def _measured(self, trial: LiveTrial, marks: dict[int, int]) -> Measurement:
+        return summarize(trial.samples[marks[id(trial)] :], self._options.metric)
+
+    def _result(self, interrupted: bool) -> TuneResult:
+        baseline = winner = speedup = break_even = None
+        chosen: Candidate = ()
+        if self._final is not None:
+            baseline, winner, live, speedup = self._final
+            chosen = live.candidate
+            break_even = self._break_even(live, baseline, winner)
+        elif self._trials and self._baseline.samples:
+            baseline = summarize(self._baseline.samples, self._options.metric)
+        character = self._preparation.character
+        return TuneResult(
+            baseline=baseline,
+            winner=winner,
+            chosen=chosen,
+            regime=character.regime if character else "unknown",
+            candidates=tuple(self._frozen(trial) for trial in self._trials),
+            not_applicable=self._not_applicable,
+            not_tried=self._not_tried,
+            speedup=speedup,
+            break_even_calls=break_even,
+            reference=_reference_text(self._preparation.reference),
+            seconds=self._spent(),
+            interrupted=interrupted,
+        )
+
+    def _frozen(self, trial: LiveTrial) -> Trial:
+        if trial.status == "ok" and not trial.samples:
+            trial.status, trial.reason = "skipped", "stopped before it was timed"
+        if trial.status == "ok" and not self._allowed(trial):
+            trial.reason = f"allow with --precision {trial.precision}"
+        return trial.frozen(self._allowed(trial))
+
+    def _break_even(
+        self, live: LiveTrial, baseline: Measurement, winner: Measurement
+    ) -> int | None:
+        gain_s = (baseline.median_ns - winner.median_ns) * 1e-9
+        if live is self._baseline or gain_s <= 0 or not live.set_up or not self._baseline.set_up:
+            return None
+        return max(0, round((live.set_up.setup_s - self._baseline.set_up.setup_s) / gain_s))
+
+
+def _speedup(judgement: Judgement) -> Speedup:
+    """Turns an effect on time into a ratio of times; the interval's ends change places."""
+
+    def ratio(effect: float | None) -> float | None:
+        return None if effect is None else 1.0 / (1.0 + effect)
+
+    estimate = ratio(judgement.estimate)
+    assert estimate is not None
+    return Speedup(
+        estimate,
+        ratio(judgement.high),
+        ratio(judgement.low),
+        "process",
+        judgement.verdict,
+        judgement.pairs,
+    )
+
+
+def _reference_text(reference: Reference | None) -> str:
+    if reference is None:
+        return "none"
+    return f"{reference.precision}; {reference.note}" if reference.note else reference.precision

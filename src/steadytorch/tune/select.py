@@ -1,0 +1,124 @@
+"""Choosing among candidates: constraints first, then time, then simplicity. No weighted scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from steadytorch.errors import UsageError
+from steadytorch.measure.race import TIE, RaceResult
+from steadytorch.measure.statistics import hodges_lehmann
+from steadytorch.transforms.base import Candidate
+from steadytorch.tune.moves import PRECISIONS, describe
+
+OBJECTIVES = ("latency", "p99", "throughput")
+P99_BLOCK = 69
+"""Iterations per block for the objective p99: 0.99^69 = 0.5, so that the median over blocks of the
+largest sample in a block is the 99th percentile."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user asks of a search.
+
+    Attributes:
+        objective: `latency` (call to finished result), `throughput` (period with the queue filled)
+            or `p99` (of the latency).
+        precision: how far numerics may move: same, tf32, bf16 or fp16.
+        tolerance: relative L2 error allowed for a lower precision; None for the class's default.
+        budget_s: wall-clock seconds for the search.
+        max_memory_bytes: peak memory a plan may take; None for no cap.
+        seed: of verification inputs and of the order of blocks.
+    """
+
+    objective: str = "latency"
+    precision: str = "same"
+    tolerance: float | None = None
+    budget_s: float = 180.0
+    max_memory_bytes: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for value, name, known in (
+            (self.objective, "objective", OBJECTIVES),
+            (self.precision, "precision", PRECISIONS),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise UsageError(
+                f"tolerance {self.tolerance} is not a relative error between 0 and 1, such as 0.01"
+            )
+        if not self.budget_s > 0:
+            raise UsageError(f"budget {self.budget_s} s is not a positive time")
+
+    @property
+    def metric(self) -> str:
+        """What is timed: `period` for throughput, else `latency`."""
+        return "period" if self.objective == "throughput" else "latency"
+
+
+class BlockShape(msgspec.Struct, frozen=True):
+    """How one block is taken.
+
+    Attributes:
+        count: iterations kept.
+        iteration_ns: expected time of one, for deadlines and budgets.
+    """
+
+    count: int
+    iteration_ns: float
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds one block should take, the discarded iterations included."""
+        return (self.count + 2) * self.iteration_ns * 1e-9
+
+
+def block_shape(options: Options, iteration_ns: float) -> BlockShape:
+    """Small blocks beat large ones: 5 to 10 iterations, 3 where one takes long."""
+    if options.objective == "p99":
+        return BlockShape(P99_BLOCK, iteration_ns)
+    if iteration_ns >= 150e6:
+        return BlockShape(3, iteration_ns)
+    return BlockShape(int(min(10, max(5, 50e6 // max(iteration_ns, 1)))), iteration_ns)
+
+
+def block_statistic(options: Options, times: Sequence[int]) -> float:
+    """The one number that a block contributes: its median, or its largest sample for p99."""
+    return float(max(times)) if options.objective == "p99" else float(np.median(times))
+
+
+def over_memory(peak_memory_bytes: int, options: Options) -> str | None:
+    """Why a candidate breaks the memory constraint, or None."""
+    cap = options.max_memory_bytes
+    if cap is None or peak_memory_bytes <= cap:
+        return None
+    return f"peaks at {peak_memory_bytes / 2**30:.2f} GiB, over the cap of {cap / 2**30:.2f} GiB"
+
+
+def choose(
+    result: RaceResult, candidates: Sequence[Candidate], peaks: Sequence[int], tie: float = TIE
+) -> int:
+    """The simplest of the survivors that lie within the tie band of the fastest.
+
+    Simplest is fewest transforms, then least memory, then name: that is what makes the choice the
+    same on every run.
+
+    Args:
+        result: of the final race.
+        candidates: per arm.
+        peaks: peak memory per arm, in bytes.
+        tie: half-width of the band as a fraction.
+
+    Returns:
+        Index of the chosen arm.
+    """
+    centre = {
+        arm: hodges_lehmann(np.log(result.times[arm])) if result.times[arm] else float("inf")
+        for arm in result.survivors
+    }
+    fastest = min(centre.values())
+    tied = [arm for arm in result.survivors if centre[arm] <= fastest + np.log1p(tie)]
+    return min(tied, key=lambda a: (len(candidates[a]), peaks[a], describe(candidates[a])))

@@ -1,0 +1,233 @@
+"""From a workload to a stored plan: look in the store, else search, then keep what was found."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from steadytorch import __version__, transforms
+from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
+from steadytorch.errors import PlanError, UsageError
+from steadytorch.plan.fingerprint import Key, make_key
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.store import Found, Store
+from steadytorch.transforms.base import NotApplicable, TransformSpec
+from steadytorch.tune.prepare import Preparation, Watcher
+from steadytorch.tune.quantities import parse_bytes, parse_duration
+from steadytorch.tune.result import TuneResult
+from steadytorch.tune.search import Search
+from steadytorch.tune.select import Options
+from steadytorch.tune.trial import WorkerLauncher
+from steadytorch.tune.worker import save_payload
+from steadytorch.workload.workload import Workload
+
+MODES = ("replay", "tune", "strict")
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def phase(self, message: str) -> None:
+        """Ignored."""
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """Ignored."""
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """Ignored."""
+
+    def tick(self) -> None:
+        """Ignored."""
+
+
+class Session:
+    """One tuning of one workload on one device.
+
+    Args:
+        workload: what to tune; its model is never run in this process.
+        options: what is asked.
+        device: where to run, as a torch device string or `auto`; None for where the workload is.
+        store: folder of the plan store; None for the default one.
+
+    Attributes:
+        facts: of the device.
+        key: of the plan.
+
+    Raises:
+        UsageError: the workload cannot be tuned.
+        UnsupportedError: the device is not there.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        options: Options,
+        device: str | None = None,
+        store: str | Path | None = None,
+    ) -> None:
+        if workload.is_training:
+            raise UsageError(
+                f"{workload.name} is a training workload: tuning covers inference; "
+                "leave --train out, or pass Workload(model, inputs)"
+            )
+        self.workload, self.options = workload, options
+        self._device = resolve_device(device or str(workload.device))
+        self.facts: DeviceFacts = load_facts(self._device)
+        self._ambient = transforms.ambient()
+        self._signature = workload.signature().on(torch.device(self._device).type)
+        self.key: Key = make_key(
+            workload,
+            self._signature,
+            self.facts,
+            objective=options.objective,
+            precision=options.precision,
+            tolerance=options.tolerance,
+            max_memory_bytes=options.max_memory_bytes,
+            ambient=self._ambient,
+        )
+        self._store = Store(None if store is None else Path(store))
+
+    def look_up(self) -> tuple[Plan | None, str]:
+        """The stored plan, or None and the reason for the miss with the fields that differ."""
+        found = self._store.get(self.key, Plan)
+        if isinstance(found, Found):
+            return _located(found.payload, found.path), ""
+        fields = "; ".join(
+            f"{d.field} was {d.old!s:.40}, is {d.new!s:.40}" for d in found.differing[:4]
+        )
+        return None, f"{found.reason} ({fields})" if fields else found.reason
+
+    def search(self, watcher: Watcher | None = None) -> TuneResult:
+        """Searches within the budget; every candidate runs in a worker process of its own.
+
+        Interrupted by Ctrl-C it returns what it has, with `interrupted` set.
+
+        Raises:
+            UsageError: the workload itself fails, or the budget is too small to measure it.
+        """
+        watcher = watcher or Silent()
+        available, not_applicable = self._options_that_apply()
+        directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+        try:
+            save_payload(self.workload, directory)
+            preparation = Preparation(
+                WorkerLauncher(directory, self._memory_limit(), {}),
+                self._device,
+                self._ambient,
+                self.options,
+                watcher,
+            )
+            return Search(
+                preparation,
+                available=available,
+                not_applicable=not_applicable,
+                options=self.options,
+                watcher=watcher,
+                slots=self._slots(),
+            ).run()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def keep(self, result: TuneResult) -> Plan:
+        """Makes a plan of a complete search and stores it, in memory where the disk refuses."""
+        plan = Plan(
+            name=self.workload.name,
+            signature=self._signature,
+            candidate=result.chosen,
+            evidence=result.evidence(),
+            key=self.key,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            version=__version__,
+        )
+        return _located(plan, self._store.put(self.key, plan))
+
+    def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
+        available: list[TransformSpec] = []
+        refused: dict[str, str] = {}
+        for transform in transforms.all_variants(self.facts):
+            answer = transform.applies_to(self.workload, self.facts)
+            if isinstance(answer, NotApplicable):
+                refused[str(transform.spec)] = answer.reason
+            else:
+                available.append(transform.spec)
+        return available, refused
+
+    def _slots(self) -> int:
+        """Set-ups that may overlap: as many as there are cores, and no more than eight."""
+        return max(1, min(8, self.facts.cores_logical or 1))
+
+    def _memory_limit(self) -> int:
+        """Host memory per worker: most of what is available now, so that none takes the machine."""
+        return int(0.8 * psutil.virtual_memory().available)
+
+
+def _located(plan: Plan, path: Path | None) -> Plan:
+    return msgspec.structs.replace(plan, path=None if path is None else os.fspath(path))
+
+
+def tune(
+    workload: Workload,
+    *,
+    objective: str = "latency",
+    precision: str = "same",
+    tolerance: float | None = None,
+    budget: str | float = "3m",
+    max_memory: str | int | None = None,
+    device: str | None = None,
+    store: str | Path | None = None,
+    mode: str = "replay",
+    seed: int = 0,
+    watcher: Watcher | None = None,
+) -> Plan:
+    """Finds, verifies and stores the fastest steady plan for a workload.
+
+    Args:
+        workload: what to tune. It is not run in this process, and not changed.
+        objective: `latency`, `p99` or `throughput`.
+        precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
+        tolerance: relative L2 error allowed for a lower precision; None for the class's default.
+        budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
+        max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
+        device: where to run; None for where the workload is.
+        store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
+        mode: `replay` takes a stored plan and searches where there is none; `tune` always searches;
+            `strict` only takes a stored plan.
+        seed: of verification inputs and block order.
+        watcher: is told how the search goes.
+
+    Returns:
+        The plan. Its candidate is empty where nothing beat the untouched workload.
+
+    Raises:
+        PlanError: mode `strict`, and nothing is stored.
+        UsageError: an argument is wrong, the workload itself fails, or the budget is too small.
+        KeyboardInterrupt: interrupted; workers are gone.
+    """
+    options = Options(
+        objective=objective,
+        precision=precision,
+        tolerance=tolerance,
+        budget_s=parse_duration(budget),
+        max_memory_bytes=None if max_memory is None else parse_bytes(max_memory),
+        seed=seed,
+    )
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
+    session = Session(workload, options, device, store)
+    if mode != "tune":
+        plan, reason = session.look_up()
+        if plan is not None:
+            return plan
+        if mode == "strict":
+            raise PlanError(f"no stored plan for {workload.name}: {reason}")
+    result = session.search(watcher)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return session.keep(result)

@@ -1,0 +1,137 @@
+"""One candidate on its way through the search, with the worker process that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from steadytorch.measure.measurement import summarize
+from steadytorch.plan.plan import Trial
+from steadytorch.process.worker import Fault, Worker, WorkerFault
+from steadytorch.transforms.base import Candidate
+from steadytorch.tune.moves import precision_of
+from steadytorch.tune.verify import Verification
+from steadytorch.tune.worker import SetUp
+
+HANDLER = "steadytorch.tune.worker:TuningHandler"
+
+
+class Launcher(Protocol):
+    """Makes the worker of a candidate; replaced in tests."""
+
+    def __call__(self, name: str) -> Worker:
+        """Starts a worker whose log is called `name`."""
+        ...
+
+
+class WorkerLauncher:
+    """Starts tuning workers for one search.
+
+    Args:
+        directory: private folder with the payload.
+        memory_limit_bytes: host memory above which a worker is killed.
+        environment: set in every worker.
+    """
+
+    def __init__(
+        self, directory: Path, memory_limit_bytes: int | None, environment: Mapping[str, str]
+    ) -> None:
+        self._directory = directory
+        self._limit = memory_limit_bytes
+        self._environment = dict(environment)
+
+    def __call__(self, name: str) -> Worker:
+        """Starts a worker with a compiler cache of its own, so that set-up seconds are honest."""
+        cache = self._directory / f"cache-{name}"
+        environment = {**self._environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        return Worker(HANDLER, self._directory, name, environment, self._limit)
+
+
+class LiveTrial:
+    """A candidate, its worker, and every sample taken of it.
+
+    Attributes:
+        candidate: the transforms.
+        precision: its class.
+        status, reason: as in `result.Trial`.
+        samples: iterations in ns, in the order taken, all rounds together.
+    """
+
+    def __init__(self, candidate: Candidate, worker: Worker) -> None:
+        self.candidate = candidate
+        self.precision = precision_of(candidate)
+        self.worker = worker
+        self.status = "ok"
+        self.reason: str | None = None
+        self.fault: Fault | None = None
+        self.set_up: SetUp | None = None
+        self.verification: Verification | None = None
+        self.samples: list[int] = []
+        self.stage = "starting"
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is still in the running and can be timed."""
+        return self.status == "ok" and self.worker.alive
+
+    @property
+    def screened_ns(self) -> float:
+        """Median of all samples so far."""
+        return float(np.median(self.samples)) if self.samples else float("inf")
+
+    def block(self, metric: str, count: int, deadline_s: float) -> list[int]:
+        """Times one block and keeps its samples.
+
+        Raises:
+            WorkerFault: the worker died or hung; the trial is rejected.
+        """
+        try:
+            times = self.worker.call("block", deadline_s, metric=metric, count=count)
+        except WorkerFault as fault:
+            self.reject(fault)
+            raise
+        self.samples.extend(times)
+        return times
+
+    def reject(self, why: WorkerFault | str) -> None:
+        """Takes it out of the running, with the reason, and ends its process."""
+        if isinstance(why, WorkerFault):
+            self.fault = why.fault
+            self.reason = why.reason if self.stage == "timing" else f"{self.stage}: {why.reason}"
+            self.status = "failed" if why.fault is Fault.RAISED else "rejected"
+        else:
+            self.status, self.reason = "rejected", why
+        self.worker.kill()
+
+    def accept_set_up(self, reply: Any) -> None:
+        """Keeps the worker's account of its set-up."""
+        self.set_up = msgspec.convert(reply, SetUp)
+
+    def accept_verification(self, reply: Any) -> Verification:
+        """Keeps what the worker found in verification, and returns it."""
+        self.verification = msgspec.convert(reply, Verification)
+        return self.verification
+
+    def frozen(self, allowed: bool) -> Trial:
+        """The trial as data."""
+        error = self.verification.error if self.verification else None
+        timed = summarize(self.samples) if self.samples else None
+        return Trial(
+            transforms=self.candidate,
+            precision=self.precision,
+            status=self.status,
+            reason=self.reason,
+            allowed=allowed,
+            error=None if error is None else error.relative_l2,
+            peak_memory_bytes=None if self.set_up is None else self.set_up.peak_memory_bytes,
+            setup_s=None if self.set_up is None else self.set_up.setup_s,
+            median_ns=None if timed is None else timed.median_ns,
+            median_ci_ns=None if timed is None else timed.median_ci_ns,
+            p90_ns=None if timed is None else timed.p90_ns,
+            p99_ns=None if timed is None else timed.p99_ns,
+            samples=len(self.samples),
+        )

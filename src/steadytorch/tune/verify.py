@@ -1,0 +1,273 @@
+"""Whether a candidate computes what the untouched workload computes.
+
+In a worker: run three fresh random inputs, compare with a reference of higher precision, and look
+for outputs that a second call overwrites and inputs that are written to. In the parent: decide from
+the errors alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from steadytorch.workload.signature import map_tensors, tensors_of
+from steadytorch.workload.workload import Workload
+
+INPUT_SETS = 3
+"""Fresh random inputs per verification."""
+SAME_FACTOR = 2.0
+"""Class `same`: at most this many times the untouched workload's own error."""
+MAX_ERROR_FACTOR = 4.0
+"""The largest single error may be this many times the tolerance on the relative L2 error."""
+TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
+"""Default relative L2 error per precision class: a few times the class's unit roundoff (2^-11 for
+tf32 and fp16, 2^-8 for bf16), to leave room for its growth through a deep network."""
+
+
+class OutputError(msgspec.Struct, frozen=True):
+    """How far outputs are from the reference, the worst over outputs and input sets.
+
+    Attributes:
+        relative_l2: norm of the difference over norm of the reference.
+        relative_max: largest difference over the largest reference magnitude.
+    """
+
+    relative_l2: float
+    relative_max: float
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """What a worker found, before anything is decided.
+
+    Attributes:
+        error: against the reference; None when `fault` makes it meaningless.
+        fault: shape, dtype, NaN, aliasing or mutation, in words; None if none.
+    """
+
+    error: OutputError | None
+    fault: str | None = None
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """What the untouched workload does on the verification inputs.
+
+    Attributes:
+        error: its own error against the reference of higher precision.
+        precision: float64, or float32 where float64 cannot run.
+        repeatable: whether two calls with one input agree.
+        fresh: whether random inputs could be used; if not, the workload's own inputs were.
+        note: why float64 or fresh inputs were not used, else empty.
+    """
+
+    error: OutputError
+    precision: str
+    repeatable: bool
+    fresh: bool
+    note: str = ""
+
+
+def fresh_inputs(workload: Workload, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Random arguments with the shapes, layouts and value ranges of the workload's own.
+
+    Each element is drawn from the elements of the given tensor, which keeps indices and masks
+    valid. All-zero floating-point tensors are drawn from the standard normal distribution instead.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def redraw(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor.clone()
+        host = tensor.detach().cpu()
+        if host.is_floating_point() and not host.any():
+            values = torch.randn(host.shape, generator=generator).to(host.dtype)
+        else:
+            picks = torch.randint(host.numel(), (host.numel(),), generator=generator)
+            values = host.flatten()[picks].reshape(host.shape)
+        return torch.empty_like(tensor).copy_(values)
+
+    return (
+        map_tensors(redraw, workload.inputs),
+        map_tensors(redraw, dict(workload.kwargs)),
+    )
+
+
+def _call(model: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    return model(*arguments[0], **arguments[1])
+
+
+def _detached(tree: Any) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors_of(tree)]
+
+
+def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
+    """Runs the untouched workload at its own precision and at a higher one.
+
+    Returns:
+        The data candidates are compared with (input sets, reference outputs, own outputs), to be
+        saved for their workers, and the summary for the parent.
+    """
+    notes: list[str] = []
+    with torch.no_grad():
+        sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
+        fresh = True
+        try:
+            own = [_detached(_call(workload.model, arguments)) for arguments in sets]
+        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+            fresh = False
+            notes.append(f"random inputs do not fit ({_short(error)}), used the given ones")
+            sets = [(workload.inputs, dict(workload.kwargs))]
+            own = [_detached(_call(workload.model, arguments)) for arguments in sets]
+        again = _detached(_call(workload.model, sets[0]))
+        try:
+            reference, precision = _outputs_in(torch.float64, workload, sets), "float64"
+        except (RuntimeError, TypeError, ValueError) as error:
+            notes.append(f"float64 cannot run ({_short(error)})")
+            reference, precision = _outputs_in(torch.float32, workload, sets), "float32"
+    error = _worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
+    noise = _worst([output_error(again, own[0])])
+    repeatable = noise.relative_l2 <= max(error.relative_l2, _resolution(own[0]))
+    data = {"sets": sets, "reference": reference, "own": own}
+    return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+def _outputs_in(
+    dtype: torch.dtype, workload: Workload, sets: list[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[list[torch.Tensor]]:
+    """Outputs of a copy in `dtype`, with TF32 off; this runs in a process made for it."""
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    model = copy.deepcopy(workload.model)
+    if isinstance(model, torch.nn.Module):
+        model = model.to(dtype)
+    return [_detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
+
+
+def verify(model: Any, data: dict[str, Any]) -> Verification:
+    """Compares a candidate with the reference on every input set.
+
+    Args:
+        model: the transformed model, called as the untouched one is.
+        data: what `make_reference` returned.
+    """
+    errors: list[OutputError] = []
+    first, kept = None, []
+    for arguments, reference, own in zip(data["sets"], data["reference"], data["own"], strict=True):
+        given = _detached(arguments)
+        returned = _call(model, arguments)
+        outputs = _detached(returned)
+        fault = _form_fault(outputs, own)
+        if fault is None and not _equal(given, tensors_of(arguments)):
+            fault = "writes to its inputs"
+        if fault is not None:
+            return Verification(None, fault)
+        errors.append(output_error(outputs, reference))
+        if first is None:
+            first, kept = returned, outputs
+    if len(data["sets"]) == 1:
+        _call(model, data["sets"][0])
+    if not _equal(kept, tensors_of(first)):
+        return Verification(None, "a later call overwrites the result of an earlier one")
+    return Verification(_worst(errors))
+
+
+def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:
+    if len(outputs) != len(own):
+        return f"returns {len(outputs)} tensors, the untouched workload returns {len(own)}"
+    for i, (out, expected) in enumerate(zip(outputs, own, strict=True)):
+        if out.shape != expected.shape:
+            return f"output {i} has shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+        if out.dtype != expected.dtype:
+            return f"output {i} is {out.dtype}, expected {expected.dtype}".replace("torch.", "")
+        if out.device != expected.device:
+            return f"output {i} is on {out.device}, expected {expected.device}"
+        if expected.isfinite().all() and not out.isfinite().all():
+            kind = "NaN" if out.isnan().any() else "infinity"
+            return f"output {i} holds {kind}"
+    return None
+
+
+def _equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> OutputError:
+    """The worst error over outputs; for integers and booleans the fraction that differs."""
+    worst = OutputError(0.0, 0.0)
+    for out, ref in zip(outputs, reference, strict=True):
+        if ref.numel() == 0:
+            continue
+        if not ref.is_floating_point():
+            differs = float((out != ref).double().mean())
+            worst = _worst([worst, OutputError(differs, differs)])
+            continue
+        finite = ref.isfinite() & out.isfinite()
+        wide = torch.where(finite, ref.double(), 0.0)
+        delta = torch.where(finite, out.double() - ref.double(), 0.0)
+        scale, largest = float(wide.norm()), float(wide.abs().max())
+        l2 = float(delta.norm())
+        peak = float(delta.abs().max())
+        error = OutputError(
+            l2 / scale if scale else l2,
+            peak / largest if largest else peak,
+        )
+        worst = _worst([worst, error])
+    return worst
+
+
+def _worst(errors: Iterable[OutputError]) -> OutputError:
+    listed = list(errors)
+    return OutputError(max(e.relative_l2 for e in listed), max(e.relative_max for e in listed))
+
+
+def _resolution(outputs: list[torch.Tensor]) -> float:
+    return max((torch.finfo(o.dtype).eps for o in outputs if o.is_floating_point()), default=0.0)
+
+
+def decide(
+    found: Verification,
+    reference: Reference,
+    precision: str,
+    tolerance: float | None,
+    resolution: float = float(torch.finfo(torch.float32).eps),
+) -> str | None:
+    """Whether a verified candidate may be used: None, or the reason for rejecting it.
+
+    Args:
+        found: what its worker found.
+        reference: the untouched workload's own error and repeatability.
+        precision: the candidate's own class: same, tf32, bf16 or fp16.
+        tolerance: relative L2 error that the user allows; None for the class's default.
+        resolution: the error that rounding the output once may bring.
+    """
+    if found.fault is not None or found.error is None:
+        return found.fault or "gave no outputs to compare"
+    if not reference.repeatable:
+        return "cannot be verified: the untouched workload's own output changes between calls"
+    if precision == "same":
+        l2_bound = SAME_FACTOR * max(reference.error.relative_l2, resolution)
+        # The largest of many rounding errors varies more than their norm does: it may reach twice
+        # the bound on the norm where the untouched workload's own largest happens to be small.
+        max_bound = SAME_FACTOR * max(reference.error.relative_max, l2_bound)
+    else:
+        l2_bound = tolerance if tolerance is not None else TOLERANCES[precision]
+        max_bound = MAX_ERROR_FACTOR * l2_bound
+    if not found.error.relative_l2 <= l2_bound:
+        return f"relative error {found.error.relative_l2:.1e} exceeds {l2_bound:.1e}"
+    if not found.error.relative_max <= max_bound:
+        return f"largest error {found.error.relative_max:.1e} exceeds {max_bound:.1e}"
+    return None

@@ -1,0 +1,1 @@
+"""What to run, and how inputs enter keys."""

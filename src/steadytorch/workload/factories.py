@@ -1,0 +1,244 @@
+"""Workloads from the user's own code: import it, call its factory, say what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from steadytorch.errors import SteadyError, UsageError
+from steadytorch.workload.sources import PREFIXES, did_you_mean
+from steadytorch.workload.workload import Workload
+
+_RETURNS = "a factory returns a Workload, or a tuple (model, inputs)"
+_SHOWN_FRAMES = 6
+
+
+def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
+    """Calls `path/to/file.py:factory` or `package.module:factory`.
+
+    The folder of the file, or the working directory for a module, can be imported from while the
+    code is imported and the factory runs. What only that made importable is pickled by value from
+    then on, so that the workload can be opened by a process which cannot import it.
+
+    Args:
+        spec: what the user typed; it has a colon.
+        batch: passed as the keyword `batch`, if given.
+        train: whether a training workload is asked for.
+
+    Raises:
+        UsageError: a part of the spec is missing, the code raises, or returns something else. For
+            code that raises, the message has several lines: the error and where it came from.
+    """
+    source, _, name = spec.rpartition(":")
+    path = Path(source)
+    is_file = source.endswith(".py") or "/" in source
+    if not source or not name:
+        raise UsageError(f"{spec!r} lacks a part: write file.py:factory or package.module:factory")
+    if is_file and not path.is_file():
+        raise UsageError(f"no such file: {source} (of {spec!r}, seen from {os.getcwd()})")
+    short = f"{path.name}:{name}" if is_file else spec
+    directory = path.resolve().parent if is_file else Path.cwd()
+    with _importable(directory), _reported(short):
+        module = _import_file(path.resolve()) if is_file else _import_module(source, spec)
+        factory = _find(module, name)
+        result = factory(**_arguments(factory, short, batch))
+    return _workload(result, short, train)
+
+
+def explain_missing_factory(source: str) -> NoReturn:
+    """Raises for a path that stands without a factory, whether or not the file is there."""
+    if not Path(source).is_file():
+        raise UsageError(f"no such file: {source} (seen from {os.getcwd()})")
+    raise UsageError(f"{source} needs the name of its factory: {source}:factory; {_RETURNS}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Runs a file as a module under a name of its own, so that it can shadow nothing."""
+    stem = re.sub(r"\W", "_", path.stem)
+    name = f"steady_{stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        # Compiled from the source as it is now: a cached one goes by seconds and size, and an
+        # edited file may agree in both.
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        if previous is not None:
+            sys.modules[name] = previous
+        raise
+    return module
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != name and not name.startswith(f"{missing}."):
+            raise  # it is there, and what it imports is not
+        hint = did_you_mean(name, PREFIXES)
+        raise UsageError(
+            f"{spec!r}: {name!r}{hint} is neither a known prefix ({', '.join(PREFIXES)}) nor "
+            f"a module that can be imported from {os.getcwd()}"
+        ) from error
+
+
+def _find(module: ModuleType, name: str) -> Callable[..., Any]:
+    factory = getattr(module, name, None)
+    if callable(factory):
+        return factory
+    file = Path(module.__file__ or module.__name__).name
+    if factory is not None:
+        raise UsageError(f"{name!r} in {file} is a {type(factory).__name__}, not a function")
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    hint = did_you_mean(name, functions)
+    found = ", ".join(functions[:8]) or "no functions"
+    raise UsageError(f"no factory {name!r} in {file}{hint or f', which has {found}'}")
+
+
+def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dict[str, Any]:
+    """What to call the factory with; raises where it takes no batch, or needs more."""
+    arguments = {} if batch is None else {"batch": batch}
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return arguments
+    parameters = signature.parameters.values()
+    takes_batch = any(
+        p.kind is p.VAR_KEYWORD
+        or (p.name == "batch" and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+        for p in parameters
+    )
+    if batch is not None and not takes_batch:
+        raise UsageError(
+            f"batch {batch} cannot be passed: {spec} takes no argument named batch; add one, "
+            "or leave the batch size out"
+        )
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in arguments
+    ]
+    if needed == ["batch"]:
+        raise UsageError(f"{spec} needs a batch size: name one, or give its batch a default")
+    if needed:
+        raise UsageError(
+            f"{spec} needs arguments ({', '.join(needed)}): only batch is passed to a factory, "
+            "so give the others defaults"
+        )
+    return arguments
+
+
+def _workload(result: Any, spec: str, train: bool) -> Workload:
+    if isinstance(result, Workload):
+        workload = result
+    elif isinstance(result, tuple | list) and len(result) == 2 and callable(result[0]):
+        workload = Workload(*result)
+    else:
+        kinds = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        raise UsageError(f"{spec} returned a {type(result).__name__}{kinds}: {_RETURNS}")
+    if train and not workload.is_training:
+        raise UsageError(
+            f"{spec} returned a model without a loss, so it cannot be trained: return "
+            "Workload.training(model, inputs, loss, optimizer)"
+        )
+    default = getattr(workload.model, "__name__", type(workload.model).__name__)
+    return replace(workload, name=spec) if workload.name == default else workload
+
+
+@contextlib.contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Lets code be imported from a folder, and pickles by value what came from there alone."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(directory))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the code may have removed it
+            sys.path.remove(str(directory))
+        for name in set(sys.modules) - before:
+            module = sys.modules[name]
+            if _only_from(directory, module):
+                cloudpickle.register_pickle_by_value(module)
+
+
+def _only_from(directory: Path, module: ModuleType) -> bool:
+    """Whether a module's file is below a folder without which it could not be imported."""
+    file = getattr(module, "__file__", None)
+    if not file or not Path(file).resolve().is_relative_to(directory):
+        return False
+    root = module.__name__.partition(".")[0]
+    return _places(_search(root)) != _places(getattr(sys.modules.get(root), "__spec__", None))
+
+
+def _search(root: str) -> ModuleSpec | None:
+    """What an import of a top-level name would find, were it not imported yet."""
+    finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
+    return next((spec for f in finders if (spec := f.find_spec(root, None))), None)
+
+
+def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
+    """Where the code of a module lies; nowhere for one that is not found."""
+    if spec is None:
+        return ()
+    paths = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
+    return tuple(os.path.abspath(path) for path in paths)
+
+
+@contextlib.contextmanager
+def _reported(spec: str) -> Iterator[None]:
+    """Turns what the user's code raises into a message that shows where."""
+    try:
+        yield
+    except SteadyError:
+        raise
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}" if error.lineno else error.filename or spec
+        text = f": {error.text.strip()}" if error.text else ""
+        raise UsageError(f"{place}: {error.msg}{text}") from error
+    except (Exception, SystemExit) as error:
+        lines = [f"{spec} raised {type(error).__name__}: {error}".strip(": ")[:2000]]
+        raise UsageError("\n".join(lines + _frames(error))) from error
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The way from the user's code to the error, one line a frame, the middle left out if long."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in (__file__, contextlib.__file__)
+        and not frame.filename.startswith("<frozen importlib")
+        and frame.filename != importlib.__file__
+    ]
+    lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames]
+    if len(lines) > _SHOWN_FRAMES:
+        half = _SHOWN_FRAMES // 2
+        left_out = f"  ... {len(lines) - 2 * half} more"
+        lines = [*lines[:half], left_out, *lines[-half:]]
+    return lines

@@ -1,0 +1,209 @@
+"""From what a user types to a `Workload`: a name, a factory, and the inputs to measure it with."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.workload import bundled, factories, sources
+from steadytorch.workload.supervised import supervised
+from steadytorch.workload.workload import Workload
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    )
+}
+_INPUT = re.compile(r"([1-9]\d*(?:x[1-9]\d*)*)(?::(\w+))?")
+_UNKNOWN_DEVICE = "unknown device {!r}: use cpu, cuda, or cuda with a number such as cuda:1"
+
+
+def load_workload(
+    spec: str,
+    *,
+    batch: int | None = None,
+    inputs: Sequence[str] = (),
+    device: str = "cpu",
+    train: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """Resolves a workload by name or by factory; nothing is downloaded, weights are random.
+
+    Args:
+        spec: a bundled name (`resnet50`), `torchvision:NAME`, `timm:NAME`, `transformers:NAME` (a
+            model type, or a directory with a config.json), `path/to/file.py:factory` or
+            `package.module:factory`. A factory returns a `Workload` or `(model, inputs)`.
+        batch: samples per call; by default what a bundled model is listed with, one elsewhere. A
+            factory gets it as the keyword `batch`.
+        inputs: replaces all positional inputs, each given as `64x3x224x224` or
+            `64x3x224x224:float32`; the dtype is by default that of the input it replaces. Floats
+            are standard normal; integers are below the size of the model's first embedding.
+        device: where the model and the inputs are moved, such as `cpu` or `cuda:1`.
+        train: a training step in place of inference: cross-entropy against fixed random targets,
+            SGD with momentum. A factory brings its own through `Workload.training`.
+        seed: of weights, inputs and targets; the caller's random state is left as it was.
+
+    Returns:
+        The workload, in eval mode unless `train`; what a factory returns keeps its mode.
+
+    Raises:
+        UsageError: unknown name, broken factory, malformed input, or options that exclude each
+            other.
+        UnsupportedError: a library that the name needs is not installed, there is no such device,
+            or the model is larger than memory.
+    """
+    if batch is not None and batch < 1:
+        raise UsageError(f"batch size must be at least 1, got {batch}")
+    if batch is not None and inputs:
+        raise UsageError(
+            "batch and input exclude each other: write the batch size as the first size of each "
+            f"input, such as {batch}x3x224x224"
+        )
+    target = _device(device)
+    layouts = [_Layout.parse(text) for text in inputs]
+    with _seeded(seed, target):
+        generator = torch.Generator().manual_seed(seed)
+        if _is_factory(spec):
+            workload = factories.call_factory(spec, batch, train)
+            return _with_inputs(workload, layouts, generator).to(target)
+        workload = _with_inputs(_named(spec, batch, generator), layouts, generator)
+        if train:
+            if spec.startswith("transformers:"):
+                raise UsageError(
+                    f"{spec} has no task to train: write a factory that returns "
+                    "Workload.training(model, inputs, loss, optimizer), and name it file.py:factory"
+                )
+            workload = supervised(workload, generator)
+        return workload.to(target)
+
+
+def _is_factory(spec: str) -> bool:
+    """Whether the spec names a function rather than a model; raises where it names neither."""
+    if spec in bundled.names():
+        return False
+    left, colon, _ = spec.partition(":")
+    if colon:
+        return left not in sources.PREFIXES
+    if spec.endswith(".py") or "/" in spec:
+        factories.explain_missing_factory(spec)
+    prefixed = [f"{prefix}:{spec}" for prefix in sources.PREFIXES]
+    hint = sources.did_you_mean(spec, [*bundled.names(), *sources.PREFIXES])
+    raise UsageError(
+        f"unknown workload {spec!r}{hint}; bundled are "
+        f"{', '.join(bundled.names())}; others are named {', '.join(prefixed)}, "
+        "path/to/file.py:factory or package.module:factory"
+    )
+
+
+def _named(spec: str, batch: int | None, generator: torch.Generator) -> Workload:
+    if spec in bundled.names():
+        samples = batch or 1
+        model = bundled.build(spec)
+        return Workload(model, bundled.example_inputs(spec, samples, generator), name=spec)
+    prefix, _, name = spec.partition(":")
+    return sources.load(prefix, name, batch or 1, generator)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(_UNKNOWN_DEVICE.format(name)) from error
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": torch.mps.device_count()}
+    if device.type not in counts:
+        raise UsageError(_UNKNOWN_DEVICE.format(name))
+    if (device.index or 0) >= counts[device.type]:
+        raise UnsupportedError(
+            f"no device {name} on this machine: PyTorch {torch.__version__} sees "
+            f"{counts[device.type]} {device.type} devices; use another one, such as cpu"
+        )
+    return device
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds torch inside and restores the caller's generators after."""
+    if device.type == "cuda" or torch.cuda.is_initialized():
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            yield
+        return
+    with torch.random.fork_rng(devices=()):
+        # torch.manual_seed would also leave a seed behind for CUDA to pick up when it starts.
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """One input as the user typed it; no dtype means that of the input it replaces."""
+
+    text: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @classmethod
+    def parse(cls, text: str) -> _Layout:
+        match = _INPUT.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(
+                f"input {text!r} is not a shape: write sizes of at least 1 joined by x, and a "
+                "dtype if wanted, such as 64x3x224x224 or 8x128:int64"
+            )
+        shape, dtype = match.groups()
+        if dtype is not None and dtype not in _DTYPES:
+            hint = sources.did_you_mean(dtype, _DTYPES)
+            raise UsageError(
+                f"input {text!r} has an unknown dtype {dtype!r}{hint}; "
+                f"known are {', '.join(_DTYPES)}"
+            )
+        sizes = tuple(int(size) for size in shape.split("x"))
+        return cls(text, sizes, None if dtype is None else _DTYPES[dtype])
+
+    def draw(self, dtype: torch.dtype, bound: int, generator: torch.Generator) -> torch.Tensor:
+        """A tensor of this shape; integers are below `bound` and within their type."""
+        try:
+            if dtype.is_floating_point or dtype.is_complex:
+                drawn_as = dtype if dtype.itemsize > 4 else torch.float32
+                return torch.randn(self.shape, generator=generator, dtype=drawn_as).to(dtype)
+            largest = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+            drawn = torch.randint(min(bound, largest + 1), self.shape, generator=generator)
+            return drawn.to(dtype)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"input {self.text!r} cannot be made: {reason}") from error
+
+
+def _with_inputs(
+    workload: Workload, layouts: Sequence[_Layout], generator: torch.Generator
+) -> Workload:
+    """The workload with its positional inputs replaced, where the user named any."""
+    if not layouts:
+        return workload
+    bound = _vocabulary(workload.module)
+    replaced = []
+    for index, layout in enumerate(layouts):
+        dtype = layout.dtype
+        if dtype is None:
+            old = workload.inputs[index] if index < len(workload.inputs) else None
+            dtype = old.dtype if isinstance(old, torch.Tensor) else torch.float32
+        limit = 2 if dtype == torch.bool else bound
+        replaced.append(layout.draw(dtype, limit, generator))
+    return replace(workload, inputs=tuple(replaced))
+
+
+def _vocabulary(module: nn.Module | None) -> int:
+    """How many values an integer input may take: the first embedding's, else two."""
+    for part in module.modules() if module is not None else ():
+        if isinstance(part, nn.Embedding):
+            return part.num_embeddings
+    return 2

@@ -1,0 +1,98 @@
+"""The one form in which inputs enter keys and plans: shapes, dtypes, strides and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils import _pytree as pytree
+
+from steadytorch.errors import UsageError
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Applies `function` to each tensor in nested containers and returns the same structure."""
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """One input: a tensor by its layout, anything else by its value.
+
+    Attributes:
+        path: where it stands in the arguments, such as `[0]` or `['mask']`.
+        shape: sizes, or None for a constant.
+        dtype: element type without the `torch.` prefix, or None.
+        stride: in elements, or None.
+        device: device type without its index, or None.
+        constant: `repr` of a value that is not a tensor, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    stride: tuple[int, ...] | None = None
+    device: str | None = None
+    constant: str | None = None
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"{self.path}={self.constant}"
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'}:{self.dtype}"
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """What a plan is specific to: every leaf of the arguments, and how they are nested."""
+
+    leaves: tuple[Leaf, ...]
+    structure: str
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.leaves))
+
+    def on(self, device: str) -> Signature:
+        """The same inputs on another device type; moving dense tensors keeps their strides."""
+        moved = (
+            leaf if leaf.device is None else msgspec.structs.replace(leaf, device=device)
+            for leaf in self.leaves
+        )
+        return Signature(tuple(moved), self.structure)
+
+
+def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Signature:
+    """The signature of a call.
+
+    Args:
+        inputs: positional arguments, nested at will.
+        kwargs: keyword arguments; their order does not matter.
+
+    Raises:
+        UsageError: a leaf is neither a tensor nor a plain constant, so that two calls could not be
+            told apart.
+    """
+    arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
+    leaves, structure = pytree.tree_flatten_with_path(arguments)
+    return Signature(
+        tuple(_leaf(pytree.keystr(path[1:]), value) for path, value in leaves), str(structure)
+    )
+
+
+def _leaf(path: str, value: Any) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        stride = tuple(value.stride()) if value.layout == torch.strided else ()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Leaf(path, tuple(value.shape), dtype, stride, value.device.type)
+    if isinstance(value, _CONSTANTS):
+        return Leaf(path, constant=repr(value))
+    raise UsageError(
+        f"input {path or '()'} is a {type(value).__name__}: inputs may hold tensors, numbers, "
+        "strings, booleans and None, nested in tuples, lists and dicts"
+    )

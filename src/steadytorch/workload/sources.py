@@ -1,0 +1,241 @@
+"""Models of other libraries, by prefix: random weights, inputs by the model's own description.
+
+Nothing here reaches for the network. The libraries are imported when they are named, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.workload.workload import Workload
+
+_TOKENS = 128
+_IMAGE_SIZE = 224
+_FACTORY = "write a factory that returns (model, inputs), and name it file.py:factory"
+
+
+def load(prefix: str, name: str, batch: int, generator: torch.Generator) -> Workload:
+    """An inference workload on the CPU, named `prefix:name`, its model in eval mode.
+
+    Weights come from torch's global generator, inputs from `generator`.
+
+    Args:
+        prefix: one of `PREFIXES`.
+        name: of the model, in the library's own words.
+        batch: samples per call.
+        generator: CPU generator of the inputs.
+
+    Raises:
+        UsageError: no such model, or none that can be run by its name alone.
+        UnsupportedError: the library is not installed, or the model is larger than memory.
+    """
+    if not name:
+        raise UsageError(f"{prefix}: names no model: write {prefix}:NAME")
+    return PREFIXES[prefix](name, batch, generator)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Follows an unknown word in a sentence: near matches in brackets, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        root = name.partition(".")[0]
+        if error.name == root:
+            message = f"{root} is not installed: pip install {root}"
+        else:
+            message = f"{root} cannot be imported: {_first_line(error)}"
+        raise UnsupportedError(message) from error
+    except Exception as error:  # such as operators compiled for another build of PyTorch
+        raise UnsupportedError(f"{name} cannot be imported: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip(':.')}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _building(spec: str) -> Iterator[None]:
+    """Turns what a library raises for a model it cannot make into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{spec} cannot be built: {_first_line(error)}; {_FACTORY}") from error
+
+
+def _images(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:
+    """Standard normal values in the element type of the model's weights."""
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return torch.randn(shape, generator=generator).to(next(dtypes, torch.float32))
+
+
+def _torchvision(name: str, batch: int, generator: torch.Generator) -> Workload:
+    spec = f"torchvision:{name}"
+    models = _library("torchvision").models
+    kinds = {known: models.get_model_builder(known).__module__ for known in models.list_models()}
+    if name not in kinds:
+        raise UsageError(f"torchvision has no model {name!r}{did_you_mean(name, kinds)}")
+    kind = kinds[name].removeprefix("torchvision.models.").partition(".")[0]
+    if kind in ("detection", "optical_flow"):
+        what = kind.replace("_", " ")
+        raise UsageError(f"{spec} is for {what} and takes more than images: {_FACTORY}")
+    options: dict[str, Any] = {"weights": None}
+    shape: tuple[int, ...] = (3, _IMAGE_SIZE, _IMAGE_SIZE)
+    if kind == "segmentation":
+        options["weights_backbone"] = None  # by default a pretrained one is downloaded
+        shape = (3, 520, 520)
+    elif kind == "video":
+        size = _IMAGE_SIZE if name.startswith("mvit") else 112  # mvit is built for one size
+        shape = (3, 16, size, size)
+    elif name.removeprefix("quantized_") == "inception_v3":
+        shape = (3, 299, 299)
+    if name.endswith(("inception_v3", "googlenet")):
+        options["init_weights"] = False  # theirs takes a minute, and warns
+    with _building(spec):
+        model = models.get_model(name, **options).eval()
+    return Workload(model, _images((batch, *shape), generator, model), name=spec)
+
+
+def _timm(name: str, batch: int, generator: torch.Generator) -> Workload:
+    spec = f"timm:{name}"
+    timm = _library("timm")
+    if "/" in name or ":" in name:
+        raise UsageError(
+            f"{spec} is on a hub, and steady never downloads: use the name of the architecture, "
+            f"or {_FACTORY}"
+        )
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
+    with _building(spec):
+        model = timm.create_model(name, pretrained=False).eval()
+        shape = tuple(model.pretrained_cfg["input_size"])
+    return Workload(model, _images((batch, *shape), generator, model), name=spec)
+
+
+def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload:
+    transformers = _library("transformers")
+    directory = Path(name)
+    local = directory.is_dir()
+    if local and not (directory / "config.json").is_file():
+        raise UsageError(f"no config.json in the directory {name!r} of transformers:{name}")
+    spec = f"transformers:{directory.resolve().name if local else name}"
+    if not local:
+        _check_model_type(name)
+    with _offline(), _building(spec):
+        if local:
+            config = transformers.AutoConfig.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            config = transformers.AutoConfig.for_model(name)
+        for part in _parts(config):
+            for switch in ("use_cache", "use_pretrained_backbone"):
+                if getattr(part, switch, False):
+                    setattr(part, switch, False)
+        needed = _weight_bytes(lambda: transformers.AutoModel.from_config(config))
+    _check_memory(spec, needed)
+    with _offline(), _building(spec):
+        model = transformers.AutoModel.from_config(config).eval()
+    main = next(iter(inspect.signature(model.forward).parameters), "")
+    vocabulary = getattr(config, "vocab_size", None)
+    if main == "input_ids" and isinstance(vocabulary, int):
+        return _text(spec, model, config, batch, generator)
+    if main == "pixel_values" and not getattr(config, "is_encoder_decoder", False):
+        return Workload(model, _images((batch, *_pixels(config)), generator, model), name=spec)
+    raise UsageError(f"{spec} takes more than one input, or neither text nor images: {_FACTORY}")
+
+
+def _check_model_type(name: str) -> None:
+    auto = _library("transformers.models.auto.configuration_auto")
+    known = auto.CONFIG_MAPPING_NAMES
+    if name not in known:
+        raise UsageError(
+            f"transformers has no model type {name!r}{did_you_mean(name, known)}; steady never "
+            "downloads, so a name on the hub is not enough: use a model type such as bert, a "
+            f"directory with a config.json, or {_FACTORY}"
+        )
+
+
+def _text(
+    spec: str, model: nn.Module, config: Any, batch: int, generator: torch.Generator
+) -> Workload:
+    length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
+
+    def ids() -> torch.Tensor:
+        return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+    inputs = (ids(),)
+    kwargs = {"decoder_input_ids": ids()} if config.is_encoder_decoder else {}
+    return Workload(model, inputs, kwargs, name=spec)
+
+
+def _pixels(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width that a vision model's configuration asks for."""
+    channels = getattr(config, "num_channels", None) or 3
+    size = getattr(config, "image_size", None) or _IMAGE_SIZE
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return channels, height, width
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and those nested in it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, _library("transformers").PretrainedConfig):
+            yield from _parts(value)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """No look-up on the hub inside: some configurations name parts to be found there."""
+    constants: Any = _library("huggingface_hub.constants")
+    found = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = found
+
+
+def _weight_bytes(build: Callable[[], nn.Module]) -> int:
+    """Size of the weights, from a build that allocates none; 0 where that does not work."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() * p.element_size() for p in build().parameters())
+    except Exception:
+        return 0
+
+
+def _check_memory(spec: str, needed: int) -> None:
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UnsupportedError(
+            f"{spec} has {needed / 2**30:.0f} GiB of weights, and {free / 2**30:.0f} GiB of memory "
+            "are free: name a directory with the config.json of a smaller one"
+        )
+
+
+PREFIXES: dict[str, Callable[[str, int, torch.Generator], Workload]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "transformers": _transformers,
+}

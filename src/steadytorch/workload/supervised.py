@@ -1,0 +1,94 @@
+"""The training step given to models that come without one: cross-entropy on random targets, SGD."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from steadytorch.errors import UsageError
+from steadytorch.workload.workload import Workload
+
+# Small, so that random targets do not drive random weights to overflow over thousands of steps.
+sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+
+class CrossEntropy(nn.Module):
+    """Cross-entropy of a model's output against fixed targets.
+
+    A module with a buffer, so that `Workload.to` moves the targets along with the model.
+
+    Args:
+        targets: int64 class indices, one per sample (N,), per pixel (N, H, W) or per token (N, T).
+        classes_last: whether the output is (N, T, classes) rather than (N, classes, ...).
+    """
+
+    targets: torch.Tensor
+
+    def __init__(self, targets: torch.Tensor, classes_last: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("targets", targets)
+        self.classes_last = classes_last
+
+    def forward(self, output: Any) -> torch.Tensor:
+        """Map the model's output to a scalar loss."""
+        logits = logits_of(output)
+        if self.classes_last:
+            return functional.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
+        return functional.cross_entropy(logits, self.targets)
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The class scores in an output: itself, its `logits`, its `out`, or its first element.
+
+    Raises:
+        TypeError: there is no tensor where one is looked for.
+    """
+    if isinstance(output, Mapping):
+        output = output.get("logits", output.get("out"))
+    elif isinstance(output, tuple | list):  # auxiliary classifiers follow the main one
+        output = getattr(output, "logits", output[0] if output else None)
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"no class scores in an output of type {type(output).__name__}")
+    return output
+
+
+def supervised(workload: Workload, generator: torch.Generator) -> Workload:
+    """A training workload for a model that maps its inputs to class scores.
+
+    Args:
+        workload: an inference workload on the CPU. Integer inputs are taken for tokens, with scores
+            of shape (N, T, classes); others for images or clips, with scores (N, classes, ...).
+        generator: CPU generator of the targets.
+
+    Returns:
+        Its model in train mode, with `CrossEntropy` and SGD.
+
+    Raises:
+        UsageError: the model cannot be run on its inputs, or does not return class scores.
+    """
+    model, inputs = workload.model, workload.inputs
+    classes_last = not inputs[0].is_floating_point()
+    model.eval()
+    try:
+        # Shapes do not depend on the number of samples, and one is quick.
+        with torch.no_grad():
+            logits = logits_of(model(*(value[:1] for value in inputs), **workload.kwargs))
+        sizes = logits.shape[1:-1] if classes_last else logits.shape[2:]
+        classes = logits.shape[-1 if classes_last else 1]
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{workload.name} cannot be trained on inputs {workload.signature()}: {reason}; write "
+            "a factory that returns Workload.training(model, inputs, loss, optimizer)"
+        ) from error
+    shape = (len(inputs[0]), *sizes)
+    targets = torch.randint(classes, shape, generator=generator)
+    loss = CrossEntropy(targets, classes_last)
+    return Workload.training(
+        model.train(), inputs, loss, sgd, kwargs=workload.kwargs, name=workload.name
+    )

@@ -1,0 +1,121 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steadytorch.measure import statistics as s
+
+finite = st.floats(-1e3, 1e3, allow_nan=False).map(lambda x: round(x, 6))
+
+
+def _ar1(rho, count, seed):
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal(count)
+    out = np.empty(count)
+    out[0] = noise[0]
+    for i in range(1, count):
+        out[i] = rho * out[i - 1] + np.sqrt(1 - rho**2) * noise[i]
+    return out
+
+
+def test_independent_samples_are_worth_about_their_number():
+    samples = np.random.default_rng(0).standard_normal(20_000)
+    assert s.effective_size(samples) == pytest.approx(20_000, rel=0.15)
+
+
+def test_correlated_samples_are_worth_far_fewer():
+    # The indicator of a Gaussian AR(1) has autocorrelation (2/pi) asin(rho^k).
+    lags = np.arange(1, 400)
+    tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
+    measured = 20_000 / s.effective_size(_ar1(0.9, 20_000, 1))
+    assert measured == pytest.approx(tau, rel=0.25)
+
+
+@pytest.mark.parametrize("series", [np.ones(100), np.array([1.0]), np.array([1.0, 2.0, 3.0])])
+def test_constant_and_tiny_series_have_no_correlation(series):
+    assert s.autocorrelation_time(series) == 1.0
+
+
+def test_interval_of_the_median_covers_at_its_nominal_rate():
+    hits = 0
+    for seed in range(400):
+        samples = np.random.default_rng(seed).lognormal(0, 0.5, 200)
+        interval, _ = s.quantile_interval(samples, 0.5)
+        assert interval is not None
+        hits += interval[0] <= 1.0 <= interval[1]
+    assert hits / 400 >= 0.93
+
+
+def test_interval_covers_under_correlation_where_the_naive_one_does_not():
+    naive = ours = 0
+    for seed in range(200):
+        samples = _ar1(0.9, 2000, seed)
+        interval, _ = s.quantile_interval(samples, 0.5)
+        assert interval is not None
+        ours += interval[0] <= 0 <= interval[1]
+        half = 1.96 * 1.2533 * samples.std() / np.sqrt(len(samples))
+        naive += abs(np.median(samples)) <= half
+    assert naive / 200 < 0.6
+    assert ours / 200 >= 0.90
+
+
+@pytest.mark.parametrize(
+    ("count", "quantile", "words"),
+    [(0, 0.5, "no samples"), (30, 0.5, "50 are needed"), (400, 0.99, "1000 are needed")],
+)
+def test_no_interval_is_claimed_without_enough_samples(count, quantile, words):
+    samples = np.random.default_rng(0).standard_normal(count)
+    interval, why = s.quantile_interval(samples, quantile)
+    assert interval is None
+    assert why is not None
+    assert words in why
+
+
+@given(st.lists(finite, min_size=1, max_size=30))
+def test_hodges_lehmann_lies_between_the_extremes(values):
+    centre = s.hodges_lehmann(np.array(values))
+    assert min(values) <= centre <= max(values)
+
+
+@given(st.lists(finite, min_size=10, max_size=30), finite)
+def test_signed_rank_interval_moves_with_the_data(values, shift):
+    data = np.array(values)
+    low, high = s.signed_rank_interval(data, 0.05)
+    moved = s.signed_rank_interval(data + shift, 0.05)
+    assert moved == pytest.approx((low + shift, high + shift), abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_signed_rank_distribution_matches_enumeration(count):
+    sums = [
+        sum(r for r, sign in zip(range(1, count + 1), signs, strict=True) if sign)
+        for signs in itertools.product([0, 1], repeat=count)
+    ]
+    top = count * (count + 1) // 2
+    expected = [sum(x <= w for x in sums) / 2**count for w in range(top + 1)]
+    assert s._signed_rank_cdf(count) == pytest.approx(expected)
+
+
+def test_signed_rank_interval_agrees_with_the_exact_test():
+    from scipy.stats import wilcoxon
+
+    data = np.random.default_rng(5).standard_normal(20) + 0.3
+    alpha = 0.05
+    low, high = s.signed_rank_interval(data, alpha)
+    for shift, inside in (
+        (low + 1e-9, True),
+        (low - 1e-9, False),
+        (high - 1e-9, True),
+        (high + 1e-9, False),
+    ):
+        p = wilcoxon(data - shift, method="exact").pvalue
+        assert bool(p > alpha) is inside
+
+
+def test_too_few_pairs_support_no_interval():
+    assert s.signed_rank_interval(np.arange(9.0), 0.002) is None
+    assert s.signed_rank_interval(np.arange(10.0), 0.002) is not None
+    assert s.minimal_pairs(0.002) == 10
+    assert s.signed_rank_interval(np.array([]), 0.05) is None

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steadytorch.plan.files import (
+    BrokenError,
+    clean,
+    decoded,
+    encoded,
+    make_private,
+    open_folder,
+    read,
+    why,
+    write_whole,
+)
+from steadytorch.plan.fingerprint import Key
+
+
+class Payload(msgspec.Struct):
+    number: float
+    words: list[str] = []
+
+
+class Loose(msgspec.Struct):
+    anything: Any
+
+
+def sealed(body: bytes) -> bytes:
+    """A file whose digest holds, whatever it says: what an attacker would write."""
+    return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.lists(st.text()))
+def test_a_payload_survives(key: Key, number: float, words: list[str]) -> None:
+    payload = Payload(number, words)
+    entry = decoded(encoded(key, payload), Payload)
+    assert (entry.key, entry.payload) == (key, payload)
+
+
+def test_a_file_is_canonical_json_of_four_fields(key: Key) -> None:
+    data = encoded(key, Payload(0.5))
+    content = msgspec.json.decode(data)
+    assert list(content) == ["key", "payload", "schema", "sha256"]
+    assert msgspec.json.encode(content, order="sorted") == data
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_cannot_hold_are_refused(key: Key, number: float) -> None:
+    with pytest.raises(BrokenError):
+        encoded(key, Payload(number))
+
+
+def test_a_payload_that_reads_back_as_something_else_is_refused(key: Key) -> None:
+    class Rounded(msgspec.Struct):
+        number: float
+
+        def __post_init__(self) -> None:
+            self.number = self.number + 1
+
+    with pytest.raises(BrokenError, match="something else"):
+        encoded(key, Rounded(1.0))
+
+
+@given(st.binary(max_size=400))
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    for content in (data, sealed(data)):
+        with pytest.raises(BrokenError):
+            decoded(content, Payload)
+
+
+HOSTILE = {
+    "deep array": b"[" * 200_000 + b"]" * 200_000,
+    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "open array": b"[" * 200_000,
+    "nan": b"NaN",
+    "infinity": b"-Infinity",
+    "beyond float": b"1e999",
+    "long number": b"1" * 10_000,
+    "text": b'"1.0"',
+    "not utf-8": b'"\xff"',
+    "lone surrogate": b'"\\ud800"',
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("payload_type", [Payload, Loose, msgspec.Raw])
+def test_hostile_values_with_a_valid_digest_are_refused(
+    key: Key, name: str, payload_type: Any
+) -> None:
+    shape = b'{"key":%s,"payload":{"number":%s},"schema":1}'
+    data = sealed(shape % (msgspec.json.encode(key), HOSTILE[name]))
+    if payload_type is msgspec.Raw:
+        # Nothing looks inside, yet what surrounds it must have been read without a fault.
+        try:
+            entry = decoded(data, msgspec.Raw)
+        except BrokenError:
+            return
+        assert HOSTILE[name] in bytes(entry.payload)
+    else:
+        with pytest.raises(BrokenError, match="schema"):
+            decoded(data, payload_type)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"schema":1}', b'"schema":2}'),
+        (b'"schema":1}', b'"schema":"1"}'),
+        (b'"schema":1}', b'"schema":1,"more":1}'),
+        (b'{"key":{', b'{"key":{"more":1,'),
+        (b'"payload":{', b'"paylod":{'),
+        (b'"sm_count":132,', b""),
+        (b'"number":', b'"numbr":'),
+    ],
+)
+def test_another_schema_is_refused_though_its_digest_holds(
+    key: Key, old: bytes, new: bytes
+) -> None:
+    data = encoded(key, Payload(1.0))
+    body = data[: data.rindex(b',"sha256"')] + b"}"
+    assert sealed(body) == data
+    assert body.count(old) == 1
+    with pytest.raises(BrokenError):
+        decoded(sealed(body.replace(old, new)), Payload)
+
+
+def test_the_other_schema_is_named(key: Key) -> None:
+    data = sealed(b'{"schema":2}')
+    with pytest.raises(BrokenError, match="has schema 2, and this version reads schema 1"):
+        decoded(data, Payload)
+
+
+def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.json"
+    for data in (b"old", b"new"):
+        write_whole(path, data)
+        assert path.read_bytes() == data
+    assert os.listdir(path.parent) == ["file.json"]
+
+
+def test_folders_and_files_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "one" / "two" / "file.json"
+    write_whole(path, b"data")
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (path.parent.parent, path.parent, path)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_an_interrupted_write_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.json"
+    write_whole(path, b"old")
+
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file.json"]
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(OSError, match="link"), open_folder(tmp_path / "link"):
+        pass
+
+
+def test_descriptors_are_closed(tmp_path: Path, key: Key) -> None:
+    path = tmp_path / "file.json"
+    before = len(os.listdir("/proc/self/fd"))
+    for data in (b"broken", encoded(key, Payload(1.0))):
+        write_whole(path, data)
+        with suppress(BrokenError):
+            read(path, Payload)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_private_folders_may_exist(tmp_path: Path) -> None:
+    make_private(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_text_to_show_is_one_short_printable_line() -> None:
+    assert clean("a\x1b[31m\nb\u202e") == "a?[31m?b?"
+    assert len(clean("a" * 10_000)) < 400
+
+
+def test_reasons_are_words() -> None:
+    assert why(OSError(28, "No space left on device")) == "No space left on device"
+    assert why(ValueError("embedded null byte")) == "embedded null byte"

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UsageError
+from steadytorch.plan.fingerprint import (
+    RULES_VERSION,
+    Difference,
+    Key,
+    canonical_json,
+    differing_fields,
+    make_key,
+    workload_fingerprint,
+)
+from steadytorch.workload.signature import signature
+from steadytorch.workload.workload import Workload
+
+FACTS = DeviceFacts(
+    device="cuda",
+    name="NVIDIA H200",
+    compute_capability="9.0",
+    sm_count=132,
+    driver="590.44",
+    cuda="13.0",
+    cudnn="9.19.0",
+    triton="3.7.0",
+    torch="2.13.0",
+    python="3.11.7",
+    cores_physical=8,
+    cores_logical=16,
+    cpu_name="a processor",
+    isa="AVX512",
+    os="Linux",
+)
+# Sets in the code and in the instance, whose order follows the hash seed.
+PROGRAM = """
+import sys
+from torch import nn
+from steadytorch.plan.fingerprint import workload_fingerprint
+from steadytorch.workload.workload import Workload
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x, mode="one"):
+        if mode in {"one", "two", "three", "four", "five"}:
+            return self.layer(x)
+        return (lambda y: y + 1)(x)
+
+print(workload_fingerprint(Workload(Model())))
+"""
+
+
+def printed(arguments: list[str], seed: int, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path, from_file: bool) -> None:
+    (tmp_path / "script.py").write_text(PROGRAM)
+    arguments = ["script.py"] if from_file else ["-c", PROGRAM]
+    found = {printed(arguments, seed, tmp_path) for seed in (1, 2)}
+    assert len(found) == 1
+    assert len(found.pop()) == 64
+
+
+def test_the_fingerprint_tells_workloads_apart() -> None:
+    first, second = (workload_fingerprint(Workload(nn.Linear(2, n))) for n in (2, 3))
+    assert first != second
+
+
+def test_a_fingerprint_survives_text_that_utf8_cannot_hold() -> None:
+    assert len(workload_fingerprint(Workload(lambda x: "\udcff"))) == 64
+
+
+def make(**changes: Any) -> Key:
+    inputs = changes.pop("inputs", (torch.zeros(8, 3),))
+    kwargs = changes.pop("kwargs", {})
+    settings: dict[str, Any] = {
+        "objective": "latency",
+        "precision": "same",
+        "tolerance": None,
+        "max_memory_bytes": None,
+        "ambient": {"cudnn.benchmark": False},
+    }
+    facts = msgspec.structs.replace(FACTS, **changes.pop("facts", {}))
+    workload = Workload(changes.pop("model", nn.Linear(3, 3)), inputs)
+    return make_key(workload, signature(inputs, kwargs), facts, **(settings | changes))
+
+
+def test_a_key_reads_as_people_would_write_it() -> None:
+    key = make(kwargs={"scale": 2})
+    assert key.signature == "8x3:float32, ['scale']=2"
+    assert key.inputs["[0]"] == "[8, 3] float32 strides [3, 1] on cpu"
+    assert key.inputs["['scale']"] == "= 2"
+    assert key.ambient == {"cudnn.benchmark": "False"}
+    assert key.rules == RULES_VERSION
+
+
+@pytest.mark.parametrize("ignored", ["python", "os", "cores_physical", "cpu_name"])
+def test_facts_that_do_not_matter_stay_out(ignored: str) -> None:
+    other = 3 if ignored == "cores_physical" else "other"
+    assert make(facts={ignored: other}).digest == make().digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": (torch.zeros(9, 3),)},
+        {"inputs": (torch.zeros(3, 8).t(),)},
+        {"inputs": (torch.zeros(8, 3, dtype=torch.float64),)},
+        {"inputs": ([torch.zeros(8, 3)],)},
+        {"inputs": (torch.zeros(8, 3, device="meta"),)},
+        {"kwargs": {"scale": 2}},
+        {"model": nn.Linear(3, 4)},
+        {"ambient": {}},
+        {"max_memory_bytes": 1},
+        {"tolerance": 0.5},
+        {"objective": "p99"},
+        {"precision": "fp16"},
+    ],
+)
+def test_what_matters_gets_another_key_in_the_same_environment(change: dict[str, Any]) -> None:
+    assert make(**change).digest != make().digest
+    assert make(**change).environment_digest == make().environment_digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "cpu"},
+        {"name": "NVIDIA B200"},
+        {"compute_capability": "10.0"},
+        {"sm_count": 16},
+        {"mig_profile": "1g.18gb"},
+        {"cores_logical": 2},
+        {"isa": "AVX2"},
+        {"torch": "2.14.0"},
+        {"cuda": None},
+        {"cudnn": "9.20.0"},
+        {"triton": None},
+        {"driver": None},
+    ],
+)
+def test_another_machine_gets_another_environment(change: dict[str, Any]) -> None:
+    assert make(facts=change).environment_digest != make().environment_digest
+
+
+@pytest.mark.parametrize("tolerance", [math.inf, math.nan])
+def test_a_tolerance_without_bound_is_refused(tolerance: float) -> None:
+    with pytest.raises(UsageError, match="finite"):
+        make(tolerance=tolerance)
+
+
+def test_equal_tolerances_give_equal_keys() -> None:
+    assert make(tolerance=1).digest == make(tolerance=1.0).digest
+
+
+def test_settings_that_utf8_cannot_hold_still_have_a_digest() -> None:
+    assert len(make(ambient={"PATH": "\udcff"}).digest) == 64
+
+
+def test_the_digest_does_not_follow_the_order_of_settings() -> None:
+    assert make(ambient={"a": 1, "b": 2}).digest == make(ambient={"b": 2, "a": 1}).digest
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=5), st.floats(0, 1))
+def test_a_key_and_its_digest_survive_json(
+    key: Key, ambient: dict[str, str], tolerance: float
+) -> None:
+    changed = replace(key, ambient=ambient, tolerance=tolerance)
+    again = msgspec.json.decode(canonical_json(changed), type=Key)
+    assert again == changed
+    assert again.digest == changed.digest
+
+
+def test_equal_keys_do_not_differ(key: Key) -> None:
+    assert differing_fields(key, replace(key)) == []
+
+
+@pytest.mark.parametrize("field", Key.__struct_fields__)
+def test_every_field_is_compared(key: Key, field: str) -> None:
+    value = getattr(key, field)
+    new: Any = {"other": "1"} if isinstance(value, dict) else "other"
+    assert {
+        d.field.partition(".")[0].partition("[")[0]
+        for d in differing_fields(key, replace(key, **{field: new}))
+    } == {field}
+
+
+def test_settings_and_inputs_are_compared_one_by_one(key: Key) -> None:
+    other = replace(key, ambient={"cudnn.benchmark": "True", "new": "1"}, inputs={})
+    assert differing_fields(key, other) == [
+        Difference("inputs[0]", key.inputs["[0]"], None),
+        Difference("ambient.cudnn.benchmark", "False", "True"),
+        Difference("ambient.new", None, "1"),
+    ]

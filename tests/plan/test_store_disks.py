@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import logging
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from steadytorch.plan.files import MAX_BYTES
+from steadytorch.plan.fingerprint import Key
+from steadytorch.plan.store import Found, Miss, Store
+
+
+class Payload(msgspec.Struct):
+    number: int
+    text: str = ""
+
+
+def miss(store: Store, key: Key) -> Miss:
+    found = store.get(key, Payload)
+    assert isinstance(found, Miss)
+    return found
+
+
+def in_the_way(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(b"")
+    return tmp_path / "file" / "plans"
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB without room; skipped where nothing can be mounted."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    with open(tmp_path / "filler", "wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(b"0" * 4096):
+            pass
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def read_only_disk(tmp_path: Path, key: Key) -> Iterator[Path]:
+    Store(tmp_path / "plans").put(key, Payload(1))
+    bind = ["mount", "--bind", str(tmp_path), str(tmp_path)]
+    try:
+        subprocess.run(bind, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(tmp_path)], check=True)
+    yield tmp_path / "plans"
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def check_memory_only(store: Store, key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    other = replace(key, sm_count=16)
+    with caplog.at_level(logging.WARNING):
+        assert store.put(key, Payload(1)) is None
+        assert store.put(key, Payload(2)) is None
+        assert store.put(other, Payload(3)) is None
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("plans are kept in memory only: ")
+    assert store.get(key, Payload) == Found(Payload(2), None)
+    assert store.get(other, Payload) == Found(Payload(3), None)
+
+
+def test_a_file_in_the_way(tmp_path: Path, key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(in_the_way(tmp_path))
+    assert "refused" in miss(store, key).reason
+    check_memory_only(store, key, caplog)
+
+
+def test_a_full_disk(full_disk: Path, key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    check_memory_only(Store(full_disk / "plans"), key, caplog)
+
+
+def test_a_read_only_disk(read_only_disk: Path, key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(read_only_disk)
+    assert isinstance(store.get(key, Payload), Found)
+    check_memory_only(store, key, caplog)
+
+
+def test_a_file_size_limit(store: Store, key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        check_memory_only(store, key, caplog)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.root is not None
+    assert [each.name for each in store.root.rglob("*") if each.is_file()] == []
+
+
+def test_no_home(
+    key: Key, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    store = Store()
+    assert "no home directory" in miss(store, key).reason
+    assert list(store.entries()) == []
+    check_memory_only(store, key, caplog)
+
+
+def test_a_root_that_no_file_system_can_have(key: Key, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("\0", "a" * 5000, "\ud800"):
+        caplog.clear()
+        store = Store(f"/{name}")
+        miss(store, key)
+        list(store.entries())
+        check_memory_only(store, key, caplog)
+
+
+WITHOUT_RIGHTS = """
+import os, sys, msgspec
+from pathlib import Path
+from steadytorch.plan.fingerprint import Key
+from steadytorch.plan.store import Miss, Store, read_file
+
+class Payload(msgspec.Struct):
+    number: int
+
+key = msgspec.json.decode(sys.argv[2], type=Key)
+os.chmod(sys.argv[1], 0)
+if os.geteuid() == 0:
+    os.setuid(65534)
+store = Store(Path(sys.argv[1]))
+found = store.get(key, Payload)
+assert isinstance(found, Miss), found
+print(found.reason)
+print(store.put(key, Payload(1)))
+print(store.get(key, Payload).payload.number)
+print([entry.problem for entry in store.entries()])
+"""
+
+
+def test_a_store_without_the_right_to_read_it(tmp_path: Path, key: Key) -> None:
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RIGHTS, str(folder), msgspec.json.encode(key).decode()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder.chmod(0o700)
+    reason, put, number, problems = done.stdout.splitlines()
+    assert "Permission denied" in reason
+    assert (put, number) == ("None", "1")
+    assert "Permission denied" in problems
+    assert "memory only" in done.stderr
+
+
+def test_a_payload_too_large_is_kept_in_memory(
+    store: Store, key: Key, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.put(key, Payload(1, "a" * MAX_BYTES)) is None
+    assert "too large" in caplog.text
+    found = store.get(key, Payload)
+    assert isinstance(found, Found)
+    assert found.path is None
+    assert store.put(key, Payload(2)) is not None
+    found = store.get(key, Payload)
+    assert isinstance(found, Found)
+    assert found.payload == Payload(2)
+
+
+def test_a_payload_without_json_form_is_a_warning(
+    store: Store, key: Key, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(msgspec.Struct):
+        value: Any
+
+    for value in (object(), "\ud800"):
+        caplog.clear()
+        assert store.put(key, Odd(value)) is None
+        assert "no JSON form" in caplog.text

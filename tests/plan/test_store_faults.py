@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from steadytorch.errors import PlanError
+from steadytorch.plan.files import MAX_BYTES, encoded
+from steadytorch.plan.fingerprint import Key
+from steadytorch.plan.store import QUARANTINE, Found, Miss, Store, read_file
+
+
+class Payload(msgspec.Struct):
+    number: int
+    text: str = ""
+
+
+def miss(store: Store, key: Key) -> Miss:
+    found = store.get(key, Payload)
+    assert isinstance(found, Miss)
+    return found
+
+
+def quarantined(store: Store) -> list[bytes]:
+    assert store.root is not None
+    return [each.read_bytes() for each in (store.root / QUARANTINE).glob("*")]
+
+
+# --- files that are wrong
+
+
+def test_a_file_cut_anywhere_is_moved_aside(store: Store, key: Key, path: Path) -> None:
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert "digest does not match" in miss(store, key).reason
+        assert not path.exists()
+    assert quarantined(store) == [data[:-1]]
+
+
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_flipped_bit_is_noticed(key: Key, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(folder)
+        path = store.put(key, Payload(1))
+        assert path is not None
+        content = path.read_bytes()
+        at = data.draw(st.integers(0, len(content) - 1))
+        path.write_bytes(flipped(content, at, data.draw(st.integers(0, 7))))
+        miss(store, key)
+        assert len(quarantined(store)) == 1
+
+
+@given(st.binary(max_size=2000))
+@settings(max_examples=100, deadline=None)
+def test_garbage_is_noticed(key: Key, garbage: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(folder)
+        path = store.put(key, Payload(1))
+        assert path is not None
+        path.write_bytes(garbage)
+        miss(store, key)
+        assert quarantined(store) == [garbage]
+
+
+def test_after_a_bad_file_a_good_one_can_be_put(store: Store, key: Key, path: Path) -> None:
+    path.write_bytes(b"garbage")
+    miss(store, key)
+    assert store.put(key, Payload(2)) == path
+    assert store.get(key, Payload) == Found(Payload(2), path)
+
+
+def test_a_file_of_another_key_is_moved_aside(store: Store, key: Key, path: Path) -> None:
+    path.write_bytes(encoded(replace(key, sm_count=16), Payload(1)))
+    found = miss(store, key)
+    assert [(d.field, d.old, d.new) for d in found.differing] == [("sm_count", 16, 132)]
+    assert "holds another key: sm_count" in found.reason
+    assert not path.exists()
+
+
+def test_a_payload_of_another_type_is_moved_aside(store: Store, key: Key, path: Path) -> None:
+    class Other(msgspec.Struct):
+        words: list[str]
+
+    path.write_bytes(encoded(key, Other(["a"])))
+    assert "does not fit the schema" in miss(store, key).reason
+    assert len(quarantined(store)) == 1
+
+
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 1 << 40])
+def test_a_file_too_large_is_moved_aside_unread(
+    store: Store, key: Key, path: Path, size: int
+) -> None:
+    os.truncate(path, size)
+    assert "larger than" in miss(store, key).reason
+    assert not path.exists()
+
+
+def test_where_a_bad_file_cannot_be_moved_it_is_still_a_miss(
+    store: Store, key: Key, path: Path
+) -> None:
+    assert store.root is not None
+    (store.root / QUARANTINE).write_bytes(b"in the way")
+    path.write_bytes(b"garbage")
+    assert "it stays there" in miss(store, key).reason
+    assert path.read_bytes() == b"garbage"
+
+
+def test_a_quarantine_that_is_a_link_is_not_followed(
+    store: Store, key: Key, path: Path, tmp_path: Path
+) -> None:
+    assert store.root is not None
+    (tmp_path / "elsewhere").mkdir()
+    (store.root / QUARANTINE).symlink_to(tmp_path / "elsewhere")
+    path.write_bytes(b"garbage")
+    assert "it stays there" in miss(store, key).reason
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+# --- things that are no files of ours: refused, not touched, and no waiting
+
+
+def plant_symlink(path: Path) -> None:
+    target = path.with_suffix(".target")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def plant_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def plant_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def plant_socket(path: Path) -> None:
+    path.unlink()
+    # A socket's own path is limited to about a hundred bytes.
+    with socket.socket(socket.AF_UNIX) as end, tempfile.TemporaryDirectory() as short:
+        end.bind(f"{short}/s")
+        os.rename(f"{short}/s", path)
+
+
+def plant_device(path: Path) -> None:
+    path.unlink()
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("device nodes cannot be made without privileges")
+
+
+def plant_foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("files of other users cannot be made without privileges")
+    os.chown(path, 65534, 65534)
+
+
+PLANTS = {
+    plant_symlink: "symbolic link",
+    plant_fifo: "not a regular file",
+    plant_folder: "not a regular file",
+    plant_socket: "No such device or address",
+    plant_device: "not a regular file",
+    plant_foreign: "belongs to user 65534",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.timeout(30)
+def test_what_is_planted_is_refused_and_not_touched(
+    store: Store, key: Key, path: Path, plant: Any
+) -> None:
+    plant(path)
+    before = os.lstat(path)
+    assert PLANTS[plant] in miss(store, key).reason
+    after = os.lstat(path)
+    assert (before.st_ino, before.st_mode, before.st_uid) == (
+        after.st_ino,
+        after.st_mode,
+        after.st_uid,
+    )
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.timeout(30)
+def test_what_is_planted_shows_in_the_list_with_its_problem(
+    store: Store, path: Path, plant: Any
+) -> None:
+    plant(path)
+    (entry,) = store.entries()
+    assert (entry.path, entry.key) == (path, None)
+    assert PLANTS[plant] in str(entry.problem)
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.timeout(30)
+def test_what_is_planted_is_no_plan_file(path: Path, plant: Any) -> None:
+    plant(path)
+    with pytest.raises(PlanError, match=PLANTS[plant]) as caught:
+        read_file(path, Payload)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plant", [p for p in PLANTS if p is not plant_folder], ids=lambda plant: plant.__name__
+)
+def test_putting_heals_what_was_planted(store: Store, key: Key, path: Path, plant: Any) -> None:
+    plant(path)
+    assert store.put(key, Payload(2)) == path
+    assert store.get(key, Payload) == Found(Payload(2), path)
+
+
+def test_an_environment_folder_that_is_a_link_is_not_followed(
+    store: Store, key: Key, path: Path, tmp_path: Path
+) -> None:
+    path.parent.rename(tmp_path / "elsewhere")
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    assert "refused" in miss(store, key).reason
+    assert store.put(key, Payload(2)) is None
+    assert len(os.listdir(tmp_path / "elsewhere")) == 1
+
+
+def test_a_link_is_removed_not_its_target(store: Store, path: Path) -> None:
+    plant_symlink(path)
+    assert store.remove(path) is None
+    assert not path.is_symlink()
+    assert path.with_suffix(".target").exists()

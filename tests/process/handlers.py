@@ -1,0 +1,58 @@
+"""Handlers that behave and misbehave, for tests of worker processes. Imported by path in workers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+class Handler:
+    def __init__(self, directory):
+        self.directory = directory
+
+    def echo(self, value):
+        return value
+
+    def main_module(self):
+        return getattr(sys.modules["__main__"], "__file__", "")
+
+    def pid(self):
+        return os.getpid()
+
+    def variable(self, name):
+        return os.environ.get(name)
+
+    def chatter(self):
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        return "done"
+
+    def raises(self):
+        raise ValueError("first line\nsecond line")
+
+    def exits(self, status):
+        os._exit(status)
+
+    def leaves(self):
+        sys.exit(3)
+
+    def segfaults(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def stops(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def hangs(self):
+        while True:
+            time.sleep(0.1)
+
+    def out_of_memory(self):
+        raise MemoryError
+
+    def grows(self, byte_count):
+        self.hoard = bytearray(os.urandom(1)) * byte_count
+        time.sleep(30)
+
+    def child(self):
+        return subprocess.Popen(["sleep", "300"]).pid

@@ -1,0 +1,177 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from steadytorch.process.worker import Fault, WorkerFault, wait_any
+
+DEADLINE_S = 60
+
+
+def _gone(pid):
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _fault_of(worker, method, deadline_s=DEADLINE_S, **arguments):
+    with pytest.raises(WorkerFault) as caught:
+        worker.call(method, deadline_s, **arguments)
+    return caught.value
+
+
+def test_answers_come_back_in_order(start):
+    worker = start()
+    assert [worker.call("echo", DEADLINE_S, value=v) for v in (1, "two", [3.0])] == [
+        1,
+        "two",
+        [3.0],
+    ]
+
+
+def test_runs_in_another_process_than_the_caller(start):
+    assert start().call("pid", DEADLINE_S) != os.getpid()
+
+
+def test_an_exception_is_reported_with_its_first_line_and_leaves_the_worker_alive(start):
+    worker = start()
+    fault = _fault_of(worker, "raises")
+    assert (fault.fault, fault.reason) == (Fault.RAISED, "ValueError: first line")
+    assert "raises" in fault.detail
+    assert worker.call("echo", DEADLINE_S, value=1) == 1
+
+
+def test_sys_exit_in_the_worker_is_an_exception_like_any_other(start):
+    assert _fault_of(start(), "leaves").reason == "SystemExit: 3"
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_exit_is_reported_with_its_status(start, status):
+    fault = _fault_of(start(), "exits", status=status)
+    assert (fault.fault, fault.reason) == (Fault.EXIT, f"process exited with status {status}")
+
+
+def test_a_segmentation_fault_is_reported_as_one(start):
+    fault = _fault_of(start(), "segfaults")
+    assert fault.fault is Fault.SIGNAL
+    assert "SIGSEGV" in fault.reason
+
+
+@pytest.mark.parametrize("method", ["hangs", "stops"])
+def test_a_worker_that_does_not_answer_is_killed_at_its_deadline(start, method):
+    worker = start()
+    worker.call("echo", DEADLINE_S, value=0)
+    fault = _fault_of(worker, method, deadline_s=0.5)
+    assert fault.fault is Fault.DEADLINE
+    assert _gone(worker.pid)
+
+
+def test_a_failed_allocation_is_out_of_memory(start):
+    fault = _fault_of(start(), "out_of_memory")
+    assert (fault.fault, fault.reason) == (Fault.OUT_OF_MEMORY, "out of memory")
+
+
+def test_a_worker_over_its_memory_limit_is_killed(start):
+    worker = start(memory_limit_bytes=200 << 20)
+    fault = _fault_of(worker, "grows", byte_count=400 << 20)
+    assert fault.fault is Fault.OUT_OF_MEMORY
+    assert _gone(worker.pid)
+
+
+def test_what_a_worker_started_goes_with_it(start):
+    worker = start()
+    child = worker.call("child", DEADLINE_S)
+    worker.close()
+    assert _gone(child)
+    assert _gone(worker.pid)
+
+
+def test_output_of_the_worker_goes_to_its_log_and_not_into_the_protocol(start):
+    worker = start()
+    assert worker.call("chatter", DEADLINE_S) == "done"
+    worker.close()
+    assert "to stderr" in worker.log_tail()
+
+
+def test_the_environment_is_passed_on_and_added_to(start, monkeypatch):
+    monkeypatch.setenv("STEADY_TEST_INHERITED", "yes")
+    worker = start(environment={"STEADY_TEST_ADDED": "too"})
+    found = [
+        worker.call("variable", DEADLINE_S, name=f"STEADY_TEST_{n}") for n in ("INHERITED", "ADDED")
+    ]
+    assert found == ["yes", "too"]
+
+
+def test_waiting_for_any_returns_the_one_that_answered(start):
+    slow, quick = start(), start()
+    slow.send("hangs")
+    quick.send("echo", value=1)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (ready := wait_any([slow, quick], 1.0)) and time.monotonic() < deadline:
+        pass
+    assert ready == [quick]
+    assert quick.receive(DEADLINE_S) == 1
+
+
+def test_an_unknown_handler_is_reported_and_not_fatal_to_the_caller(tmp_path):
+    from steadytorch.process.worker import Worker
+
+    worker = Worker("no_such_module:Handler", tmp_path, "w")
+    fault = _fault_of(worker, "echo", value=1)
+    worker.kill()
+    assert "no_such_module" in fault.reason
+
+
+_UNGUARDED = """
+import sys
+from pathlib import Path
+sys.path.append({handlers!r})
+from steadytorch.process.worker import Worker
+worker = Worker("handlers:Handler", Path({directory!r}), "w")
+print(worker.call("main_module", 60), worker.pid, flush=True)
+{tail}
+"""
+
+
+def _script(tmp_path, tail="worker.close()"):
+    return textwrap.dedent(
+        _UNGUARDED.format(handlers=str(Path(__file__).parent), directory=str(tmp_path), tail=tail)
+    )
+
+
+@pytest.mark.parametrize("how", ["file", "stdin", "-c"])
+def test_the_main_module_of_the_caller_is_not_run_again(tmp_path, how):
+    script = _script(tmp_path)
+    if how == "file":
+        (tmp_path / "unguarded.py").write_text(script)
+        arguments, given = [str(tmp_path / "unguarded.py")], None
+    else:
+        arguments, given = (["-"], script) if how == "stdin" else (["-c", script], None)
+    done = subprocess.run(
+        [sys.executable, *arguments], input=given, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0].endswith("child.py")
+    assert done.stdout.count("child.py") == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signal is Linux's")
+def test_a_worker_does_not_outlive_a_killed_parent(tmp_path):
+    tail = "worker.send('hangs')\nimport time\ntime.sleep(300)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _script(tmp_path, tail)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline().split()[1])
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert _gone(pid)

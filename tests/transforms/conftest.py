@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.workload.workload import Workload
+
+# Tests are no package: what several of their files share is loaded by its place.
+_CONTRACT = "steadytorch_transforms_contract"
+if _CONTRACT not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(
+        _CONTRACT, Path(__file__).with_name("contract.py")
+    )
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_CONTRACT])
+
+
+@pytest.fixture
+def cpu() -> DeviceFacts:
+    return DeviceFacts(device="cpu", cores_physical=2, cores_logical=4)
+
+
+@pytest.fixture
+def gpu() -> DeviceFacts:
+    """The facts of a GPU, for questions that run nothing on it."""
+    return DeviceFacts(
+        device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0", cuda="13.0"
+    )
+
+
+@pytest.fixture
+def conv_workload() -> Workload:
+    return sys.modules[_CONTRACT].conv_workload()
+
+
+@pytest.fixture
+def attention_workload() -> Workload:
+    return sys.modules[_CONTRACT].attention_workload()
+
+
+@pytest.fixture
+def on_gpu() -> Callable[..., Workload]:
+    """Makes workloads whose tensors say that they are on a GPU; they can be asked, not run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def make(model: nn.Module) -> Workload:
+        with FakeTensorMode():
+            for module in model.modules():
+                for name, weight in module._parameters.items():
+                    if weight is not None:
+                        there = torch.empty(weight.shape, dtype=weight.dtype, device="cuda")
+                        module._parameters[name] = nn.Parameter(there)
+            return Workload(model.eval(), torch.empty(2, 3, 8, 8, device="cuda"))
+
+    return make

@@ -1,0 +1,156 @@
+"""What every transform promises, exercised once per variant; the tests assert on the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from steadytorch.transforms import ambient
+from steadytorch.transforms.base import Applicable, Transform, applied_in_order
+from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.workload import Workload
+
+TOLERANCE = {"same": 1e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2}
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with batch norm, a residual, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.stem_norm(self.stem(x)))
+        x = F.relu(self.norm(self.conv(x)) + x)
+        return self.head(x.mean((2, 3)))
+
+
+class AttentionNet(nn.Module):
+    """One attention layer over embedded tokens; tokens, a keyword argument, several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, tokens: torch.Tensor, *, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, k, v = self.project(self.embedding(tokens)).unflatten(-1, (3, 2, 8)).unbind(2)
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        hidden = mixed.transpose(1, 2).flatten(2) + bias
+        return {"hidden": hidden, "pooled": hidden.mean(1)}
+
+
+def conv_workload(device: str = "cpu") -> Workload:
+    torch.manual_seed(0)
+    model = ConvNet().eval()
+    for norm in (model.stem_norm, model.norm):
+        nn.init.uniform_(norm.running_mean, -1, 1)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        nn.init.uniform_(norm.weight, 0.5, 2)
+    return Workload(model, torch.randn(2, 3, 8, 8)).to(device)
+
+
+def attention_workload(device: str = "cpu") -> Workload:
+    torch.manual_seed(0)
+    tokens, bias = torch.randint(0, 32, (2, 16)), torch.randn(16)
+    return Workload(AttentionNet().eval(), tokens, {"bias": bias}).to(device)
+
+
+WORKLOADS = {"conv": conv_workload, "attention": attention_workload}
+
+
+@dataclass
+class Evidence:
+    """What was seen while a variant was applied, called three times, and undone."""
+
+    precision: str
+    expected: list[torch.Tensor]
+    first: list[torch.Tensor]
+    first_at_once: list[torch.Tensor]
+    original_inputs: list[torch.Tensor]
+    expected_other: list[torch.Tensor]
+    other: list[torch.Tensor]
+    ambient_before: dict[str, str]
+    ambient_between: dict[str, str]
+    ambient_after: dict[str, str]
+    state_kept: bool
+    strides_kept: bool
+    inputs_kept: bool
+
+
+def exercise(transforms: list[Transform], workload: Workload) -> Evidence:
+    """Applies the transforms, calls the result with several inputs, and undoes them."""
+    before = ambient()
+    state = {name: t.clone() for name, t in workload.model.state_dict().items()}
+    strides = [t.stride() for t in workload.model.state_dict().values()]
+    inputs = [t.clone() for t in _inputs(workload)]
+    other = _other_inputs(workload)
+    expected, expected_other = _call(workload), _call(other)
+    with applied_in_order(transforms, workload) as changed:
+        first = _call(changed)
+        first_at_once = [t.clone() for t in first]
+        between = ambient()
+        original = _call(workload.with_model(changed.model))
+        others = _call(other.with_model(changed.model))
+    after_state = workload.model.state_dict()
+    return Evidence(
+        precision=next((t.precision for t in transforms if t.precision != "same"), "same"),
+        expected=expected,
+        first=first,
+        first_at_once=first_at_once,
+        original_inputs=original,
+        expected_other=expected_other,
+        other=others,
+        ambient_before=before,
+        ambient_between=between,
+        ambient_after=ambient(),
+        state_kept=all(torch.equal(t, after_state[name]) for name, t in state.items()),
+        strides_kept=strides == [t.stride() for t in after_state.values()],
+        inputs_kept=all(map(torch.equal, inputs, _inputs(workload))),
+    )
+
+
+def applicable(variants: list[Transform], workload: Workload, facts: Any) -> list[Transform]:
+    """Those of the variants that apply to the workload."""
+    return [v for v in variants if isinstance(v.applies_to(workload, facts), Applicable)]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], precision: str) -> None:
+    """Same number of tensors, same types and shapes, values within the precision's tolerance."""
+    assert len(found) == len(expected)
+    for f, e in zip(found, expected, strict=True):
+        assert f.dtype == e.dtype
+        assert f.shape == e.shape
+        error = (f - e).abs().max() / e.abs().max()
+        assert error <= TOLERANCE[precision], f"relative error {error:.2e}"
+
+
+def _inputs(workload: Workload) -> list[torch.Tensor]:
+    return tensors_of((workload.inputs, dict(workload.kwargs)))
+
+
+def _other_inputs(workload: Workload) -> Workload:
+    """The same workload with other values of the same signature."""
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flip(-1) * 0.5 if tensor.is_floating_point() else tensor.flip(-1)
+
+    return Workload(
+        workload.model,
+        tuple(other(t) for t in workload.inputs),
+        {name: other(t) for name, t in workload.kwargs.items()},
+    )
+
+
+def _call(workload: Workload) -> list[torch.Tensor]:
+    # Gradients stay on, as a caller may have them: a transform has to cope.
+    return tensors_of(workload.model(*workload.inputs, **workload.kwargs))

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.transforms.base import Applicable
+from steadytorch.transforms.channels_last import ChannelsLast, to_channels_last
+from steadytorch.workload.workload import Workload
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape", "layout"),
+    [
+        (nn.Conv2d(3, 4, 3), (2, 3, 8, 8), torch.channels_last),
+        (nn.ConvTranspose2d(3, 4, 3), (2, 3, 8, 8), torch.channels_last),
+        (nn.Conv3d(3, 4, 3), (2, 3, 4, 8, 8), torch.channels_last_3d),
+    ],
+    ids=["2d", "transposed", "3d"],
+)
+def test_weights_and_inputs_are_channels_last(conv, shape, layout):
+    with ChannelsLast().applied(Workload(nn.Sequential(conv).eval(), torch.randn(shape))) as last:
+        assert last.model.inner[0].weight.is_contiguous(memory_format=layout)
+        assert last.inputs[0].is_contiguous(memory_format=layout)
+
+
+def test_the_inner_model_sees_images_channels_last_whatever_it_is_given(conv_workload):
+    seen = []
+    with ChannelsLast().applied(conv_workload) as last:
+        last.model.inner.stem.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+        last.model(*conv_workload.inputs)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_other_weights_are_shared(conv_workload):
+    with ChannelsLast().applied(conv_workload) as last:
+        assert last.model.inner.head.weight is conv_workload.model.head.weight
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, 3), torch.ones(1, 2, 2, 2, dtype=torch.int64)],
+    ids=["matrix", "integers"],
+)
+def test_other_tensors_are_returned_as_they_are(tensor):
+    assert to_channels_last(tensor) is tensor
+
+
+def test_a_model_without_images_is_refused(cpu):
+    answer = ChannelsLast().applies_to(Workload(nn.Conv1d(1, 1, 1), torch.ones(1, 1, 4)), cpu)
+    assert answer.reason == "the model has no convolution over images or volumes"
+
+
+def test_a_model_that_is_channels_last_already_is_refused(cpu, conv_workload):
+    model = conv_workload.model.to(memory_format=torch.channels_last)
+    images = to_channels_last(conv_workload.inputs[0])
+    assert ChannelsLast().applies_to(Workload(model, images), cpu).reason == "already channels last"
+
+
+def test_images_that_are_not_are_reason_enough(cpu, conv_workload):
+    model = conv_workload.model.to(memory_format=torch.channels_last)
+    made = Workload(model, conv_workload.inputs)
+    assert ChannelsLast().applies_to(made, cpu) == Applicable()

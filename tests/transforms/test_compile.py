@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable
+from steadytorch.transforms.compile import Compile
+from steadytorch.workload.workload import Workload
+
+compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("default")]
+
+
+def variant(mode: str = "default", freezing: bool = False) -> Compile:
+    return Compile(Compile.Parameters(mode, freezing))
+
+
+def linear() -> Workload:
+    torch.manual_seed(0)
+    return Workload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4))
+
+
+@pytest.fixture
+def frozen_graphs(monkeypatch):
+    """The indices of the inputs that each freezing pass left to be given at run time."""
+    from torch._inductor import freezing
+
+    kept = []
+
+    def freeze(*args, original=freezing.freeze, **kwargs):
+        graph, preserved = original(*args, **kwargs)
+        kept.append(preserved)
+        return graph, preserved
+
+    monkeypatch.setattr(freezing, "freeze", freeze)
+    return kept
+
+
+class TestCompiling:
+    pytestmark = compiles
+
+    def test_freezing_makes_constants_of_all_weights(self, frozen_graphs):
+        made = linear()
+        with variant(freezing=True).applied(made) as compiled:
+            compiled.model(*made.inputs)
+        assert [len(kept) for kept in frozen_graphs] == [1]
+
+    def test_freezing_holds_for_a_second_layout_too(self, frozen_graphs):
+        made = linear()
+        with variant(freezing=True).applied(made) as compiled:
+            compiled.model(*made.inputs)
+            transposed = made.inputs[0].t().contiguous().t()
+            torch.testing.assert_close(compiled.model(transposed), made.model(transposed))
+        assert [len(kept) for kept in frozen_graphs] == [1, 1]
+
+    def test_freezing_leaves_the_process_wide_switch_off(self):
+        from torch._inductor import config
+
+        made = linear()
+        with variant(freezing=True).applied(made) as compiled:
+            compiled.model(*made.inputs)
+            assert not config.freezing
+
+    def test_freezing_keeps_the_original_parameters(self):
+        made = linear()
+        expected = made.model(*made.inputs)
+        with variant(freezing=True).applied(made) as compiled:
+            compiled.model(*made.inputs)
+        assert torch.equal(made.model(*made.inputs), expected)
+
+    def test_leaving_drops_what_was_compiled_and_nobody_elses(self):
+        mine = torch.compile(nn.Linear(2, 2).eval(), backend="eager")
+        mine(torch.ones(1, 2))
+        made = linear()
+        weights = weakref.ref(made.model)
+        with variant().applied(made) as compiled:
+            compiled.model(*made.inputs)
+        del made, compiled
+        gc.collect()
+        assert weights() is None
+        with torch.compiler.set_stance("fail_on_recompile"):
+            mine(torch.ones(1, 2))
+
+    def test_the_callers_module_is_not_marked_as_compiled(self):
+        made = linear()
+        with variant().applied(made) as compiled:
+            compiled.model(*made.inputs)
+            assert made.model._compiled_call_impl is None
+
+    def test_gradients_flow_without_freezing(self):
+        made = linear()
+        with variant().applied(made) as compiled:
+            compiled.model(*made.inputs).sum().backward()
+        assert made.model[0].weight.grad is not None
+
+    def test_an_error_of_the_model_reaches_the_caller(self):
+        def fails(x):
+            raise ZeroDivisionError("seen")
+
+        made = Workload(fails, torch.ones(1))
+        with (
+            variant().applied(made) as compiled,
+            pytest.raises(ZeroDivisionError, match="seen"),
+        ):
+            compiled.model(torch.ones(1))
+
+
+def test_reduce_overhead_needs_a_gpu(cpu, conv_workload):
+    answer = variant("reduce-overhead").applies_to(conv_workload, cpu)
+    assert answer.reason == "reduce-overhead needs a CUDA device"
+
+
+def test_a_gpu_needs_triton(conv_workload):
+    answer = variant().applies_to(conv_workload, DeviceFacts(device="cuda"))
+    assert answer.reason == "needs Triton, which is not installed"
+
+
+def test_a_cpu_needs_a_cpp_compiler(cpu, conv_workload, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    answer = variant().applies_to(conv_workload, cpu)
+    assert answer.reason == "no C++ compiler found: no-such-compiler is not on PATH"
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_frozen_weights_are_for_inference(gpu, conv_workload, mode):
+    training = Workload.training(
+        conv_workload.model, conv_workload.inputs, torch.sum, torch.optim.SGD
+    )
+    assert variant(mode, True).applies_to(conv_workload, gpu) == Applicable()
+    assert variant(mode, True).applies_to(training, gpu).reason == "training changes frozen weights"
+    assert variant(mode).applies_to(training, gpu) == Applicable()
+
+
+def test_a_module_in_training_mode_cannot_be_frozen(gpu, conv_workload):
+    conv_workload.model.train()
+    answer = variant(freezing=True).applies_to(conv_workload, gpu)
+    assert answer.reason == "weights in training mode cannot be frozen"
+
+
+def test_a_plain_callable_can_be_compiled_but_not_frozen(gpu):
+    made = Workload(torch.relu, torch.ones(1))
+    assert variant().applies_to(made, gpu) == Applicable()
+    assert "plain callable" in variant(freezing=True).applies_to(made, gpu).reason

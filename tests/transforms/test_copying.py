@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.transforms.copying import copy_with
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(4))
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def halve(tensor):
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def test_unchanged_tensors_are_shared():
+    model = Tied()
+    copy = copy_with(model, halve)
+    assert copy.positions is model.positions
+
+
+def test_changed_tensors_are_new_and_the_originals_keep_their_type():
+    model = Tied()
+    copy = copy_with(model, halve)
+    assert copy.head.weight.dtype == torch.bfloat16
+    assert model.head.weight.dtype == torch.float32
+
+
+def test_tied_weights_stay_tied():
+    copy = copy_with(Tied(), halve)
+    assert copy.head.weight is copy.embedding.weight
+
+
+def test_a_converted_parameter_stays_a_parameter_with_its_need_of_gradients():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    copy = copy_with(model, halve)
+    assert isinstance(copy.weight, nn.Parameter)
+    assert (copy.weight.requires_grad, copy.bias.requires_grad) == (True, False)
+
+
+def test_layers_of_the_copy_can_be_replaced_without_changing_the_original():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    copy = copy_with(model, lambda tensor: tensor)
+    copy[1] = nn.Identity()
+    assert isinstance(model[1], nn.ReLU)
+
+
+def test_training_mode_is_kept_layer_by_layer():
+    model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    copy = copy_with(model, halve)
+    assert [layer.training for layer in copy] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_computed_at_each_call_are_computed_in_the_copy_too():
+    model = nn.utils.weight_norm(nn.Linear(4, 4))
+    copy = copy_with(model, halve)
+    assert copy(torch.randn(2, 4).bfloat16()).dtype == torch.bfloat16
+    assert model(torch.randn(2, 4)).dtype == torch.float32
+
+
+def test_parametrized_weights_are_copied():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    assert torch.equal(copy_with(model, lambda tensor: tensor)(x), model(x))
+
+
+def test_a_copy_made_in_inference_mode_has_ordinary_weights():
+    with torch.inference_mode():
+        copy = copy_with(nn.Linear(2, 2), halve)
+    assert not copy.weight.is_inference()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from steadytorch.errors import UsageError
+from steadytorch.transforms import REGISTRY, all_variants, conflict, create, names, order
+from steadytorch.transforms.base import TransformSpec
+
+
+def spec(name: str, **parameters) -> TransformSpec:
+    return TransformSpec(name, tuple(parameters.items()))
+
+
+def test_names_are_distinct_and_in_order_of_application():
+    assert len(set(names())) == len(REGISTRY)
+    assert names()[0] == "fold_batch_norm"
+    assert names().index("cast_weights") < names().index("compile") < names().index("cuda_graph")
+
+
+def test_order_puts_the_innermost_first():
+    given = [spec("cuda_graph"), spec("compile"), spec("fold_batch_norm")]
+    assert [s.name for s in order(given)] == ["fold_batch_norm", "compile", "cuda_graph"]
+
+
+def test_order_refuses_an_unknown_name():
+    with pytest.raises(UsageError, match="'sorcery'"):
+        order([spec("sorcery")])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        spec("sorcery"),
+        spec("compile", mode="fastest"),
+        spec("compile", freezing="yes"),
+        spec("compile", options="exec"),
+        spec("threads", count=0),
+        spec("threads", count=True),
+        spec("threads", count="2"),
+        spec("cudnn_benchmark", limit=3),
+        spec("inference_mode", depth=1),
+    ],
+    ids=str,
+)
+def test_create_takes_nothing_outside_of_the_closed_list(wrong):
+    with pytest.raises(UsageError):
+        create(wrong)
+
+
+def test_create_fills_in_defaults():
+    assert create(spec("compile")).spec == spec("compile", mode="default", freezing=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "claim"),
+    [
+        (spec("cast_weights"), spec("autocast"), "element type"),
+        (spec("cuda_graph"), spec("compile", mode="reduce-overhead"), "CUDA graphs"),
+        (spec("tf32"), spec("compile", mode="max-autotune"), "float32 precision"),
+    ],
+)
+def test_transforms_with_the_same_claim_exclude_each_other(one, other, claim):
+    assert claim in str(conflict((one, other)))
+    assert claim in str(conflict((other, one)))
+
+
+def test_two_settings_of_one_transform_exclude_each_other():
+    both = (spec("threads", count=1), spec("threads", count=2))
+    assert conflict(both) == "threads occurs twice"
+
+
+def test_a_full_stack_has_no_conflict():
+    stack = ("fold_batch_norm", "cast_weights", "channels_last", "compile", "inference_mode")
+    assert conflict(tuple(map(spec, (*stack, "cudnn_benchmark", "cuda_graph")))) is None
+
+
+def test_the_empty_candidate_has_no_conflict():
+    assert conflict(()) is None
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_16_bit_attention_needs_16_bit_values_from_somewhere(backend, attention_workload):
+    attention = spec("attention_backend", backend=backend)
+    half = dataclasses.replace(attention_workload, model=attention_workload.model.bfloat16())
+    assert conflict((attention,)) is None
+    assert conflict((attention,), half) is None
+
+
+@pytest.mark.parametrize("provider", ["cast_weights", "autocast"])
+def test_a_cast_provides_16_bit_values(provider, attention_workload):
+    attention = spec("attention_backend", backend="flash")
+    assert "16-bit" in str(conflict((attention,), attention_workload))
+    assert conflict((spec(provider), attention), attention_workload) is None
+
+
+def test_attention_backends_for_float32_need_no_cast(attention_workload):
+    efficient = spec("attention_backend", backend="efficient")
+    assert conflict((efficient,), attention_workload) is None
+
+
+def test_variants_are_offered_for_the_device_at_hand(cpu, gpu):
+    offered = {str(t.spec) for t in all_variants(gpu)} - {str(t.spec) for t in all_variants(cpu)}
+    assert offered == {"compile(reduce-overhead, freezing)"}
+
+
+def test_importing_the_registry_leaves_the_compiler_unloaded():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, steadytorch.transforms\n"
+        "print([m for m in ('torch._inductor', 'torch._dynamo', 'triton') if m in sys.modules])"
+    )
+    bare = subprocess.run(
+        [sys.executable, "-c", "import torch;" + code.replace("steadytorch.transforms", "torch")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ours.stdout == bare.stdout

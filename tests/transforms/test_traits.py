@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.transforms.traits import (
+    capability_below,
+    convolutions,
+    decide,
+    half_unsupported,
+    may_attend,
+    may_convolve,
+    no_cuda,
+    not_float32,
+)
+from steadytorch.workload.workload import Workload
+
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def configured(implementation):
+    model = nn.Identity()
+    model.config = SimpleNamespace(_attn_implementation=implementation)
+    return model
+
+
+def test_the_first_objection_that_holds_is_the_reason():
+    answer = decide((False, "no"), (True, "first"), (True, "second"))
+    assert answer == NotApplicable("first")
+
+
+def test_without_objections_it_applies():
+    assert decide((False, "no")) == Applicable()
+
+
+@pytest.mark.parametrize(
+    ("found", "below"), [("7.5", True), ("8.0", False), ("9.0", False), ("12.0", False)]
+)
+def test_capabilities_are_compared_as_numbers(found, below):
+    facts = DeviceFacts(device="cuda", compute_capability=found)
+    assert capability_below(facts, (8, 0), "it")[0] is below
+
+
+def test_an_unknown_capability_is_no_objection():
+    assert not capability_below(DeviceFacts(device="cuda"), (8, 0), "it")[0]
+
+
+def test_a_gpu_in_the_machine_does_not_help_a_workload_on_the_cpu(gpu, cpu, conv_workload):
+    assert no_cuda(conv_workload, cpu) == (True, "no CUDA device")
+    assert no_cuda(conv_workload, gpu) == (True, "the workload is on the cpu device")
+
+
+def test_a_workload_on_the_gpu_is_recognised(gpu, on_gpu):
+    assert not no_cuda(on_gpu(nn.Linear(2, 2)), gpu)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "unsupported"),
+    [
+        ("cpu", None, "bf16", False),
+        ("cpu", None, "fp16", True),
+        ("cuda", "7.5", "bf16", True),
+        ("cuda", "7.5", "fp16", False),
+        ("cuda", "8.0", "bf16", False),
+    ],
+)
+def test_emulated_16_bit_arithmetic_is_refused(device, capability, dtype, unsupported):
+    facts = DeviceFacts(device=device, compute_capability=capability)
+    assert half_unsupported(facts, dtype)[0] is unsupported
+
+
+def test_the_type_found_is_named():
+    workload = Workload(nn.Linear(2, 2).double(), torch.ones(1, 2))
+    assert not_float32(workload) == (True, "the workload computes in float64, not in float32")
+
+
+def test_transposed_convolutions_count():
+    model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1), nn.Linear(1, 1))
+    assert convolutions(model) == [model[0], model[1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(nn.Conv2d(1, 1, 1), True), (nn.Linear(1, 1), False), (abs, True)],
+    ids=["convolution", "linear", "callable"],
+)
+def test_convolutions_are_looked_for(model, expected):
+    assert may_convolve(Workload(model)) is expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(Attends()), True),
+        (nn.MultiheadAttention(4, 1), True),
+        (nn.Linear(1, 1), False),
+        (configured("sdpa"), True),
+        (configured("eager"), False),
+        (abs, True),
+    ],
+    ids=["source", "layer", "linear", "sdpa", "eager", "callable"],
+)
+def test_attention_is_looked_for(model, expected):
+    assert may_attend(Workload(model)) is expected

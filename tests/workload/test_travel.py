@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAVE = """
+import functools, pathlib, torch
+from torch import nn
+from steadytorch.workload.travel import save
+from steadytorch.workload.workload import Workload
+
+torch.manual_seed(0)
+GAIN = 3.0
+main = "a name that the opening process uses too"
+
+def gain(x):
+    assert main.startswith("a name")
+    return x * GAIN
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return gain(self.linear(x))
+
+target = torch.randn(2, 4)
+workload = Workload.training(
+    nn.Sequential(Block()),
+    torch.randn(2, 4),
+    lambda output: (output - target).square().mean(),
+    functools.partial(torch.optim.SGD, lr=0.1),
+)
+save(workload, pathlib.Path("workload.pt"))
+step = workload.step_function()
+print(*[step().item() for _ in range(3)])
+"""
+OPEN = """
+import pathlib, torch
+from steadytorch.workload.travel import load
+
+def main():
+    workload = load(pathlib.Path("workload.pt"))
+    {change}
+    step = workload.step_function()
+    print(*[step().item() for _ in range(3)])
+
+main()
+"""
+
+
+def python(directory: Path, code: str, *, as_input: bool = False) -> str:
+    """What a fresh interpreter prints for code that it is given in the one way or the other."""
+    done = subprocess.run(
+        [sys.executable, "-"] if as_input else [sys.executable, "-c", code],
+        input=code if as_input else "",
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("as_input", [True, False], ids=["python -", "python -c"])
+def test_a_model_of_the_main_script_trains_alike_elsewhere(tmp_path: Path, as_input: bool):
+    losses = python(tmp_path, SAVE, as_input=as_input)
+    assert python(tmp_path, OPEN.format(change="")) == losses
+
+
+def test_what_came_by_value_can_be_captured_whole(tmp_path: Path):
+    losses = python(tmp_path, SAVE)
+    compiled = "torch.compile(workload.model, backend='eager', fullgraph=True)"
+    change = f"workload = workload.with_model({compiled})"
+    assert python(tmp_path, OPEN.format(change=change)) == losses
+
+
+def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):
+    (tmp_path / "layers.py").write_text("SCALE = 2.0\ndef scaled(x): return x * SCALE\n")
+    python(
+        tmp_path,
+        "import cloudpickle, layers, pathlib, torch\n"
+        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "cloudpickle.register_pickle_by_value(layers)\n"
+        "save(Workload(lambda x: layers.scaled(x), torch.ones(1)), pathlib.Path('workload.pt'))",
+    )
+    (tmp_path / "layers.py").unlink()
+    printed = python(
+        tmp_path,
+        "import pathlib, sys\n"
+        "from steadytorch.workload.travel import load\n"
+        "workload = load(pathlib.Path('workload.pt'))\n"
+        "sys.modules['layers'].SCALE = 5.0\n"
+        "print(workload.step_function()().item())",
+    )
+    assert printed == "5.0\n"
+
+
+def test_code_within_an_importable_module_leaves_it_alone(tmp_path: Path):
+    printed = python(
+        tmp_path,
+        "import functools, json, pathlib, torch, types\n"
+        "from steadytorch.workload.travel import load, save\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "inner = eval('lambda x: x + len(dumps([]))', json.__dict__)\n"
+        "save(Workload(inner, torch.ones(1)), pathlib.Path('workload.pt'))\n"
+        "import sys; before = sys.modules['json']\n"
+        "print(load(pathlib.Path('workload.pt')).step_function()().item())\n"
+        "print(sys.modules['json'] is before)",
+    )
+    assert printed == "3.0\nTrue\n"
