@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 Call = Callable[[torch.Tensor], Any]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,8 +96,8 @@ def compiled(model: torch.nn.Module, dtype: torch.dtype) -> Call:
 
 
 def reduce_overhead_frozen(model: torch.nn.Module, dtype: torch.dtype) -> Call:
-    options = {**torch._inductor.list_mode_options("reduce-overhead"), "freezing": True}
-    inner = torch.compile(cast(model, dtype), options=options)
+    torch._inductor.config.freezing = True
+    inner = torch.compile(cast(model, dtype), mode="reduce-overhead")
 
     def call(x: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
@@ -108,7 +109,8 @@ def reduce_overhead_frozen(model: torch.nn.Module, dtype: torch.dtype) -> Call:
 
 def frozen_graph(model: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) -> Call:
     lowered = cast(model, dtype)
-    inner = torch.compile(lambda y: lowered(y).float(), options={"freezing": True})
+    torch._inductor.config.freezing = True
+    inner = torch.compile(lambda y: lowered(y).float())
     return raw_graph(inner, _convert(x, dtype))
 
 

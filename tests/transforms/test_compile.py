@@ -12,7 +12,7 @@ from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.compile import Compile
 from steadytorch.workload.workload import Workload
 
-compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("default")]
+compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
 
 
 def variant(mode: str = "default", freezing: bool = False) -> Compile:

@@ -122,7 +122,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     Attributes:
         first_call_ns: synchronised latency of the very first call, where compilers do their work.
         calls: how many calls were made in all.
-        iteration_ns: latency of the last one, a first idea of the scale.
+        iteration_ns: their median latency without the first, a first idea of the scale.
         group: iterations to time together so that a sample is not below the clock's resolution.
     """
 
@@ -145,13 +145,12 @@ def warm_up(
     The first call is kept apart, because compilation would otherwise count as warming up.
     """
     first = int(sampler.latencies(step, 1)[0])
-    calls, spent, last = 1, 0, first
-    while calls < max_calls and (calls < min_calls or spent < min_ns):
-        last = int(sampler.latencies(step, 1)[0])
-        spent += last
-        calls += 1
-    group = max(1, -(-GROUPING_BELOW_NS // max(last, 1))) if last < GROUPING_BELOW_NS else 1
-    return WarmUp(first, calls, last, group)
+    later: list[int] = []
+    while len(later) + 1 < max_calls and (len(later) + 1 < min_calls or sum(later) < min_ns):
+        later.append(int(sampler.latencies(step, 1)[0]))
+    typical = int(np.median(later))
+    group = -(-GROUPING_BELOW_NS // max(typical, 1)) if typical < GROUPING_BELOW_NS else 1
+    return WarmUp(first, len(later) + 1, typical, group)
 
 
 def grouped(step: Step, group: int) -> Step:

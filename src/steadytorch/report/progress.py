@@ -48,8 +48,7 @@ class Progress:
     def phase(self, message: str) -> None:
         """Prints a heading with the time spent so far."""
         self._phase = message
-        spent = seconds(time.monotonic() - self._start)
-        self._console.print(Text.assemble((f"{spent:>7}  ", "dim"), (message, "bold")))
+        self._console.print(Text.assemble((f"{self._spent():>7}  ", "dim"), (message, "bold")))
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
@@ -71,6 +70,10 @@ class Progress:
         if time.monotonic() - self._drawn > 0.25:
             self._draw()
 
+    def _spent(self) -> str:
+        minutes, rest = divmod(int(time.monotonic() - self._start), 60)
+        return f"{minutes}:{rest:02d}"
+
     def _line(self, label: str, outcome: str, style: str) -> None:
         text = Text.assemble(" " * 9, label, "  ", (outcome, style))
         self._console.print(text, soft_wrap=not self._console.is_terminal)
@@ -79,8 +82,7 @@ class Progress:
         self._drawn = time.monotonic()
         if not self._console.is_terminal:
             return
-        spent = self._drawn - self._start
-        text = Text(f"{seconds(spent):>7}  of {seconds(self._budget_s)}: {self._phase}", "dim")
+        text = Text(f"{self._spent():>7}  of {seconds(self._budget_s)}: {self._phase}", "dim")
         for label, since in self._under_way.items():
             text.append(f"\n         setting up {label} ({self._drawn - since:.0f} s)", "dim")
         text.truncate(self._console.width * (1 + len(self._under_way)))

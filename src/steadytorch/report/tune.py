@@ -26,19 +26,20 @@ def name_of(candidate: Candidate) -> str:
 def render_trials(console: Console, trials: Sequence[Trial], chosen: Candidate | None) -> None:
     """The table of candidates, fastest first; the others below, with their reasons."""
     timed = sorted((t for t in trials if t.median_ns is not None), key=lambda t: t.median_ns or 0.0)
+    base = next((t.median_ns for t in timed if not t.transforms), None)
     if timed:
-        console.print(_table(timed, chosen))
+        console.print(_table(timed, base, chosen))
     for trial in trials:
         if trial.median_ns is None:
             text = Text(f"{name_of(trial.transforms)}: {trial.status}: {trial.reason}", "yellow")
             console.print(Padding(text, (0, 0, 0, 2)))
 
 
-def _table(trials: Sequence[Trial], chosen: Candidate | None) -> Table:
+def _table(trials: Sequence[Trial], base_ns: float | None, chosen: Candidate | None) -> Table:
     unit, unit_ns = unit_of(trials[0].median_ns or 1.0)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", ratio=1, overflow="fold")
-    for heading in (unit, "95 %", "tail", "error", "memory", "set-up"):
+    for heading in (unit, "±95 %", "gain", "tail", "error", "memory", "set-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     for trial in trials:
         median = trial.median_ns or 1.0
@@ -46,14 +47,16 @@ def _table(trials: Sequence[Trial], chosen: Candidate | None) -> Table:
             _name_cell(trial, chosen),
             f"{median / unit_ns:.2f}",
             _half_width(median, trial.median_ci_ns),
+            "" if base_ns is None or not trial.transforms else f"{base_ns / median:.2f}x",
             _tail(median, trial.p90_ns, trial.p99_ns),
             "" if trial.error is None else f"{trial.error:.0e}",
             "" if trial.peak_memory_bytes is None else size(trial.peak_memory_bytes),
             "" if trial.setup_s is None else seconds(trial.setup_s),
         )
     table.caption = (
-        "screening medians; 95 %: half-width of the median's interval; tail: p99 over the median, "
-        "or p90 (*) below 1,000 samples; error: relative L2 against the reference"
+        "Screening: the plan's own figures follow below, taken afresh. ±95 %: half-width of the "
+        "median's interval; tail: p99 above the median, or p90 (*) below 1,000 samples; error: "
+        "relative L2 against the reference."
     )
     table.caption_justify = "left"
     return table
@@ -73,7 +76,7 @@ def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
 def _half_width(median: float, interval: tuple[float, float] | None) -> str:
     if interval is None:
         return "-"
-    return f"±{100 * (interval[1] - interval[0]) / 2 / median:.1f}%"
+    return f"{100 * (interval[1] - interval[0]) / 2 / median:.1f}%"
 
 
 def _tail(median: float, p90: float | None, p99: float | None) -> str:

@@ -56,11 +56,11 @@ class CudaGraph(Transform):
             pool = _pool_of(workload.untouched, torch.cuda.current_device())
             static = static_inputs(workload.inputs, workload.kwargs)
             graph, outputs = _record(workload.model, static, pool)
-            call = _replayer(graph, static, outputs, pool)
-            del outputs
+        pool.graphs += 1
         try:
-            yield workload.with_model(call)
+            yield workload.with_model(_replayer(graph, static, outputs, pool))
         finally:
+            pool.graphs -= 1
             # A replay may still be running, in memory that resetting gives back.
             torch.cuda.synchronize(device)
             graph.reset()
@@ -79,6 +79,7 @@ class _Pool:
         self.index = index
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(index)
+        self.graphs = 0
         self.lock = threading.Lock()
         # A stream's address, where `torch.cuda.current_stream` would make an object at each call.
         self.address: Callable[[int], int] = _cuda_getCurrentRawStream
@@ -93,7 +94,7 @@ class _Pool:
         self.last, self.last_address = current, current.cuda_stream
 
 
-# Weak on both sides: PyTorch cannot use a pool again once its last graph is gone.
+# Weak on both sides: neither the model nor the pool lives longer for being known here.
 _POOLS: weakref.WeakKeyDictionary[Any, weakref.ref[_Pool]] = weakref.WeakKeyDictionary()
 
 
@@ -101,7 +102,8 @@ def _pool_of(model: Any, index: int) -> _Pool:
     try:
         known = _POOLS.get(model)
         pool = None if known is None else known()
-        if pool is None or pool.index != index:
+        # PyTorch cannot use a pool again once its last graph is gone.
+        if pool is None or pool.index != index or not pool.graphs:
             pool = _Pool(index)
             _POOLS[model] = weakref.ref(pool)
     except TypeError:  # a callable that has no hash, or cannot be referred to weakly

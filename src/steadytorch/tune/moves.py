@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from steadytorch import transforms
 from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.workload.workload import Workload
 
 PRECISIONS = ("same", "tf32", "fp16", "bf16")
 ALLOWED = {
@@ -37,12 +38,19 @@ class Moves:
 
     Args:
         available: every transform variant that applies, as data.
+        workload: what is tuned; some exclusions depend on it.
         precision: the class the user allows.
         regime: launch-, memory- or compute-bound; orders the seeds.
     """
 
-    def __init__(self, available: Sequence[TransformSpec], precision: str, regime: str) -> None:
-        self._available = tuple(available)
+    def __init__(
+        self,
+        available: Sequence[TransformSpec],
+        workload: Workload,
+        precision: str,
+        regime: str,
+    ) -> None:
+        self._available, self._workload = tuple(available), workload
         self._precision = precision
         self._regime = regime
 
@@ -60,9 +68,9 @@ class Moves:
         lower = cast or tf32
         compiled = [
             (lower, layout, frozen, graph),
-            (lower, layout, frozen, eager),
+            (lower, layout, frozen),
             (lower, frozen, graph),
-            (lower, layout, plain, graph),
+            (lower, layout, plain, graph or eager),
             (lower, layout, trees),
         ]
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
@@ -104,7 +112,7 @@ class Moves:
         seen: set[Candidate] = {()}
         for combination in combinations:
             candidate = transforms.order([spec for spec in combination if spec is not None])
-            if candidate not in seen and transforms.conflict(candidate) is None:
+            if candidate not in seen and transforms.conflict(candidate, self._workload) is None:
                 seen.add(candidate)
                 yield candidate
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
+
 from steadytorch.errors import UsageError
-from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, Judgement, compare, race
 from steadytorch.plan.plan import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
@@ -22,18 +24,22 @@ from steadytorch.tune.result import TuneResult
 from steadytorch.tune.select import BlockShape, Options, block_shape, block_statistic, choose
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.tune.verify import Reference
+from steadytorch.workload.workload import Workload
 
-SCREEN_BLOCKS = 5
+SCREEN_BLOCKS = 6
+"""The fewest whose medians support a 95 % interval."""
 KEEP = 4
 NEAR = 1.10
 """Only candidates within this factor of the leader stay for the final race."""
 P99_SAMPLES = 1100
+INTERVAL_SAMPLES = 150
 
 
 class Search:
     """One search over candidates for one workload.
 
     Args:
+        workload: what is tuned; never run here.
         preparation: starts and verifies candidates.
         available: every transform variant that applies.
         not_applicable: the others, name to reason.
@@ -45,6 +51,7 @@ class Search:
 
     def __init__(
         self,
+        workload: Workload,
         preparation: Preparation,
         *,
         available: Sequence[TransformSpec],
@@ -54,7 +61,7 @@ class Search:
         slots: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._preparation = preparation
+        self._workload, self._preparation = workload, preparation
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots, self._now = options, watcher, slots, now
         self._rng = Random(options.seed)
@@ -87,11 +94,11 @@ class Search:
         self._watcher.phase("the untouched workload")
         try:
             baseline = self._preparation.baseline(self._remaining)
+            quiet = baseline.block(self._options.metric, 5, max(1.0, self._remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
-        assert baseline.set_up is not None
         self._trials.append(baseline)
-        self._shape = block_shape(self._options, baseline.set_up.warm_up.iteration_ns)
+        self._shape = block_shape(self._options, float(np.median(quiet)))
         least = 2 * LOOKS[0] * self._shape.expected_s
         if self._remaining() < least:
             raise UsageError(
@@ -103,7 +110,7 @@ class Search:
     def _explore(self) -> None:
         character = self._preparation.character
         assert character is not None
-        moves = Moves(self._available, self._options.precision, character.regime)
+        moves = Moves(self._available, self._workload, self._options.precision, character.regime)
         self._watcher.phase(f"{character.regime}: known-strong combinations")
         seeds = moves.seeds()
         while taken := self._affordable(seeds):
@@ -138,7 +145,7 @@ class Search:
     def _confirm(self, chosen: LiveTrial) -> None:
         """Fresh pairs of baseline and winner; the untouched workload stays unless beaten."""
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
-        marks = {id(t): len(t.samples) for t in (self._baseline, chosen)}
+        marks = {id(t): len(t.blocks) for t in (self._baseline, chosen)}
         if chosen is self._baseline:
             for _ in range(LOOKS[0]):
                 self._arm(chosen)()
@@ -166,15 +173,19 @@ class Search:
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
-        """Takes samples until p99 may be claimed, where that costs little."""
-        missing = P99_SAMPLES - (len(chosen.samples) - marks[id(chosen)])
+        """Takes samples until p99, or an interval at least, may be claimed at little cost."""
         both = (self._baseline, chosen)
-        cost_s = missing * 1.5e-9 * sum(t.screened_ns for t in both)
-        if missing <= 0 or cost_s > min(20.0, max(self._remaining(), 0.0)):
+        taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
+        for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
+            missing = target - taken
+            cost_s = missing * 1.5e-9 * sum(t.screened_ns for t in both)
+            if missing <= 0 or cost_s > min(most_s, max(self._remaining(), 0.0)):
+                continue
+            size = min(missing, 50)
+            for _ in range(-(-missing // size)):
+                for trial in self._rng.sample(both, 2):
+                    trial.block(self._options.metric, size, 60.0 + 100 * self._shape.expected_s)
             return
-        for _ in range(-(-missing // 50)):
-            for trial in self._rng.sample(both, 2):
-                trial.block(self._options.metric, 50, 60.0 + 100 * self._shape.expected_s)
 
     # -- a round --------------------------------------------------------------------------------
 
@@ -237,13 +248,13 @@ class Search:
 
     def _ranked(self) -> list[LiveTrial]:
         """Every timed candidate that may be chosen, fastest first."""
-        timed = [t for t in self._trials if t.samples and t.status == "ok" and self._allowed(t)]
+        timed = [t for t in self._trials if t.blocks and t.status == "ok" and self._allowed(t)]
         return sorted(timed, key=self._score)
 
     def _score(self, trial: LiveTrial) -> float:
         if self._options.objective != "p99":
             return trial.screened_ns
-        return summarize(trial.samples).p90_ns
+        return trial.measured(self._options.metric).p90_ns
 
     def _leader(self) -> LiveTrial:
         ranked = self._ranked()
@@ -311,7 +322,7 @@ class Search:
         return UsageError(f"the workload itself fails before anything is changed: {fault.reason}")
 
     def _measured(self, trial: LiveTrial, marks: dict[int, int]) -> Measurement:
-        return summarize(trial.samples[marks[id(trial)] :], self._options.metric)
+        return trial.measured(self._options.metric, marks[id(trial)])
 
     def _result(self, interrupted: bool) -> TuneResult:
         baseline = winner = speedup = break_even = None
@@ -320,8 +331,8 @@ class Search:
             baseline, winner, live, speedup = self._final
             chosen = live.candidate
             break_even = self._break_even(live, baseline, winner)
-        elif self._trials and self._baseline.samples:
-            baseline = summarize(self._baseline.samples, self._options.metric)
+        elif self._trials and self._baseline.blocks:
+            baseline = self._baseline.measured(self._options.metric)
         character = self._preparation.character
         return TuneResult(
             baseline=baseline,
@@ -339,7 +350,7 @@ class Search:
         )
 
     def _frozen(self, trial: LiveTrial) -> Trial:
-        if trial.status == "ok" and not trial.samples:
+        if trial.status == "ok" and not trial.blocks:
             trial.status, trial.reason = "skipped", "stopped before it was timed"
         if trial.status == "ok" and not self._allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"

@@ -125,6 +125,7 @@ class Session:
                 watcher,
             )
             return Search(
+                self.workload,
                 preparation,
                 available=available,
                 not_applicable=not_applicable,

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from steadytorch.measure.measurement import summarize
+from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.plan import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
@@ -58,7 +59,7 @@ class LiveTrial:
         candidate: the transforms.
         precision: its class.
         status, reason: as in `result.Trial`.
-        samples: iterations in ns, in the order taken, all rounds together.
+        blocks: its blocks in the order taken, each a list of iterations in ns.
     """
 
     def __init__(self, candidate: Candidate, worker: Worker) -> None:
@@ -70,7 +71,7 @@ class LiveTrial:
         self.fault: Fault | None = None
         self.set_up: SetUp | None = None
         self.verification: Verification | None = None
-        self.samples: list[int] = []
+        self.blocks: list[list[int]] = []
         self.stage = "starting"
 
     @property
@@ -80,8 +81,24 @@ class LiveTrial:
 
     @property
     def screened_ns(self) -> float:
-        """Median of all samples so far."""
-        return float(np.median(self.samples)) if self.samples else float("inf")
+        """Median of the block medians so far."""
+        return float(np.median(self._medians())) if self.blocks else float("inf")
+
+    def measured(self, metric: str, since: int = 0) -> Measurement:
+        """Summary of all samples from block number `since` on.
+
+        Where the samples are too few or too correlated for an interval of their median, it comes
+        from the medians of the blocks.
+        """
+        found = summarize([t for block in self.blocks[since:] for t in block], metric)
+        if found.median_ci_ns is not None:
+            return found
+        interval = order_interval(np.asarray(self._medians(since)))
+        why = found.why_no_ci if interval is None else None
+        return msgspec.structs.replace(found, median_ci_ns=interval, why_no_ci=why)
+
+    def _medians(self, since: int = 0) -> list[float]:
+        return [float(np.median(block)) for block in self.blocks[since:]]
 
     def block(self, metric: str, count: int, deadline_s: float) -> list[int]:
         """Times one block and keeps its samples.
@@ -94,7 +111,7 @@ class LiveTrial:
         except WorkerFault as fault:
             self.reject(fault)
             raise
-        self.samples.extend(times)
+        self.blocks.append(times)
         return times
 
     def reject(self, why: WorkerFault | str) -> None:
@@ -119,7 +136,7 @@ class LiveTrial:
     def frozen(self, allowed: bool) -> Trial:
         """The trial as data."""
         error = self.verification.error if self.verification else None
-        timed = summarize(self.samples) if self.samples else None
+        timed = self.measured("") if self.blocks else None
         return Trial(
             transforms=self.candidate,
             precision=self.precision,
@@ -133,5 +150,5 @@ class LiveTrial:
             median_ci_ns=None if timed is None else timed.median_ci_ns,
             p90_ns=None if timed is None else timed.p90_ns,
             p99_ns=None if timed is None else timed.p99_ns,
-            samples=len(self.samples),
+            samples=0 if timed is None else len(timed.samples_ns),
         )
