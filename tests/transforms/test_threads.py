@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable
@@ -59,6 +58,6 @@ def test_it_applies_on_a_cpu_up_to_its_cores(cpu, conv_workload):
     assert variant(2).applies_to(conv_workload, cpu).reason == "already on"
 
 
-def test_a_workload_on_a_gpu_is_refused(gpu, on_gpu):
-    answer = variant(1).applies_to(on_gpu(nn.Linear(2, 2)), gpu)
-    assert answer.reason == "the workload is not on the CPU"
+def test_a_workload_that_runs_on_a_gpu_is_refused(gpu, conv_workload):
+    answer = variant(1).applies_to(conv_workload, gpu)
+    assert answer.reason == "the workload does not run on the CPU"

@@ -48,7 +48,7 @@ class Progress:
     def phase(self, message: str) -> None:
         """Prints a heading with the time spent so far."""
         self._phase = message
-        self._console.print(Text.assemble((f"{self._spent():>7}  ", "dim"), (message, "bold")))
+        self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (message, "bold")))
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
@@ -75,7 +75,9 @@ class Progress:
         return f"{minutes}:{rest:02d}"
 
     def _line(self, label: str, outcome: str, style: str) -> None:
-        text = Text.assemble(" " * 9, label, "  ", (outcome, style))
+        self._print(Text.assemble(" " * 9, label, "  ", (outcome, style)))
+
+    def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     def _draw(self) -> None:

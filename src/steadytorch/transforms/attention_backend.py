@@ -52,7 +52,7 @@ class AttentionBackend(Transform):
         """Needs CUDA and a model that uses scaled dot product attention."""
         backend = self.parameters.backend
         return decide(
-            no_cuda(workload, facts),
+            no_cuda(facts),
             (not may_attend(workload), "the model does not use scaled dot product attention"),
             (backend == "cudnn" and facts.cudnn is None, "cuDNN is not available"),
             capability_below(

@@ -104,7 +104,10 @@ class Transform(ABC):
 
     @abstractmethod
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Whether it can be applied, without applying it. Must not run the model."""
+        """Whether it can be applied, without applying it. Must not run the model.
+
+        The workload may not be on its device yet: `facts` names where it is to run.
+        """
 
     @abstractmethod
     def applied(self, workload: Workload) -> AbstractContextManager[Workload]:

@@ -42,7 +42,7 @@ class CudaGraph(Transform):
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA; inference only. Whether the step can be recorded is seen in `applied`."""
-        return decide(no_cuda(workload, facts), (workload.is_training, INFERENCE_ONLY))
+        return decide(no_cuda(facts), (workload.is_training, INFERENCE_ONLY))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:

@@ -40,7 +40,7 @@ class CudnnBenchmark(Transform):
         cudnn: Any = torch.backends.cudnn
         on = cudnn.benchmark and cudnn.benchmark_limit == self.parameters.limit
         return decide(
-            no_cuda(workload, facts),
+            no_cuda(facts),
             (facts.cudnn is None, "cuDNN is not available"),
             (not cudnn.enabled, "cuDNN is switched off in this process"),
             (not may_convolve(workload), NO_CONVOLUTION),

@@ -25,7 +25,7 @@ class CudnnDeterministic(Transform):
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA with cuDNN and a convolution; inference only."""
         return decide(
-            no_cuda(workload, facts),
+            no_cuda(facts),
             (facts.cudnn is None, "cuDNN is not available"),
             (not may_convolve(workload), NO_CONVOLUTION),
             (workload.is_training, _FORWARD_ONLY),

@@ -40,7 +40,7 @@ class Tf32(Transform):
         """Needs a float32 workload on a GPU with TF32, and an operator that does not use it yet."""
         on = all(operator.fp32_precision == "tf32" for operator in _operators())
         return decide(
-            no_cuda(workload, facts),
+            no_cuda(facts),
             capability_below(facts, (8, 0), "TF32"),
             not_float32(workload),
             (on, "already on"),

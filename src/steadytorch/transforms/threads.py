@@ -50,10 +50,10 @@ class Threads(Transform):
         return tuple(cls.Parameters(count) for count in counts if count != present)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a workload on the CPU and as many cores."""
+        """Needs a workload that runs on the CPU, and as many cores."""
         count, cores = self.parameters.count, facts.cores_logical
         return decide(
-            (workload.device.type != "cpu", "the workload is not on the CPU"),
+            (facts.device != "cpu", "the workload does not run on the CPU"),
             (cores is not None and count > cores, f"{count} threads are more than {cores} cores"),
             (count == torch.get_num_threads(), "already on"),
         )

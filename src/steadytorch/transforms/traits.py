@@ -35,11 +35,9 @@ def decide(*objections: Objection) -> Applicable | NotApplicable:
     return Applicable()
 
 
-def no_cuda(workload: Workload, facts: DeviceFacts) -> Objection:
-    """Objects unless both the machine and the workload are on CUDA."""
-    if facts.device != "cuda":
-        return True, "no CUDA device"
-    return workload.device.type != "cuda", f"the workload is on the {workload.device.type} device"
+def no_cuda(facts: DeviceFacts) -> Objection:
+    """Objects unless the workload is to run on CUDA."""
+    return facts.device != "cuda", "no CUDA device"
 
 
 def not_float32(workload: Workload) -> Objection:

@@ -118,7 +118,7 @@ class Session:
         try:
             save_payload(self.workload, directory)
             preparation = Preparation(
-                WorkerLauncher(directory, self._memory_limit(), {}),
+                WorkerLauncher(directory, self._memory_limit(), self._compile_threads()),
                 self._device,
                 self._ambient,
                 self.options,
@@ -163,6 +163,15 @@ class Session:
     def _slots(self) -> int:
         """Set-ups that may overlap: as many as there are cores, and no more than eight."""
         return max(1, min(8, self.facts.cores_logical or 1))
+
+    def _compile_threads(self) -> dict[str, str]:
+        """Inductor's compile processes per worker, so that workers side by side share the cores."""
+        each = max(1, (self.facts.cores_logical or 1) // self._slots())
+        return {
+            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
+                "TORCHINDUCTOR_COMPILE_THREADS", str(each)
+            )
+        }
 
     def _memory_limit(self) -> int:
         """Host memory per worker: most of what is available now, so that none takes the machine."""

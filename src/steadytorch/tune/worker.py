@@ -77,8 +77,8 @@ class TuningHandler:
     def load(self, device: str, ambient: dict[str, str]) -> None:
         """Makes this process like the caller's and loads the workload onto the device."""
         transforms.set_ambient(ambient)
-        if device.startswith("cuda"):
-            torch.cuda.set_device(torch.device(device))
+        if torch.device(device).index is not None:
+            torch.cuda.set_device(device)
         loaded = travel.load(self._directory / PAYLOAD)
         self._workload = loaded.to(device)
         self._sampler = sampler_for(self._workload.device.type)
