@@ -82,6 +82,7 @@ def raw_graph(model: Callable[[torch.Tensor], torch.Tensor], example: torch.Tens
         graph.replay()
         return out.clone()
 
+    call.weights = model  # type: ignore[attr-defined] - a graph holds addresses, not tensors
     return call
 
 
