@@ -1,6 +1,8 @@
 """Benchmark mode for a whole PyTorch workload: measured, verified, stored, replayed."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -49,3 +51,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """Keeps public functions in front of the rooms that share their names.
+
+    Importing `steadytorch.tune.session` would otherwise put the room in the place of the function
+    `steadytorch.tune`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _EXPORTS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

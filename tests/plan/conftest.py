@@ -4,9 +4,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from steadytorch.plan.fingerprint import Key
 from steadytorch.plan.store import Store
+
+from .plans import make_model, make_plan
 
 KEY = Key(
     workload="0" * 64,
@@ -54,3 +57,18 @@ def path(store: Store, key: Key) -> Path:
     path = store.put(key, Payload(1))
     assert path is not None
     return path
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def x():
+    return torch.ones(1, 3, 8, 8)
+
+
+@pytest.fixture
+def plan(model, x):
+    return make_plan(model, x)

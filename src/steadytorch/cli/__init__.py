@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 import click
@@ -54,12 +58,46 @@ def steady() -> None:
     """
 
 
+def _show(error: click.ClickException) -> None:
+    message = error.format_message()
+    if "\n" in message:  # the whole help, where a command is missing
+        click.echo(message, err=True)
+        return
+    command = getattr(error, "ctx", None)
+    hint = f"; see {command.command_path} --help" if command else ""
+    click.echo(f"steady: {message.rstrip('.')}{hint}", err=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code; every expected error is one clear line."""
+    with _interrupted_once():
+        _main(arguments)
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Makes the first Ctrl-C count, and others not disturb the clearing up after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    found = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, found)
+
+
+def _main(arguments: list[str] | None) -> None:
     try:
         code = steady.main(arguments, prog_name="steady", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        _show(error)
         sys.exit(2)
     except SteadyError as error:
         click.echo(f"steady: {error}", err=True)

@@ -20,7 +20,10 @@ _BATCH = 1
 @options.quiet
 def demo(budget: str, device: str, store: Path | None, json_path: Path | None, quiet: bool) -> None:
     """Tunes a bundled ResNet-50 with random weights; nothing is downloaded."""
+    from rich.text import Text
+
     from steadytorch.cli.tune import run
+    from steadytorch.report.text import plain
     from steadytorch.tune.quantities import parse_duration
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
@@ -34,6 +37,7 @@ def demo(budget: str, device: str, store: Path | None, json_path: Path | None, q
     loaded = options.load(_MODEL, batch=_BATCH, inputs=(), train=False, seed=0)
     session = Session(loaded, Options(budget_s=parse_duration(budget)), device, store)
     plan = run(session, "tune", console, json_path)
-    at = "" if store is None else f" --store {store}"
-    console.print(f"\nNext: [bold]steady tune {_MODEL} --batch {_BATCH}{at}[/] replays this plan;")
-    console.print(f"      [bold]steady plans show {plan.id}{at}[/] shows all of its evidence.")
+    at = "" if store is None else f" --store {plain(store)}"
+    replay, show = f"steady tune {_MODEL} --batch {_BATCH}{at}", f"steady plans show {plan.id}{at}"
+    console.print(Text.assemble("\nNext: ", (replay, "bold"), " replays this plan;"))
+    console.print(Text.assemble("      ", (show, "bold"), " shows all of its evidence."))

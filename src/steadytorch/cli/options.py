@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,26 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
+
+def _check_json(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses a file that cannot be written now rather than after minutes of work."""
+    if path is None or ctx.resilient_parsing:
+        return path
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--json {path} cannot be written: no permission")
+    return path
+
+
 device = click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to run."
 )
 json_file = click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, readable=False, path_type=Path),
+    callback=_check_json,
     help="Write the result as one JSON object.",
 )
 quiet = click.option("--quiet", is_flag=True, help="Print nothing but errors.")

@@ -96,13 +96,16 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
     Raises:
         PlanError: mode `strict` and nothing is stored.
     """
+    from rich.text import Text
+
     from steadytorch.report.documents import replay_document, tune_document
     from steadytorch.report.progress import Progress
+    from steadytorch.report.text import plain
     from steadytorch.report.tune import render_left_out, render_plan, render_trials
 
     name, facts = session.workload.name, session.facts
     where = f"{facts.name or facts.device}, {session.key.signature}"
-    console.print(f"[bold]{name}[/] on {where}", markup=True)
+    console.print(Text.assemble((plain(name), "bold"), f" on {plain(where)}"))
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:
@@ -112,7 +115,7 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
             return plan
         if mode == "strict":
             raise PlanError(f"no stored plan for {name}: {reason}")
-        console.print(f"no stored plan: {reason}", style="dim")
+        console.print(Text(f"no stored plan: {plain(reason)}", "dim"))
     with Progress(console, session.options.budget_s) as progress:
         result = session.search(progress)
     if result.interrupted:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.statistics import effective_size, quantile_interval
+from steadytorch.measure.variability import (
+    Outlier,
+    Variability,
+    describe_variability,
+    find_outliers,
+)
+from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 
 P99_NEEDS = 1000
 """p99 is reported from this many effective samples on: ten lie beyond it."""
@@ -16,6 +23,8 @@ P99_NEEDS = 1000
 
 class Measurement(msgspec.Struct, frozen=True):
     """Samples of one series and their summary. All times are nanoseconds per iteration.
+
+    The summary is of the samples after the warm-up; the samples themselves are all kept.
 
     Attributes:
         metric: `period` or `latency`; see `measure.sampler`.
@@ -28,6 +37,12 @@ class Measurement(msgspec.Struct, frozen=True):
         cv: standard deviation over mean.
         p99_over_median: ratio, None where p99 is.
         samples_ns: every sample in the order taken, none dropped.
+        p99_ci_ns: 95 % interval of p99, or None where none may be claimed.
+        warmup_dropped: how many samples at the start the summary leaves out as warm-up.
+        steady: whether the rest keeps to one level.
+        why_unsteady: why not, else None.
+        outliers: the samples that stand out, with causes.
+        variability: how the rest varies.
     """
 
     metric: str
@@ -41,31 +56,45 @@ class Measurement(msgspec.Struct, frozen=True):
     cv: float
     p99_over_median: float | None
     samples_ns: tuple[int, ...]
+    p99_ci_ns: tuple[float, float] | None
+    warmup_dropped: int
+    steady: bool
+    why_unsteady: str | None
+    outliers: tuple[Outlier, ...]
+    variability: Variability
 
 
-def summarize(samples_ns: Sequence[int], metric: str = "period") -> Measurement:
-    """Summarises a series of timings.
+def summarize(
+    samples_ns: Sequence[int],
+    metric: str = "period",
+    *,
+    causes: Mapping[int, str] | None = None,
+) -> Measurement:
+    """Summarises a series of timings, wherever they were taken.
 
     Args:
         samples_ns: durations in ns, in the order taken; all positive and finite.
         metric: what they are.
+        causes: index of a sample to what was seen to happen then; outliers without one are
+            `unattributed`.
 
     Raises:
         UsageError: no samples, or one that is not a positive finite number.
     """
-    samples = np.asarray(samples_ns, dtype=np.float64)
-    if samples.ndim != 1 or len(samples) == 0:
-        raise UsageError("summarize needs a flat, non-empty series of durations in nanoseconds")
-    wrong = np.flatnonzero(~np.isfinite(samples) | (samples <= 0))
-    if len(wrong):
-        at = int(wrong[0])
-        raise UsageError(
-            f"sample {at} is {samples_ns[at]}: durations must be positive finite nanoseconds"
-        )
+    every = _checked(samples_ns)
+    verdict = steady_part(every)
+    samples = every[verdict.dropped :]
     median = float(np.median(samples))
-    interval, why = quantile_interval(samples, 0.5)
-    p99 = float(np.quantile(samples, 0.99)) if effective_size(samples, 0.99) >= P99_NEEDS else None
-    mean = float(samples.mean())
+    interval, why = median_interval(samples, verdict)
+    p99, p99_interval = _p99(samples, verdict)
+    p99_over_median = None if p99 is None else p99 / median
+    outliers = find_outliers(every, verdict.dropped, causes)
+    varies = describe_variability(
+        samples,
+        p99_over_median=p99_over_median,
+        regimes=verdict.regimes,
+        outliers=len(outliers),
+    )
     return Measurement(
         metric=metric,
         median_ns=median,
@@ -74,8 +103,57 @@ def summarize(samples_ns: Sequence[int], metric: str = "period") -> Measurement:
         p90_ns=float(np.quantile(samples, 0.9)),
         p99_ns=p99,
         max_ns=float(samples.max()),
-        mean_ns=mean,
-        cv=float(samples.std(ddof=1) / mean) if len(samples) > 1 else 0.0,
-        p99_over_median=None if p99 is None else p99 / median,
-        samples_ns=tuple(int(s) for s in samples_ns),
+        mean_ns=float(samples.mean()),
+        cv=varies.cv,
+        p99_over_median=p99_over_median,
+        samples_ns=tuple(int(sample) for sample in samples_ns),
+        p99_ci_ns=p99_interval,
+        warmup_dropped=verdict.dropped,
+        steady=verdict.steady,
+        why_unsteady=verdict.note,
+        outliers=outliers,
+        variability=varies,
     )
+
+
+def _checked(samples_ns: Sequence[int]) -> np.ndarray:
+    try:
+        samples = np.asarray(samples_ns, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"summarize needs durations in nanoseconds: {error}") from error
+    if samples.ndim != 1 or len(samples) == 0:
+        raise UsageError("summarize needs a flat, non-empty series of durations in nanoseconds")
+    wrong = np.flatnonzero(~np.isfinite(samples) | (samples <= 0))
+    if len(wrong):
+        at = int(wrong[0])
+        raise UsageError(
+            f"sample {at} is {samples_ns[at]}: durations must be positive finite nanoseconds"
+        )
+    return samples
+
+
+def median_interval(
+    samples: np.ndarray, verdict: WarmUpVerdict, confidence: float = 0.95
+) -> tuple[tuple[float, float] | None, str | None]:
+    """The interval of the median of the steady part, or why none may be claimed.
+
+    Args:
+        samples: shape (N,), without the warm-up.
+        verdict: what the change points say of the series.
+        confidence: nominal coverage.
+
+    Returns:
+        ((low, high), None) or (None, reason).
+    """
+    if not verdict.steady:
+        return None, verdict.note
+    return quantile_interval(samples, 0.5, confidence)
+
+
+def _p99(
+    samples: np.ndarray, verdict: WarmUpVerdict
+) -> tuple[float | None, tuple[float, float] | None]:
+    if effective_size(samples, 0.99) < P99_NEEDS:
+        return None, None
+    interval = quantile_interval(samples, 0.99)[0] if verdict.steady else None
+    return float(np.quantile(samples, 0.99)), interval

@@ -12,6 +12,7 @@ On the CPU, where a call returns with its result, the two are one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -25,8 +26,24 @@ GROUPING_BELOW_NS = 100_000
 Step = Callable[[], Any]
 
 
+class StepError(Exception):
+    """The step raised. The times of the iterations before it are kept; the cause is chained.
+
+    Attributes:
+        durations_ns: of the finished iterations, shape (finished,).
+        host_ns: likewise.
+    """
+
+    def __init__(self, durations_ns: np.ndarray, host_ns: np.ndarray) -> None:
+        super().__init__(f"the step raised in iteration {len(durations_ns)}")
+        self.durations_ns, self.host_ns = durations_ns, host_ns
+
+
 class Sampler(Protocol):
-    """Times iterations of a step on one kind of device."""
+    """Times iterations of a step on one kind of device.
+
+    Both methods raise `StepError` where the step raises.
+    """
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Period and host enqueue time of `count` iterations, both in ns, shape (count,)."""
@@ -52,7 +69,11 @@ class HostSampler:
         boundaries = np.empty(count + 1, dtype=np.int64)
         boundaries[0] = self._clock.now_ns()
         for i in range(count):
-            step()
+            try:
+                step()
+            except Exception as error:
+                done = np.diff(boundaries[: i + 1])
+                raise StepError(done, done) from error
             boundaries[i + 1] = self._clock.now_ns()
         periods = np.diff(boundaries)
         return periods, periods
@@ -82,12 +103,13 @@ class CudaSampler:
             if i >= 2:
                 events[i - 1].synchronize()
             start = self._clock.now_ns()
-            step()
+            try:
+                step()
+            except Exception as error:
+                raise StepError(_elapsed_ns(events[: i + 1]), host[:i]) from error
             host[i] = self._clock.now_ns() - start
             events[i + 1].record()
-        events[count].synchronize()
-        elapsed = [events[i].elapsed_time(events[i + 1]) * 1e6 for i in range(count)]
-        return np.asarray(elapsed, dtype=np.float64).round().astype(np.int64), host
+        return _elapsed_ns(events[: count + 1]), host
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
         """From the call to the finished result in ns, the queue empty before and after."""
@@ -98,8 +120,11 @@ class CudaSampler:
         samples = np.empty(count, dtype=np.int64)
         for i in range(count):
             start = self._clock.now_ns()
-            step()
-            stream.synchronize()
+            try:
+                step()
+                stream.synchronize()
+            except Exception as error:
+                raise StepError(samples[:i], samples[:i]) from error
             samples[i] = self._clock.now_ns() - start
         return samples
 
@@ -109,6 +134,16 @@ class CudaSampler:
         while len(self._events) < count:
             self._events.append(torch.cuda.Event(enable_timing=True))
         return self._events[:count]
+
+
+def _elapsed_ns(events: list[Any]) -> np.ndarray:
+    """Times between neighbouring events once the last has passed; none where a fault broke them."""
+    try:
+        events[-1].synchronize()
+        elapsed = [first.elapsed_time(second) * 1e6 for first, second in pairwise(events)]
+    except RuntimeError:  # the device is lost with the step that raised
+        elapsed = []
+    return np.asarray(elapsed, dtype=np.float64).round().astype(np.int64)
 
 
 def sampler_for(device_type: str, clock: Clock | None = None) -> Sampler:

@@ -8,6 +8,7 @@ with the exact signed-rank distribution.
 from __future__ import annotations
 
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -21,29 +22,145 @@ def autocorrelation_time(indicator: np.ndarray) -> float:
     """Integrated autocorrelation time tau = 1 + 2 sum rho_k of a series, in samples.
 
     The sum is cut at the first window W >= 5 tau(W) (A. Sokal, "Monte Carlo methods in statistical
-    mechanics", 1997, section 3). A constant series has tau 1.
+    mechanics", 1997, section 3), but not before 1.5 sqrt(N): rare, long bursts hardly show at
+    short lags and still make much of the uncertainty. A constant series has tau 1, and none has less.
 
     Args:
         indicator: shape (N,), typically 1{x <= q}.
     """
+    return max(1.0, _windowed(indicator)[0])
+
+
+def _windowed(indicator: np.ndarray) -> tuple[float, int]:
+    """Tau and the window W that it was summed over; tau 1 and W 0 for constant series."""
     count = len(indicator)
     centred = indicator - indicator.mean()
     variance = float(centred @ centred)
     if count < 4 or variance == 0.0:
-        return 1.0
+        return 1.0, 0
     size = 1 << (2 * count - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
     covariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: count // 2]
     tau = 2.0 * np.cumsum(covariance / covariance[0]) - 1.0
-    windows = np.arange(len(tau))
-    enough = np.flatnonzero(windows >= 5.0 * tau)
-    return float(max(1.0, tau[enough[0] if len(enough) else -1]))
+    enough = np.arange(len(tau)) >= np.maximum(5.0 * tau, 1.5 * np.sqrt(count))
+    window = int(np.argmax(enough)) if enough.any() else len(tau) - 1
+    return float(tau[window]), window
 
 
 def effective_size(samples: np.ndarray, quantile: float = 0.5) -> float:
     """How many independent samples the series is worth for a quantile: N / tau of 1{x <= q}."""
-    threshold = np.quantile(samples, quantile)
-    return len(samples) / autocorrelation_time((samples <= threshold).astype(np.float64))
+    return len(samples) / autocorrelation_time(_below(samples, quantile))
+
+
+def _below(samples: np.ndarray, quantile: float) -> np.ndarray:
+    return (samples <= np.quantile(samples, quantile)).astype(np.float64)
+
+
+def rank_effective_size(samples: np.ndarray) -> float:
+    """What the series is worth if its normal scores are a first-order autoregression.
+
+    Used to decide *whether* to claim an interval. The estimate from the window scatters by half its
+    value near the limit of 50, and claiming where it happens to be high selects the intervals that
+    are too short: coverage where claimed falls to 60 to 90 %. This one scatters by a seventh.
+    The lag-one correlation is corrected for its bias (Marriott and Pope, 1954).
+
+    Args:
+        samples: shape (N,), in the order taken.
+    """
+    from scipy.special import ndtri
+
+    count = len(samples)
+    _, place, shared = np.unique(samples, return_inverse=True, return_counts=True)
+    # Equal samples share a rank: ranks by position would make a quantised clock look like a trend.
+    scores = ndtri((np.cumsum(shared) - 0.5 * shared) / count)[place]
+    power = float(scores @ scores)
+    if count < 4 or power == 0.0:
+        return float(count)
+    rho = float(scores[1:] @ scores[:-1]) / power
+    rho = min(max(rho + (1 + 3 * rho) / count, 0.0), 0.9999)
+    return count * (1 - rho) / (1 + rho)
+
+
+def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.95) -> float:
+    """The effective size that makes an interval as wide as not knowing tau demands.
+
+    Three corrections to N / tau, which alone covers 90 % instead of 95 % where N / tau is near 50:
+    the mean is estimated, which biases tau by (2W+1)/N (U. Wolff, "Monte Carlo errors with less
+    errors", 2004); tau is estimated with a relative variance of 2(2W+1)/N (N. Madras and A. Sokal,
+    1988), which is that of a variance from N/(2W+1) degrees of freedom, so that Student's quantile
+    takes the place of the normal one, weighted down to nothing as tau comes to 1, where there is
+    nothing to estimate; and no series is worth more than its samples.
+
+    Args:
+        samples: shape (N,), in the order taken.
+        quantile: between 0 and 1.
+        confidence: of the interval it is meant for.
+    """
+    from scipy.special import stdtrit
+
+    count = len(samples)
+    tau, window = _windowed(_below(samples, quantile))
+    if window == 0:
+        return float(count)
+    freedom = max(1.5, count / (2 * window + 1))
+    upper = 1 - (1 - confidence) / 2
+    wider = float(stdtrit(freedom, upper)) / NormalDist().inv_cdf(upper)
+    tau = max(1.0, tau * (1 + (2 * window + 1) / count))
+    return count / (tau * (1 + (wider**2 - 1) * (1 - 1 / tau**2)))
+
+
+def _claimable(samples: np.ndarray, quantile: float) -> float:
+    """The effective size that decides whether an interval may be claimed."""
+    direct = effective_size(samples, quantile)
+    # In the middle the direct estimate has half the say, because it scatters; in the tails it alone
+    # sees that extremes come in clusters.
+    return min(rank_effective_size(samples), 2 * direct if 0.1 <= quantile <= 0.9 else direct)
+
+
+def _lower_rank(size: float, quantile: float, tail: float) -> float:
+    """The real number g with P(Binomial(size, quantile) <= g - 1) = tail.
+
+    The binomial distribution is continued between the integers by the incomplete beta function,
+    as in the bounds of Clopper and Pearson (1934): P(X <= g - 1) = I_{1-q}(n - g + 1, g).
+    """
+    from scipy.special import betainc
+
+    low, high = 0.0, size * quantile + 1.0
+    for _ in range(50):
+        middle = 0.5 * (low + high)
+        if betainc(size - middle + 1.0, middle, 1.0 - quantile) > tail:
+            high = middle
+        else:
+            low = middle
+    # A solution that is an integer up to rounding is that integer.
+    nearest = float(round(low))
+    return nearest if abs(low - nearest) < 1e-9 else low
+
+
+def interval_ranks(
+    count: int, size: float, quantile: float, confidence: float = 0.95
+) -> tuple[int, int] | None:
+    """Ranks, from 1, of the order statistics that enclose a quantile.
+
+    For independent samples (size = count) these are the narrowest exact binomial ranks with at most
+    (1 - confidence) / 2 in each tail. For correlated ones the exact ranks at `size` are carried to
+    `count` samples at the same level g / (n + 1).
+
+    Args:
+        count: number of samples N.
+        size: effective number n, at most N.
+        quantile: between 0 and 1.
+        confidence: nominal coverage.
+
+    Returns:
+        (lower, upper) with 1 <= lower <= upper <= N, or None where `size` is too small for one.
+    """
+    tail = (1 - confidence) / 2
+    below = _lower_rank(size, quantile, tail) * (count + 1) / (size + 1)
+    above = _lower_rank(size, 1 - quantile, tail) * (count + 1) / (size + 1)
+    if min(below, above) < 1:
+        return None
+    return int(np.floor(below + 1e-9)), count + 1 - int(np.floor(above + 1e-9))
 
 
 def quantile_interval(
@@ -51,7 +168,8 @@ def quantile_interval(
 ) -> tuple[tuple[float, float] | None, str | None]:
     """A distribution-free interval of a quantile, or the reason why there is none.
 
-    Clopper-Pearson bounds of the rank at the effective sample size, mapped to order statistics.
+    Exact binomial ranks at the effective sample size, with what is unknown about that size counted
+    in (`corrected_size`); claimed only where the samples are worth enough (`rank_effective_size`).
 
     Args:
         samples: shape (N,), in the order taken.
@@ -61,28 +179,24 @@ def quantile_interval(
     Returns:
         ((low, high), None) or (None, reason).
     """
-    from scipy.stats import beta
-
     if len(samples) == 0:
         return None, "no samples"
-    effective = effective_size(samples, quantile)
-    if effective < MIN_EFFECTIVE:
+    rare = min(quantile, 1 - quantile)
+    worth = _claimable(samples, quantile)
+    if worth < MIN_EFFECTIVE:
         return None, (
-            f"{len(samples)} samples are worth {effective:.0f} independent ones, "
+            f"{len(samples)} samples are worth {worth:.0f} independent ones, "
             f"{MIN_EFFECTIVE} are needed"
         )
-    if effective * min(quantile, 1 - quantile) < MIN_TAIL:
-        need = MIN_TAIL / min(quantile, 1 - quantile)
-        return None, f"{effective:.0f} effective samples, {need:.0f} are needed for this quantile"
-    tail = (1 - confidence) / 2
-    hits = quantile * effective
-    low = float(beta.ppf(tail, hits, effective - hits + 1))
-    high = float(beta.ppf(1 - tail, hits + 1, effective - hits))
+    if worth * rare < MIN_TAIL:
+        need = MIN_TAIL / rare
+        return None, f"{worth:.0f} effective samples, {need:.0f} are needed for this quantile"
+    size = corrected_size(samples, quantile, confidence)
+    ranks = interval_ranks(len(samples), size, quantile, confidence)
+    if ranks is None:
+        return None, f"worth {size:.0f} independent samples only, too few for this quantile"
     ordered = np.sort(samples)
-    last = len(ordered) - 1
-    lower = ordered[max(0, int(np.floor(low * last)))]
-    upper = ordered[min(last, int(np.ceil(high * last)))]
-    return (float(lower), float(upper)), None
+    return (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1])), None
 
 
 def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float] | None:

@@ -8,6 +8,8 @@ import msgspec
 from torch import nn
 
 from steadytorch.device.facts import load_facts
+from steadytorch.errors import PlanError, UsageError
+from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, differing_fields, make_key
 from steadytorch.plan.store import read_file
 from steadytorch.runtime.module import TunedModule
@@ -150,8 +152,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             model: the untouched model, on the device it is to run on.
+
+        Raises:
+            UsageError: `model` is no `nn.Module`.
         """
-        return TunedModule(model, self._resolve, self._why_not(model))
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"a plan is applied to an nn.Module, got {type(model).__name__}: "
+                "call it in the forward of one"
+            )
+        try:
+            reason = self._why_not(model)
+        except Exception as error:  # the plan may say anything, and must not stop the caller
+            reason = f"a plan could not be compared with what is here: {error}"
+        return TunedModule(model, self._resolve, None if reason is None else clean(reason))
 
     def _resolve(self, signature: Signature) -> Candidate | None:
         return self.candidate if signature == self.signature else None
@@ -182,5 +196,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: it is not there, not a plan, damaged, or of another schema.
     """
-    _, plan = read_file(Path(path), Plan)
+    key, plan = read_file(Path(path), Plan)
+    if key != plan.key:
+        raise PlanError(f"plan file {clean(path)} names another key than its plan: tune again")
     return msgspec.structs.replace(plan, path=str(path))

@@ -76,7 +76,9 @@ class Worker:
         self._pending_since: float | None = None
         ours, theirs = socket.socketpair()
         paths = [os.path.abspath(entry) for entry in sys.path]
-        with self._log.open("wb") as log, theirs:
+        self._connection = connection.Connection(ours.detach())
+        with self._log.open("wb") as log, theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._connection.close)
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "steadytorch.process.child"),
@@ -89,7 +91,7 @@ class Worker:
                 env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the group
             )
-        self._connection = connection.Connection(ours.detach())
+            on_failure.pop_all()
 
     @property
     def alive(self) -> bool:

@@ -16,6 +16,7 @@ from steadytorch.device.observe import NOT_ON_CPU
 from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.measure.noise import NoiseFloor
+from steadytorch.report.text import plain
 
 _WIDTH = 80
 _LABEL_WIDTH = 22
@@ -88,13 +89,6 @@ def render_doctor(
     _section(console, "Can be observed", seen)
     groups = _hidden({**facts.unknown, **snapshot.unknown}, observations)
     _hidden_section(console, "Cannot be observed here, and what to do", groups)
-
-
-def plain(text: str) -> str:
-    """The text with everything a terminal would act on, or hide, written as an escape sequence."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def _section(console: Console, title: str, rows: Rows) -> None:

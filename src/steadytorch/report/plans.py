@@ -13,14 +13,14 @@ from rich.text import Text
 
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Stored
-from steadytorch.report.doctor import plain
+from steadytorch.report.text import plain
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 
 
 def render_list(console: Console, entries: Sequence[Stored], root: Path | None) -> None:
     """A line per plan; files that are none, with the problem."""
     if not entries:
-        console.print(Text(f"no plans in {root}: make one with steady tune"))
+        console.print(Text(f"no plans in {plain(root)}: make one with steady tune"))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("id", "workload", "inputs"):
@@ -30,7 +30,7 @@ def render_list(console: Console, entries: Sequence[Stored], root: Path | None) 
     problems = []
     for entry in entries:
         if not isinstance(entry.payload, Plan):
-            problems.append(f"{plain(str(entry.path))}: {plain(entry.problem or 'unreadable')}")
+            problems.append(f"{plain(entry.path)}: {plain(entry.problem or 'unreadable')}")
             continue
         plan = entry.payload
         gain = f"{plan.evidence.speedup.estimate:.2f}x" if plan.candidate else "-"
@@ -65,4 +65,4 @@ def render_show(console: Console, plan: Plan, path: Path) -> None:
         ("software", f"torch {key.torch}, CUDA {key.cuda}, cuDNN {key.cudnn}, driver {key.driver}"),
         ("file", str(path)),
     ):
-        console.print(Padding(Text(f"{name:<9} {plain(str(value))}", "dim"), (0, 0, 0, 2)))
+        console.print(Padding(Text(f"{name:<9} {plain(value)}", "dim"), (0, 0, 0, 2)))

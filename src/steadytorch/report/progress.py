@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from steadytorch.report.text import duration, seconds
+from steadytorch.report.text import duration, plain, seconds
 
 
 class Progress:
@@ -48,7 +48,7 @@ class Progress:
     def phase(self, message: str) -> None:
         """Prints a heading with the time spent so far."""
         self._phase = message
-        self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (message, "bold")))
+        self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (plain(message), "bold")))
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
@@ -75,7 +75,7 @@ class Progress:
         return f"{minutes}:{rest:02d}"
 
     def _line(self, label: str, outcome: str, style: str) -> None:
-        self._print(Text.assemble(" " * 9, label, "  ", (outcome, style)))
+        self._print(Text.assemble(" " * 9, plain(label), "  ", (plain(outcome), style)))
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=not self._console.is_terminal)
@@ -84,8 +84,12 @@ class Progress:
         self._drawn = time.monotonic()
         if not self._console.is_terminal:
             return
-        text = Text(f"{self._spent():>7}  of {seconds(self._budget_s)}: {self._phase}", "dim")
+        text = Text(
+            f"{self._spent():>7}  of {seconds(self._budget_s)}: {plain(self._phase)}", "dim"
+        )
         for label, since in self._under_way.items():
-            text.append(f"\n         setting up {label} ({self._drawn - since:.0f} s)", "dim")
+            text.append(
+                f"\n         setting up {plain(label)} ({self._drawn - since:.0f} s)", "dim"
+            )
         text.truncate(self._console.width * (1 + len(self._under_way)))
         self._live.update(text, refresh=True)

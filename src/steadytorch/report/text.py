@@ -5,6 +5,13 @@ from __future__ import annotations
 _UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
 
 
+def plain(text: object) -> str:
+    """The text with everything a terminal would act on, or hide, written as an escape sequence."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text)
+    )
+
+
 def unit_of(nanoseconds: float) -> tuple[str, float]:
     """The unit a time is best read in, and how many ns it has."""
     for name, size in _UNITS_NS:
@@ -22,11 +29,10 @@ def duration(nanoseconds: float) -> str:
 
 def seconds(value: float) -> str:
     """Seconds as `0.4 s`, `24 s` or `3 min 20 s`."""
-    if value < 10:
+    if value < 9.95:
         return f"{value:.1f} s"
-    if value < 120:
-        return f"{value:.0f} s"
-    return f"{value // 60:.0f} min {value % 60:.0f} s"
+    whole = round(value)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
 
 
 def size(byte_count: float) -> str:

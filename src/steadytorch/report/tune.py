@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steadytorch.plan.plan import Evidence, Plan, Timing, Trial
-from steadytorch.report.text import duration, percent_above, seconds, size, unit_of
+from steadytorch.report.text import duration, percent_above, plain, seconds, size, unit_of
 from steadytorch.transforms.base import Candidate
 
 _MOST_LISTED = 6
@@ -20,7 +20,7 @@ _MOST_LISTED = 6
 
 def name_of(candidate: Candidate) -> str:
     """The candidate in one line."""
-    return " + ".join(map(str, candidate)) or "untouched"
+    return plain(" + ".join(map(str, candidate))) or "untouched"
 
 
 def render_trials(console: Console, trials: Sequence[Trial], chosen: Candidate | None) -> None:
@@ -31,7 +31,8 @@ def render_trials(console: Console, trials: Sequence[Trial], chosen: Candidate |
         console.print(_table(timed, base, chosen))
     for trial in trials:
         if trial.median_ns is None:
-            text = Text(f"{name_of(trial.transforms)}: {trial.status}: {trial.reason}", "yellow")
+            outcome = plain(f"{trial.status}: {trial.reason}")
+            text = Text(f"{name_of(trial.transforms)}: {outcome}", "yellow")
             console.print(Padding(text, (0, 0, 0, 2)))
 
 
@@ -69,7 +70,8 @@ def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
         name.append("\n<- the plan")
     elif trial.status != "ok" or trial.reason:
         label = trial.reason or trial.status
-        name.append(f"\n{label if trial.status == 'ok' else f'{trial.status}: {label}'}", "yellow")
+        label = label if trial.status == "ok" else f"{trial.status}: {label}"
+        name.append(f"\n{plain(label)}", "yellow")
     return name
 
 
@@ -90,7 +92,7 @@ def render_plan(console: Console, plan: Plan, heading: str) -> None:
     evidence = plan.evidence
     console.print(Text.assemble((f"{heading}: ", "bold"), (name_of(plan.candidate), "bold green")))
     for line in _claims(plan, evidence):
-        console.print(Padding(Text(line), (0, 0, 0, 2)))
+        console.print(Padding(Text(plain(line)), (0, 0, 0, 2)))
 
 
 def _claims(plan: Plan, evidence: Evidence) -> list[str]:
@@ -152,4 +154,5 @@ def render_left_out(console: Console, evidence: Evidence) -> None:
     for reason, names in reasons.items():
         listed = ", ".join(names[:_MOST_LISTED])
         more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-        console.print(Padding(Text(f"{reason}: {listed}{more}", "dim"), (0, 0, 0, 2)))
+        text = plain(f"{reason}: {listed}{more}")
+        console.print(Padding(Text(text, "dim"), (0, 0, 0, 2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,11 +73,9 @@ def foldable_pairs(workload: Workload) -> list[Pair]:
     Raises:
         Exception: whatever the model's `forward` raises when traced with symbols.
     """
-    from torch import fx
-
     # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
     model = copy_with(workload.model, lambda tensor: tensor)
-    graph = fx.Tracer().trace(model, concrete_args=_constants(workload))
+    graph = _trace(model, _constants(workload))
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     read = {node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
@@ -94,6 +93,31 @@ def foldable_pairs(workload: Workload) -> list[Pair]:
         if source is not None and alone(source, _CONVOLUTIONS) and len(source.users) == 1:
             pairs.append(Pair(str(source.target), str(node.target)))
     return pairs
+
+
+_TRACING = threading.Lock()
+"""torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
+
+
+def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
+    """Traces on this thread alone; modules that others call meanwhile run as ever."""
+    from torch import fx
+
+    class ThreadTracer(fx.Tracer):
+        thread = threading.get_ident()
+
+        def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return forward(*args, **kwargs)
+            return super().call_module(m, forward, args, kwargs)
+
+        def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return attr_val
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    with _TRACING:
+        return ThreadTracer().trace(model, concrete_args=constants)
 
 
 def _constants(workload: Workload) -> dict[str, Any]:

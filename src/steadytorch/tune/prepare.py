@@ -63,6 +63,8 @@ class Preparation:
         self.character: Character | None = None
         self.retry: list[Candidate] = []
         """Candidates that ran out of memory beside others and are owed a trial on their own."""
+        self.under_way: list[LiveTrial] = []
+        """Trials of a `prepare` that has not returned."""
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload, and in a process of its own the reference for all others.
@@ -104,11 +106,11 @@ class Preparation:
         self.retry = [candidate for candidate in self.retry if candidate not in queue]
         if self._retried.intersection(queue):
             slots = 1
-        done: list[LiveTrial] = []
         live: list[LiveTrial] = []
         while queue or live:
             while queue and len(live) < slots:
                 trial = self._new_trial(queue.pop(0))
+                self.under_way.append(trial)
                 trial.worker.send("load", device=self._device, ambient=self._ambient)
                 live.append(trial)
             wait_any([trial.worker for trial in live], 0.25)
@@ -118,7 +120,7 @@ class Preparation:
                     self._advance(trial, deadline_s, crowded=others + len(live) > 1)
                 if trial.stage == "timing" or not trial.ok:
                     live.remove(trial)
-                    done.append(trial)
+        done, self.under_way = self.under_way, []
         return done
 
     def kill_all(self) -> None:

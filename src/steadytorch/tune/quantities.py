@@ -19,7 +19,7 @@ def parse_duration(text: str | float) -> float:
     Raises:
         UsageError: not a positive time.
     """
-    return _parse(str(text), _SECONDS, "a time such as 90s, 3m or 1h")
+    return _parse(str(text), _SECONDS, 1e-9, "a time such as 90s, 3m or 1h")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -28,12 +28,12 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         UsageError: not a positive size.
     """
-    return int(_parse(str(text), _BYTES, "a size such as 8GiB or 500MB"))
+    return int(_parse(str(text), _BYTES, 1, "a size such as 8GiB or 500MB"))
 
 
-def _parse(text: str, units: dict[str, float] | dict[str, int], kind: str) -> float:
+def _parse(text: str, units: dict[str, float] | dict[str, int], least: float, kind: str) -> float:
     match = _QUANTITY.fullmatch(text)
     factor = units.get(match[2].lower()) if match else None
-    if match is None or factor is None or not 0 < float(match[1]) * factor < 1e18:
+    if match is None or factor is None or not least <= float(match[1]) * factor < 1e18:
         raise UsageError(f"{text!r} is not {kind}")
     return float(match[1]) * factor

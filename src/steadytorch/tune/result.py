@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.measure.measurement import Measurement
+from steadytorch.measure.race import Judgement
 from steadytorch.plan.plan import Evidence, Speedup, Timing, Trial
 from steadytorch.transforms.base import Candidate
+from steadytorch.tune.verify import Reference
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,40 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
             not_tried=self.not_tried,
             search_s=self.seconds,
         )
+
+
+def speedup_of(judgement: Judgement) -> Speedup:
+    """Turns an effect on time into a ratio of times; the interval's ends change places."""
+
+    def ratio(effect: float | None) -> float | None:
+        return None if effect is None else 1.0 / (1.0 + effect)
+
+    estimate = ratio(judgement.estimate)
+    assert estimate is not None
+    return Speedup(
+        estimate,
+        ratio(judgement.high),
+        ratio(judgement.low),
+        "process",
+        judgement.verdict,
+        judgement.pairs,
+    )
+
+
+def reference_text(reference: Reference | None) -> str:
+    """The precision of the reference, and why it is not float64 where it is not."""
+    if reference is None:
+        return "none"
+    return f"{reference.precision}; {reference.note}" if reference.note else reference.precision
+
+
+def break_even_calls(
+    gain_ns: float, setup_s: float | None, baseline_setup_s: float | None
+) -> int | None:
+    """Calls after which a longer set-up is paid back; None if nothing is gained, or not known."""
+    if gain_ns <= 0 or setup_s is None or baseline_setup_s is None:
+        return None
+    return max(0, round((setup_s - baseline_setup_s) / (gain_ns * 1e-9)))
 
 
 def _timing(measured: Measurement) -> Timing:

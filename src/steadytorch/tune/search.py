@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from random import Random
 
 import numpy as np
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import Measurement
-from steadytorch.measure.race import LOOKS, Judgement, compare, race
+from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.plan import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.moves import ALLOWED, Moves, describe
 from steadytorch.tune.prepare import Preparation, Watcher
-from steadytorch.tune.result import TuneResult
-from steadytorch.tune.select import BlockShape, Options, block_shape, block_statistic, choose
+from steadytorch.tune.result import TuneResult, break_even_calls, reference_text, speedup_of
+from steadytorch.tune.select import Options, block_shape, block_statistic, choose
 from steadytorch.tune.trial import LiveTrial
-from steadytorch.tune.verify import Reference
 from steadytorch.workload.workload import Workload
 
-SCREEN_BLOCKS = 6
-"""The fewest whose medians support a 95 % interval."""
-KEEP = 4
 NEAR = 1.10
 """Only candidates within this factor of the leader stay for the final race."""
-P99_SAMPLES = 1100
+P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
 
@@ -63,12 +61,11 @@ class Search:
     ) -> None:
         self._workload, self._preparation = workload, preparation
         self._available, self._not_applicable = tuple(available), not_applicable
-        self._options, self._watcher, self._slots, self._now = options, watcher, slots, now
+        self._options, self._watcher, self._slots = options, watcher, slots
+        self._budget = Budget(options.budget_s, now)
         self._rng = Random(options.seed)
-        self._start = now()
         self._trials: list[LiveTrial] = []
         self._not_tried: dict[str, str] = {}
-        self._shape = BlockShape(5, 1e6)
         self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
 
     def run(self) -> TuneResult:
@@ -93,18 +90,18 @@ class Search:
     def _measure_baseline(self) -> None:
         self._watcher.phase("the untouched workload")
         try:
-            baseline = self._preparation.baseline(self._remaining)
-            quiet = baseline.block(self._options.metric, 5, max(1.0, self._remaining()))
+            baseline = self._preparation.baseline(self._budget.remaining)
+            quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
         self._trials.append(baseline)
-        self._shape = block_shape(self._options, float(np.median(quiet)))
-        least = 2 * LOOKS[0] * self._shape.expected_s
-        if self._remaining() < least:
+        self._budget.shape = block_shape(self._options, float(np.median(quiet)))
+        least = self._budget.confirmation_s()
+        if self._budget.remaining() < least:
             raise UsageError(
-                f"a budget of {self._options.budget_s:.0f} s is too small: {self._spent():.0f} s "
-                "went into starting and measuring the untouched workload; give at least "
-                f"{3 * self._spent() + 2 * least:.0f} s"
+                f"a budget of {self._options.budget_s:.0f} s is too small: starting and measuring "
+                f"the untouched workload took {self._budget.spent():.0f} s of it; give at least "
+                f"{3 * self._budget.spent() + 2 * least:.0f} s"
             )
 
     def _explore(self) -> None:
@@ -132,18 +129,21 @@ class Search:
             self._watcher.phase(
                 f"final race of {len(arms) - 1} candidates and the untouched workload"
             )
-            reserve_s = self._reserve_s(confirmation_only=True)
+            reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
             result = race(
                 [self._arm(trial) for trial in arms],
                 rng=self._rng,
-                stop=lambda: self._remaining() < reserve_s,
+                stop=lambda: self._budget.remaining() < reserve_s,
             )
             peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
             chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
         self._confirm(chosen)
 
     def _confirm(self, chosen: LiveTrial) -> None:
-        """Fresh pairs of baseline and winner; the untouched workload stays unless beaten."""
+        """Fresh pairs of baseline and winner; the untouched workload stays unless beaten.
+
+        A winner that dies meanwhile is rejected, and the choice is made anew among the others.
+        """
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
         marks = {id(t): len(t.blocks) for t in (self._baseline, chosen)}
         if chosen is self._baseline:
@@ -152,14 +152,18 @@ class Search:
             alone = self._measured(chosen, marks)
             self._final = (alone, alone, chosen, Speedup(1.0, None, None, "process", "tie", 0))
             return
-        judgement, _ = compare(
-            self._arm(self._baseline),
-            self._arm(chosen),
-            rng=self._rng,
-            stop=lambda: False,
-            looks=LOOKS if self._remaining() > 0 else LOOKS[:1],
-        )
-        self._top_up(chosen, marks)
+        try:
+            judgement, _ = compare(
+                lambda: self._timed_block(self._baseline),
+                lambda: self._timed_block(chosen),
+                rng=self._rng,
+                stop=lambda: False,
+                looks=LOOKS if self._budget.remaining() > 0 else LOOKS[:1],
+            )
+            self._top_up(chosen, marks)
+        except WorkerFault:
+            self._decide()
+            return
         faster = judgement.verdict == "faster"
         winner = chosen if faster else self._baseline
         if not faster:
@@ -169,7 +173,7 @@ class Search:
             self._measured(self._baseline, marks),
             self._measured(winner, marks),
             winner,
-            _speedup(judgement) if faster else Speedup(1.0, None, None, "process", "tie", 0),
+            speedup_of(judgement) if faster else Speedup(1.0, None, None, "process", "tie", 0),
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
@@ -179,19 +183,19 @@ class Search:
         for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
             missing = target - taken
             cost_s = missing * 1.5e-9 * sum(t.screened_ns for t in both)
-            if missing <= 0 or cost_s > min(most_s, max(self._remaining(), 0.0)):
+            if missing <= 0 or cost_s > min(most_s, max(self._budget.remaining(), 0.0)):
                 continue
             size = min(missing, 50)
             for _ in range(-(-missing // size)):
                 for trial in self._rng.sample(both, 2):
-                    trial.block(self._options.metric, size, 60.0 + 100 * self._shape.expected_s)
+                    self._timed_block(trial, size)
             return
 
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Sets the candidates up side by side, then screens them one at a time."""
-        deadline_s = max(20.0, self._remaining() - self._reserve_s())
+        deadline_s = self._budget.deadline_s(candidates, self._trials)
         others = len(self._alive())
         fresh = self._preparation.prepare(candidates, self._slots, deadline_s, others)
         again = {trial.candidate for trial in fresh}
@@ -203,9 +207,7 @@ class Search:
         arms = self._alive()
         for _ in range(SCREEN_BLOCKS):
             for trial in self._rng.sample(arms, len(arms)):
-                if trial.ok:
-                    self._timed_block(trial)
-            self._watcher.tick()
+                self._arm(trial)()
         for trial in fresh:
             if trial.ok:
                 self._watcher.timed(describe(trial.candidate), trial.screened_ns)
@@ -216,21 +218,34 @@ class Search:
             if id(trial) not in keep:
                 trial.worker.close()
 
-    def _timed_block(self, trial: LiveTrial) -> float:
-        deadline = 30.0 + 20 * self._shape.expected_s
+    def _timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
+        """The statistic of one more block.
+
+        Raises:
+            WorkerFault: the candidate died, now or before; it is rejected.
+            UsageError: the untouched workload died.
+        """
+        if trial.status != "ok":
+            raise WorkerFault(Fault.EXIT, trial.reason or "")
+        count = count or self._budget.shape.count
+        deadline_s = 30.0 + 20e-9 * (count + 2) * self._budget.shape.iteration_ns
         try:
-            times = trial.block(self._options.metric, self._shape.count, deadline)
+            times = trial.block(self._options.metric, count, deadline_s)
         except WorkerFault as fault:
             if trial is self._baseline:
                 raise self._workload_fails(fault) from fault
-            return float("inf")
+            raise
+        self._watcher.tick()
         return block_statistic(self._options, times)
 
     def _arm(self, trial: LiveTrial) -> Callable[[], float]:
+        """Blocks of a trial for a race; one that died takes for ever."""
+
         def block() -> float:
-            value = self._timed_block(trial)
-            self._watcher.tick()
-            return value
+            try:
+                return self._timed_block(trial)
+            except WorkerFault:
+                return float("inf")
 
         return block
 
@@ -277,39 +292,12 @@ class Search:
             found.extend(c for c in moves.neighbours(leader.candidate) if c not in found)
         return found
 
-    # -- budget ---------------------------------------------------------------------------------
-
-    def _spent(self) -> float:
-        return self._now() - self._start
-
-    def _remaining(self) -> float:
-        return self._options.budget_s - self._spent()
-
-    def _reserve_s(self, confirmation_only: bool = False) -> float:
-        """Seconds to keep for the final race and the confirmation."""
-        blocks = 2 * LOOKS[0] if confirmation_only else (2 + KEEP) * LOOKS[0]
-        return min(blocks * self._shape.expected_s, 0.4 * self._options.budget_s)
-
     def _affordable(self, batch: Sequence[Candidate]) -> list[Candidate]:
         """The first few untried ones whose expected set-up fits beside the reserve."""
-        left = self._remaining() - self._reserve_s()
-        retry = self._preparation.retry
+        left_s, retry = self._budget.left_to_explore(), self._preparation.retry
         untried = [c for c in batch if c in retry or not self._known(c)]
-        return [c for c in untried if self._expected_setup_s(c) < left][: self._slots]
-
-    def _expected_setup_s(self, candidate: Candidate) -> float:
-        """What set-ups with the same compiler setting took, else a cautious guess."""
-        compiled = [spec for spec in candidate if spec.name == "compile"]
-        seen = [
-            t.set_up.setup_s
-            for t in self._trials
-            if t.set_up is not None and [s for s in t.candidate if s.name == "compile"] == compiled
-        ]
-        start_s = 8.0 + 2 * SCREEN_BLOCKS * self._shape.expected_s
-        if seen:
-            return start_s + 1.3 * max(seen)
-        heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
-        return start_s + (150.0 if heavy else 25.0 if compiled else 2.0)
+        fitting = (c for c in untried if self._budget.expected_setup_s(c, self._trials) < left_s)
+        return list(islice(fitting, self._slots))
 
     # -- outcome --------------------------------------------------------------------------------
 
@@ -330,7 +318,9 @@ class Search:
         if self._final is not None:
             baseline, winner, live, speedup = self._final
             chosen = live.candidate
-            break_even = self._break_even(live, baseline, winner)
+            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._baseline)]
+            if live is not self._baseline:
+                break_even = break_even_calls(baseline.median_ns - winner.median_ns, *setups)
         elif self._trials and self._baseline.blocks:
             baseline = self._baseline.measured(self._options.metric)
         character = self._preparation.character
@@ -339,13 +329,13 @@ class Search:
             winner=winner,
             chosen=chosen,
             regime=character.regime if character else "unknown",
-            candidates=tuple(self._frozen(trial) for trial in self._trials),
+            candidates=tuple(map(self._frozen, [*self._trials, *self._preparation.under_way])),
             not_applicable=self._not_applicable,
             not_tried=self._not_tried,
             speedup=speedup,
             break_even_calls=break_even,
-            reference=_reference_text(self._preparation.reference),
-            seconds=self._spent(),
+            reference=reference_text(self._preparation.reference),
+            seconds=self._budget.spent(),
             interrupted=interrupted,
         )
 
@@ -355,35 +345,3 @@ class Search:
         if trial.status == "ok" and not self._allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"
         return trial.frozen(self._allowed(trial))
-
-    def _break_even(
-        self, live: LiveTrial, baseline: Measurement, winner: Measurement
-    ) -> int | None:
-        gain_s = (baseline.median_ns - winner.median_ns) * 1e-9
-        if live is self._baseline or gain_s <= 0 or not live.set_up or not self._baseline.set_up:
-            return None
-        return max(0, round((live.set_up.setup_s - self._baseline.set_up.setup_s) / gain_s))
-
-
-def _speedup(judgement: Judgement) -> Speedup:
-    """Turns an effect on time into a ratio of times; the interval's ends change places."""
-
-    def ratio(effect: float | None) -> float | None:
-        return None if effect is None else 1.0 / (1.0 + effect)
-
-    estimate = ratio(judgement.estimate)
-    assert estimate is not None
-    return Speedup(
-        estimate,
-        ratio(judgement.high),
-        ratio(judgement.low),
-        "process",
-        judgement.verdict,
-        judgement.pairs,
-    )
-
-
-def _reference_text(reference: Reference | None) -> str:
-    if reference is None:
-        return "none"
-    return f"{reference.precision}; {reference.note}" if reference.note else reference.precision

@@ -77,6 +77,11 @@ class Session:
                 f"{workload.name} is a training workload: tuning covers inference; "
                 "leave --train out, or pass Workload(model, inputs)"
             )
+        if (norm := _updating_norm(workload)) is not None:
+            raise UsageError(
+                f"{workload.name} is in training mode, where each call updates the statistics of "
+                f"{norm}: call model.eval() first"
+            )
         self.workload, self.options = workload, options
         self._device = resolve_device(device or str(workload.device))
         self.facts: DeviceFacts = load_facts(self._device)
@@ -176,6 +181,17 @@ class Session:
     def _memory_limit(self) -> int:
         """Host memory per worker: most of what is available now, so that none takes the machine."""
         return int(0.8 * psutil.virtual_memory().available)
+
+
+def _updating_norm(workload: Workload) -> str | None:
+    """A normalisation layer that writes its running statistics in forward, by name."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    modules = [] if workload.module is None else workload.module.named_modules()
+    for name, module in modules:
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            return name or type(module).__name__
+    return None
 
 
 def _located(plan: Plan, path: Path | None) -> Plan:

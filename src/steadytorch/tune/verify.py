@@ -8,11 +8,12 @@ the errors alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils import _pytree as pytree
 
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
@@ -21,6 +22,9 @@ INPUT_SETS = 3
 """Fresh random inputs per verification."""
 SAME_FACTOR = 2.0
 """Class `same`: at most this many times the untouched workload's own error."""
+REPEATABLE = 1e-4
+"""Two calls of the reference may differ by this relative L2 error: far more than another order of
+sums brings in float32, far less than a random mask does."""
 MAX_ERROR_FACTOR = 4.0
 """The largest single error may be this many times the tolerance on the relative L2 error."""
 TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
@@ -70,7 +74,10 @@ class Reference(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def fresh_inputs(workload: Workload, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def fresh_inputs(workload: Workload, seed: int) -> Arguments:
     """Random arguments with the shapes, layouts and value ranges of the workload's own.
 
     Each element is drawn from the elements of the given tensor, which keeps indices and masks
@@ -95,7 +102,7 @@ def fresh_inputs(workload: Workload, seed: int) -> tuple[tuple[Any, ...], dict[s
     )
 
 
-def _call(model: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def _call(model: Any, arguments: Arguments) -> Any:
     return model(*arguments[0], **arguments[1])
 
 
@@ -103,34 +110,55 @@ def _detached(tree: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors_of(tree)]
 
 
+def _nesting(tree: Any) -> str:
+    return str(pytree.tree_structure(tree))
+
+
+def _outputs(model: Any, arguments: Arguments) -> tuple[list[torch.Tensor], str]:
+    returned = _call(model, arguments)
+    return _detached(returned), _nesting(returned)
+
+
 def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
     """Runs the untouched workload at its own precision and at a higher one.
 
     Returns:
-        The data candidates are compared with (input sets, reference outputs, own outputs), to be
-        saved for their workers, and the summary for the parent.
+        The data candidates are compared with (the tensors of each input set, reference outputs, own
+        outputs and their nesting), to be saved for their workers, and the summary for the parent.
     """
     notes: list[str] = []
     with torch.no_grad():
         sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
         fresh = True
         try:
-            own = [_detached(_call(workload.model, arguments)) for arguments in sets]
+            called = [_outputs(workload.model, arguments) for arguments in sets]
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:
             fresh = False
             notes.append(f"random inputs do not fit ({_short(error)}), used the given ones")
             sets = [(workload.inputs, dict(workload.kwargs))]
-            own = [_detached(_call(workload.model, arguments)) for arguments in sets]
-        again = _detached(_call(workload.model, sets[0]))
+            called = [_outputs(workload.model, arguments) for arguments in sets]
+        own = [outputs for outputs, _ in called]
+        again, _ = _outputs(workload.model, sets[0])
         try:
-            reference, precision = _outputs_in(torch.float64, workload, sets), "float64"
+            runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
         except (RuntimeError, TypeError, ValueError) as error:
             notes.append(f"float64 cannot run ({_short(error)})")
-            reference, precision = _outputs_in(torch.float32, workload, sets), "float32"
+            runs, precision = _outputs_in(torch.float32, workload, [*sets, sets[0]]), "float32"
+    reference, reference_again = runs[:-1], runs[-1]
     error = _worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
-    noise = _worst([output_error(again, own[0])])
-    repeatable = noise.relative_l2 <= max(error.relative_l2, _resolution(own[0]))
-    data = {"sets": sets, "reference": reference, "own": own}
+    noise = output_error(again, own[0]).relative_l2
+    # What is random is as far from its reference as from itself: only the reference's own noise,
+    # which rounding does not explain, tells it from a workload that is merely imprecise.
+    repeatable = (
+        noise <= max(error.relative_l2, _resolution(own[0]))
+        and output_error(reference_again, reference[0]).relative_l2 <= REPEATABLE
+    )
+    data = {
+        "sets": [tensors_of(arguments) for arguments in sets],
+        "reference": reference,
+        "own": own,
+        "nesting": [nesting for _, nesting in called],
+    }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
 
 
@@ -139,50 +167,77 @@ def _short(error: BaseException) -> str:
 
 
 def _outputs_in(
-    dtype: torch.dtype, workload: Workload, sets: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    dtype: torch.dtype, workload: Workload, sets: list[Arguments]
 ) -> list[list[torch.Tensor]]:
     """Outputs of a copy in `dtype`, with TF32 off; this runs in a process made for it."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     model = copy.deepcopy(workload.model)
     if isinstance(model, torch.nn.Module):
-        model = model.to(dtype)
+        model = model._apply(widen)  # Module.to would make complex weights real
     return [_detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
 
 
-def verify(model: Any, data: dict[str, Any]) -> Verification:
+def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification:
     """Compares a candidate with the reference on every input set.
 
     Args:
         model: the transformed model, called as the untouched one is.
+        workload: the untouched workload; its arguments say how inputs are nested.
         data: what `make_reference` returned.
     """
     errors: list[OutputError] = []
     first, kept = None, []
-    for arguments, reference, own in zip(data["sets"], data["reference"], data["own"], strict=True):
-        given = _detached(arguments)
+    for i, tensors in enumerate(data["sets"]):
+        arguments = _nested(workload, tensors)
+        given = _detached(tensors)
         returned = _call(model, arguments)
         outputs = _detached(returned)
-        fault = _form_fault(outputs, own)
-        if fault is None and not _equal(given, tensors_of(arguments)):
+        fault = _form_fault(outputs, data["own"][i])
+        if fault is None and _nesting(returned) != data["nesting"][i]:
+            fault = "nests its outputs in other containers than the untouched workload"
+        if fault is None and not _equal(given, tensors):
             fault = "writes to its inputs"
         if fault is not None:
             return Verification(None, fault)
-        errors.append(output_error(outputs, reference))
+        errors.append(output_error(outputs, data["reference"][i]))
         if first is None:
             first, kept = returned, outputs
-    if len(data["sets"]) == 1:
-        _call(model, data["sets"][0])
-    if not _equal(kept, tensors_of(first)):
+    if _overwrites(model, workload, data["sets"], first, kept):
         return Verification(None, "a later call overwrites the result of an earlier one")
     return Verification(_worst(errors))
 
 
+def _nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
+    """The workload's own arguments with other tensors in their places."""
+    following = iter(tensors)
+    return map_tensors(lambda _: next(following), (workload.inputs, dict(workload.kwargs)))
+
+
+def _overwrites(
+    model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[torch.Tensor]
+) -> bool:
+    """Whether the first result was overwritten by a later call, or would be by one."""
+    if len(sets) > 1:
+        return not _equal(kept, tensors_of(first))
+    # One input set only: a second call writes the same values, so memory is looked at instead.
+    again = _call(model, _nested(workload, [tensor.clone() for tensor in sets[0]]))
+    return bool(_memory(first) & _memory(again))
+
+
+def _memory(tree: Any) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors_of(tree) if t.numel()}
+
+
 def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:
+    if not own:
+        return "cannot be verified: the untouched workload returns no tensor to compare"
     if len(outputs) != len(own):
         return f"returns {len(outputs)} tensors, the untouched workload returns {len(own)}"
     for i, (out, expected) in enumerate(zip(outputs, own, strict=True)):
@@ -192,15 +247,19 @@ def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | N
             return f"output {i} is {out.dtype}, expected {expected.dtype}".replace("torch.", "")
         if out.device != expected.device:
             return f"output {i} is on {out.device}, expected {expected.device}"
-        if expected.isfinite().all() and not out.isfinite().all():
-            kind = "NaN" if out.isnan().any() else "infinity"
+        lost = expected.isfinite() & ~out.isfinite()
+        if lost.any():
+            kind = "NaN" if out[lost].isnan().any() else "infinity"
             return f"output {i} holds {kind}"
+        if not _equal([expected[~expected.isfinite()]], [out[~expected.isfinite()]]):
+            return f"output {i} differs where the untouched workload's is infinite or NaN"
     return None
 
 
 def _equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+        torch.equal(a, b)
+        or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
         for a, b in zip(before, after, strict=True)
     )
 
@@ -211,6 +270,8 @@ def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> 
     for out, ref in zip(outputs, reference, strict=True):
         if ref.numel() == 0:
             continue
+        if ref.is_complex():
+            out, ref = torch.view_as_real(out), torch.view_as_real(ref)
         if not ref.is_floating_point():
             differs = float((out != ref).double().mean())
             worst = _worst([worst, OutputError(differs, differs)])
@@ -235,7 +296,8 @@ def _worst(errors: Iterable[OutputError]) -> OutputError:
 
 
 def _resolution(outputs: list[torch.Tensor]) -> float:
-    return max((torch.finfo(o.dtype).eps for o in outputs if o.is_floating_point()), default=0.0)
+    inexact = [o.dtype for o in outputs if o.is_floating_point() or o.is_complex()]
+    return max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)
 
 
 def decide(

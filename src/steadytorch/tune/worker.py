@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from steadytorch import transforms
 from steadytorch.device.roofline import matrix_rate
-from steadytorch.measure.sampler import Sampler, WarmUp, grouped, sampler_for, warm_up
+from steadytorch.measure.sampler import Sampler, StepError, WarmUp, grouped, sampler_for, warm_up
 from steadytorch.transforms.base import TransformSpec, applied_in_order
 from steadytorch.tune.verify import make_reference, verify
 from steadytorch.workload import travel
@@ -60,6 +61,15 @@ class Character(msgspec.Struct, frozen=True):
     matrix_share: float
 
 
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raises what the model raised: its type and text decide what becomes of the candidate."""
+    try:
+        yield
+    except StepError as error:
+        raise error.__cause__ or error from None
+
+
 class TuningHandler:
     """Answers a tuning parent. Methods take and return msgpack types.
 
@@ -83,6 +93,7 @@ class TuningHandler:
         self._workload = loaded.to(device)
         self._sampler = sampler_for(self._workload.device.type)
 
+    @_own_errors()
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
         """Applies the candidate and warms it up; returns a `SetUp`."""
         specs = msgspec.convert(candidate, list[TransformSpec])
@@ -113,8 +124,9 @@ class TuningHandler:
             map_location=self._workload.device,
             weights_only=True,
         )
-        return msgspec.to_builtins(verify(self._model, data))
+        return msgspec.to_builtins(verify(self._model, self._workload, data))
 
+    @_own_errors()
     def block(self, metric: str, count: int) -> list[int]:
         """Times a block of `count` iterations in ns each, after `DISCARD` that are not kept."""
         step = grouped(self._step, self._group)
@@ -124,6 +136,7 @@ class TuningHandler:
             times, _ = self._sampler.periods(step, count + DISCARD)
         return (np.asarray(times[DISCARD:]) // self._group).tolist()
 
+    @_own_errors()
     def characterise(self) -> dict[str, Any]:
         """Says what bounds the workload as it runs now; returns a `Character`."""
         periods, host = self._sampler.periods(self._step, 12)

@@ -1,0 +1,323 @@
+"""What a recorder reads at each tick: the operating system, the GPU, and PyTorch's own counters.
+
+A channel raises where it cannot be read; the recorder then lets it go, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from steadytorch.device import host
+from steadytorch.device.facts import gpu_properties, parse_device
+from steadytorch.device.nvml import NvmlGpu, open_gpu
+from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
+from steadytorch.device.recording import mask_of
+from steadytorch.device.telemetry import count_others, holds_context, own_pids
+
+GPU_FIELDS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
+ALLOCATOR_FIELDS = ("allocator_retries", "allocator_device_calls")
+
+NEIGHBOURS_EVERY = 10
+"""The driver's process list takes over 100 us, ten times a reading of the clock."""
+
+_ENOUGH_READINGS = 10  # over ten ticks even one core's counters at 100 Hz must move
+
+
+class Channel(Protocol):
+    """One source of one or more columns.
+
+    Attributes:
+        fields: the columns of the recording it fills, in the order that `read` returns them.
+        every: it is read at every so many ticks, and its value held in between.
+    """
+
+    fields: tuple[str, ...]
+    every: int
+
+    def read(self) -> Sequence[int]:
+        """The values now."""
+        ...
+
+    def doubts(self) -> dict[str, str]:
+        """Asked after the last tick: the fields whose values mean nothing, with the reason."""
+        ...
+
+
+class ProcessUsage:
+    """Context switches and page faults of this process, less those of the thread that asks."""
+
+    fields = ("voluntary_switches", "involuntary_switches", "minor_faults", "major_faults")
+    every = 1
+
+    def __init__(self) -> None:
+        try:
+            import resource
+        except ImportError:
+            raise NotObservable("this operating system does not count them per process") from None
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            raise NotObservable("this operating system does not count them per thread")
+        self._resource: Any = resource
+
+    def read(self) -> Sequence[int]:
+        """The four counts; a getrusage costs under a microsecond."""
+        whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
+        own = self._resource.getrusage(self._resource.RUSAGE_THREAD)
+        return (
+            whole.ru_nvcsw - own.ru_nvcsw,
+            whole.ru_nivcsw - own.ru_nivcsw,
+            whole.ru_minflt - own.ru_minflt,
+            whole.ru_majflt - own.ru_majflt,
+        )
+
+    def doubts(self) -> dict[str, str]:
+        """Sandboxes that count nothing: the recorder's thread waits between ticks, at least."""
+        whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
+        reason = "the kernel counts none at all, as in some sandboxes"
+        silent = self.fields[:2] if whole.ru_nvcsw + whole.ru_nivcsw == 0 else ()
+        silent += self.fields[2:] if whole.ru_minflt + whole.ru_majflt == 0 else ()
+        return dict.fromkeys(silent, reason)
+
+
+class RunQueue:
+    """How long one thread has waited for a core, exact, from the scheduler.
+
+    Args:
+        thread_id: the thread as the kernel numbers it.
+        stack: closes the file.
+        root: stands for the root of the file system.
+    """
+
+    fields = ("wait_ns",)
+    every = 1
+
+    def __init__(self, thread_id: int, stack: ExitStack, root: Path = host.ROOT) -> None:
+        path = root / f"proc/self/task/{thread_id}/schedstat"
+        self._file = _open(path, stack)
+        self._run_ns = 0
+
+    def read(self) -> Sequence[int]:
+        """The waiting time in ns."""
+        self._run_ns, wait_ns = map(int, os.pread(self._file, 80, 0).split()[:2])
+        return (wait_ns,)
+
+    def doubts(self) -> dict[str, str]:
+        """A thread that has run for no time at all is not being timed."""
+        reason = "the kernel does not time its threads (schedstats are off)"
+        return {} if self._run_ns else {"wait_ns": reason}
+
+
+class CpuTimes:
+    """CPU time stolen and CPU time idle for a disk, over all cores.
+
+    Args:
+        stack: closes the file.
+        root: stands for the root of the file system.
+    """
+
+    fields = ("steal_ns", "iowait_ns")
+    every = 1
+
+    def __init__(self, stack: ExitStack, root: Path = host.ROOT) -> None:
+        self._file = _open(root / "proc/stat", stack)
+        self._step_ns = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        self._first = self._last = self._readings = 0
+
+    def read(self) -> Sequence[int]:
+        """Stolen time and disk-idle time in ns."""
+        line = os.pread(self._file, 256, 0).split(b"\n", 1)[0].split()
+        steps = [int(field) for field in line[1:9]]
+        if line[:1] != [b"cpu"] or len(steps) < 8 or not sum(steps):
+            raise NotObservable("/proc/stat does not count it")
+        self._last = sum(steps)
+        self._first = self._first or self._last
+        self._readings += 1
+        return steps[7] * self._step_ns, steps[4] * self._step_ns
+
+    def doubts(self) -> dict[str, str]:
+        """Counters that stand still, as some sandboxes leave them."""
+        if self._last > self._first or self._readings < _ENOUGH_READINGS:
+            return {}
+        return dict.fromkeys(self.fields, "the kernel's CPU time counters do not advance")
+
+
+class Compilations:
+    """Frames torch.compile began to compile; zero for as long as it is not loaded."""
+
+    fields = ("compilations",)
+    every = 1
+
+    def __init__(self) -> None:
+        self._last = self._count = 0
+
+    def read(self) -> Sequence[int]:
+        """The count so far, whatever the program resets in between."""
+        counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+        now = int(counters.get("frames", {}).get("total", 0))
+        self._count += now - self._last if now >= self._last else now
+        self._last = now
+        return (self._count,)
+
+    def doubts(self) -> dict[str, str]:
+        """Nothing was compiled, and nothing could have been."""
+        if "torch._dynamo.utils" in sys.modules:
+            return {}
+        return {"compilations": "does not apply: torch.compile is not in use"}
+
+
+class Allocator:
+    """What PyTorch's CUDA allocator asked of the driver; zero until CUDA is initialised.
+
+    Args:
+        index: CUDA's number of the device.
+    """
+
+    fields = ALLOCATOR_FIELDS
+    every = 1
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._seen = False
+
+    def read(self) -> Sequence[int]:
+        """Retries, and segments requested or given back; initialises nothing."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return 0, 0
+        self._seen = True
+        counts = torch.cuda.memory_stats_as_nested_dict(self._index)
+        segments = counts.get("segment", {}).get("all", {})
+        calls = segments.get("allocated", 0) + segments.get("freed", 0)
+        return counts.get("num_alloc_retries", 0), calls
+
+    def doubts(self) -> dict[str, str]:
+        """There was no allocator to ask."""
+        reason = "CUDA is not initialised in this process"
+        return {} if self._seen else dict.fromkeys(self.fields, reason)
+
+
+class GpuReading:
+    """One reading of the GPU.
+
+    Args:
+        field: the column it fills.
+        reading: takes it.
+    """
+
+    every = 1
+
+    def __init__(self, field: str, reading: Callable[[], int]) -> None:
+        self.fields = (field,)
+        self._reading = reading
+
+    def read(self) -> Sequence[int]:
+        """The value now."""
+        return (self._reading(),)
+
+    def doubts(self) -> dict[str, str]:
+        """None: the library refuses what it does not know."""
+        return {}
+
+
+class Neighbours:
+    """How many processes of others have a compute context on the GPU.
+
+    Args:
+        gpu: the GPU.
+        index: CUDA's number of it.
+    """
+
+    fields = ("other_gpu_processes",)
+    every = NEIGHBOURS_EVERY
+
+    def __init__(self, gpu: NvmlGpu, index: int) -> None:
+        self._gpu, self._index = gpu, index
+        self._listed: tuple[Any, ...] = ()
+        self._others = 0
+
+    def read(self) -> Sequence[int]:
+        """The count; finding out which processes are our own takes milliseconds, so only if new."""
+        listed = (holds_context(self._index), *self._gpu.compute_pids())
+        if listed != self._listed:
+            has_context, *pids = listed
+            self._others = count_others(pids, own_pids(), has_context=bool(has_context))
+            self._listed = listed
+        return (self._others,)
+
+    def doubts(self) -> dict[str, str]:
+        """None: a list that cannot be right is refused when read."""
+        return {}
+
+
+def open_channels(
+    device: str,
+    thread_id: int,
+    stack: ExitStack,
+    readings: Readings,
+    *,
+    library: Any = None,
+    root: Path = host.ROOT,
+) -> list[Channel]:
+    """All channels that open here; the others leave their reason in `readings`.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:i".
+        thread_id: the measured thread, as the kernel numbers it.
+        stack: closes what is opened.
+        readings: takes the reasons.
+        library: stands in for nvidia-ml-py; None imports it.
+        root: stands for the root of the file system.
+
+    Raises:
+        UsageError: `device` is malformed.
+    """
+    kind, index = parse_device(device)
+    sources: list[tuple[tuple[str, ...], Callable[[], Channel]]] = [
+        (ProcessUsage.fields, ProcessUsage),
+        (RunQueue.fields, lambda: RunQueue(thread_id, stack, root)),
+        (CpuTimes.fields, lambda: CpuTimes(stack, root)),
+        (Compilations.fields, Compilations),
+    ]
+    if kind == "cuda":
+        sources.append((Allocator.fields, lambda: Allocator(index)))
+    channels: list[Channel] = []
+    for fields, source in sources:
+        try:
+            channels.append(source())
+        except Exception as error:  # as with any reading; see `Readings.read`
+            readings.refuse(fields, error)
+    if kind == "cuda":
+        return channels + _gpu_channels(index, stack, readings, library)
+    readings.refuse((*GPU_FIELDS, *ALLOCATOR_FIELDS), NOT_ON_CPU)
+    return channels
+
+
+def _gpu_channels(index: int, stack: ExitStack, readings: Readings, library: Any) -> list[Channel]:
+    try:
+        if "torch" not in sys.modules:
+            raise NotObservable("PyTorch, which names the GPU, is not loaded in this process")
+        uuid = str(gpu_properties(index).uuid)
+        gpu = stack.enter_context(open_gpu(uuid, index, library))
+    except Exception as error:
+        readings.refuse(GPU_FIELDS, error)
+        return []
+    return [
+        GpuReading("sm_clock_mhz", gpu.sm_clock_mhz),
+        GpuReading("power_milliwatts", lambda: round(1000 * gpu.power_watts())),
+        GpuReading("clock_event_mask", lambda: mask_of(gpu.clock_event_reasons())),
+        Neighbours(gpu, index),
+    ]
+
+
+def _open(path: Path, stack: ExitStack) -> int:
+    """A file kept open: reading it anew at each tick would cost ten times as much."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise NotObservable(f"{path} cannot be read ({error.strerror})") from None
+    stack.callback(os.close, file)
+    return file

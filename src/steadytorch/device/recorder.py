@@ -1,0 +1,274 @@
+"""Records the machine beside a measurement: a thread that samples, and Python's collector itself.
+
+The collector's runs are exact, because it announces them. All else is sampled, so that an event is
+known to lie between two ticks. Counters are cumulative: a tick that comes late, or is thinned out,
+costs resolution and loses no event.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from steadytorch.device import host
+from steadytorch.device.channels import Channel, open_channels
+from steadytorch.device.facts import parse_device
+from steadytorch.device.observe import Readings
+from steadytorch.device.recording import COUNTERS, LEVELS, Recording
+from steadytorch.errors import UsageError
+
+MAX_TICKS = 8192
+"""Two minutes at 15 ms; then every second tick is let go, and so on. At most 1 MB of memory."""
+MAX_COLLECTIONS = 8192
+"""When full, short collections are let go until half is free."""
+MAX_CPU_SHARE = 0.005
+"""Of a core: where ticks cost more, they become rarer. What a probe may add to a measurement."""
+_PATIENCE_S = 10.0  # for a driver that hangs in a call: it must not hang the measurement
+
+
+class Tape:
+    """Columns of equal length, bounded: when full, every second row is let go.
+
+    Args:
+        limit: the most rows kept.
+    """
+
+    def __init__(self, limit: int = MAX_TICKS) -> None:
+        self.at_ns = array("q")
+        self.stride = 1
+        self._limit = limit
+        self._columns: dict[str, array[int]] = {}
+        self._latest: dict[str, int] = {}
+
+    def add(self, at_ns: int, row: dict[str, int]) -> None:
+        """Adds a row. The first names the columns; later, one not in `row` holds its last value."""
+        if not self.at_ns:
+            self._columns = {name: array("q") for name in row}
+        if len(self.at_ns) >= self._limit:
+            self.at_ns = self.at_ns[::2]
+            self._columns = {name: column[::2] for name, column in self._columns.items()}
+            self.stride *= 2
+        self._latest |= row
+        self.at_ns.append(at_ns)
+        for name, column in self._columns.items():
+            column.append(self._latest[name])
+
+    def drop(self, names: tuple[str, ...]) -> None:
+        """Lets columns go."""
+        for name in names:
+            self._columns.pop(name, None)
+            self._latest.pop(name, None)
+
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """All columns; counters count from the first row."""
+        return {
+            name: tuple(value - column[0] for value in column)
+            if name in COUNTERS
+            else tuple(column)
+            for name, column in self._columns.items()
+        }
+
+
+class GcWatch:
+    """Notes each run of the garbage collector, in whichever thread, while it is installed.
+
+    Args:
+        clock: nanoseconds on the time base of the samples.
+        limit: the most collections kept.
+    """
+
+    def __init__(self, clock: Callable[[], int], limit: int = MAX_COLLECTIONS) -> None:
+        self.events: list[tuple[int, int, int]] = []
+        self.dropped = 0
+        self.least_ns = 0
+        self._clock = clock
+        self._limit = limit
+        self._started: int | None = None
+
+    def install(self) -> None:
+        """Begins to listen."""
+        gc.callbacks.append(self._hear)
+
+    def remove(self) -> None:
+        """Stops; callbacks that others added meanwhile stay."""
+        if self._hear in gc.callbacks:
+            gc.callbacks.remove(self._hear)
+
+    def _hear(self, phase: str, info: dict[str, int]) -> None:
+        now = self._clock()
+        if phase == "start":
+            self._started = now
+            return
+        if self._started is None:  # installed while a collection ran
+            return
+        took, start = now - self._started, self._started
+        self._started = None
+        if took < self.least_ns:
+            self.dropped += 1
+            return
+        self.events.append((start, took, info["generation"]))
+        if len(self.events) >= self._limit:
+            self._thin()
+
+    def _thin(self) -> None:
+        while len(self.events) > self._limit // 2:
+            self.least_ns = 2 * self.least_ns or 1000
+            kept = [event for event in self.events if event[1] >= self.least_ns]
+            self.dropped += len(self.events) - len(kept)
+            self.events = kept
+
+
+class Recorder:
+    """Samples the machine while its body runs; `recording` holds the result afterwards.
+
+    Enter it in the thread that is measured, just around the measurement:
+
+        with Recorder("cuda") as recorder:
+            periods, host_ns = sampler.periods(step, 1000)
+        causes = attribute(starts_ns, periods, outliers, recorder.recording, host_ns)
+
+    What cannot be observed is unknown in the recording, with its reason; nothing is raised for it.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:i".
+        interval_s: from tick to tick, in seconds.
+        clock: nanoseconds on the time base of the samples.
+        library: stands in for nvidia-ml-py; None imports it.
+        root: stands for the root of the file system.
+
+    Raises:
+        UsageError: `device` is malformed, or the interval is not positive.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        interval_s: float = 0.015,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        library: Any = None,
+        root: Path = host.ROOT,
+    ) -> None:
+        self._kind, _ = parse_device(device)
+        if not 0 < interval_s <= threading.TIMEOUT_MAX:
+            raise UsageError(f"a recorder's interval must be positive, not {interval_s!r} s")
+        self._device, self._interval_s, self._clock = device, interval_s, clock
+        self._library, self._root = library, root
+        self._recording: Recording | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded.
+
+        Raises:
+            UsageError: The body has not ended yet.
+        """
+        if self._recording is None:
+            raise UsageError("a recorder holds its recording once its body has ended")
+        return self._recording
+
+    def __enter__(self) -> Recorder:
+        self._recording = None
+        self._tape, self._readings = Tape(), Readings()
+        self._pause_s, self._cpu_share = self._interval_s, 0.0
+        self._watched = threading.get_native_id()
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._collections = GcWatch(self._clock)
+        # A daemon, so that a call into a driver that never returns cannot keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="steadytorch-recorder", daemon=True)
+        self._thread.start()
+        try:
+            self._ready.wait(_PATIENCE_S)
+            self._collections.install()
+        except BaseException:  # interrupted: no `__exit__` will follow
+            self._stop.set()
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._collections.remove()
+        self._stop.set()
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            self._tape, self._readings = Tape(), Readings()
+            hung = f"a call into the driver or the system did not return in {_PATIENCE_S:g} s"
+            self._readings.refuse((*COUNTERS, *LEVELS), hung)
+        self._recording = self._result()
+
+    def _run(self) -> None:
+        try:
+            with ExitStack() as stack:
+                channels = open_channels(
+                    self._device,
+                    self._watched,
+                    stack,
+                    self._readings,
+                    library=self._library,
+                    root=self._root,
+                )
+                self._tick(channels, 0)
+                self._ready.set()
+                self._follow(channels)
+                for channel in channels:
+                    self._discredit(channel.doubts())
+        finally:
+            self._ready.set()
+
+    def _follow(self, channels: list[Channel]) -> None:
+        """Ticks until told to stop, and once more then."""
+        began_ns, began_cpu_ns = self._clock(), time.thread_time_ns()
+        number = 1
+        while not self._stop.wait(self._pause_s):
+            self._tick(channels, number)
+            number += 1
+            spent_ns = time.thread_time_ns() - began_cpu_ns
+            elapsed_ns = self._clock() - began_ns
+            due_s = (spent_ns / MAX_CPU_SHARE - elapsed_ns) * 1e-9
+            self._pause_s = max(self._interval_s * self._tape.stride, due_s)
+        self._tick(channels, 0)
+        elapsed_ns = self._clock() - began_ns
+        if elapsed_ns > 0:
+            self._cpu_share = (time.thread_time_ns() - began_cpu_ns) / elapsed_ns
+
+    def _tick(self, channels: list[Channel], number: int) -> None:
+        at_ns, row = self._clock(), {}
+        for channel in tuple(channels):
+            if number % channel.every:
+                continue
+            try:
+                row.update(zip(channel.fields, channel.read(), strict=True))
+            except Exception as error:  # as with any reading; see `Readings.read`
+                channels.remove(channel)
+                self._readings.refuse(channel.fields, error)
+                self._tape.drop(channel.fields)
+        self._tape.add(at_ns, row)
+
+    def _discredit(self, doubts: dict[str, str]) -> None:
+        for field, reason in doubts.items():
+            self._readings.refuse((field,), reason)
+            self._tape.drop((field,))
+
+    def _result(self) -> Recording:
+        watch = self._collections
+        starts, durations, generations = (
+            zip(*watch.events, strict=True) if watch.events else ((),) * 3
+        )
+        return Recording(
+            device=self._kind,
+            interval_ns=round(max(self._pause_s, self._interval_s * self._tape.stride) * 1e9),
+            at_ns=tuple(self._tape.at_ns),
+            gc_start_ns=starts,
+            gc_duration_ns=durations,
+            gc_generation=generations,
+            gc_dropped=watch.dropped,
+            gc_least_ns=watch.least_ns,
+            cpu_share=self._cpu_share,
+            unknown=self._readings.unknown,
+            **self._tape.columns(),
+        )

@@ -1,0 +1,263 @@
+"""Which cause can be seen for an outlier, in what was recorded beside the measurement.
+
+A cause is named only where it explains at least half of the excess over the median, or, for events
+that are counted and not timed, where more of them happened than happens without an outlier. The
+evidence of one stretch of time is spent on its largest outliers first and never twice. All else is
+`unattributed`: a wrong cause costs its reader more than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from steadytorch.device.recording import REASON_BITS, Recording
+from steadytorch.errors import UsageError
+from steadytorch.measure.ticks import Ticks
+from steadytorch.measure.variability import UNATTRIBUTED
+
+GARBAGE_COLLECTION = "garbage collection"
+CONTEXT_SWITCH = "context switch"
+PAGE_FAULT = "page fault"
+CPU_STEAL = "cpu steal"
+CLOCK = "clock"
+POWER_CAP = "power cap"
+THERMAL = "thermal"
+NEIGHBOUR = "neighbour process"
+ALLOCATOR = "allocator"
+RECOMPILATION = "recompilation"
+CAUSES = (
+    GARBAGE_COLLECTION,
+    CONTEXT_SWITCH,
+    PAGE_FAULT,
+    CPU_STEAL,
+    CLOCK,
+    POWER_CAP,
+    THERMAL,
+    NEIGHBOUR,
+    ALLOCATOR,
+    RECOMPILATION,
+    UNATTRIBUTED,
+)
+"""All that `attribute` can answer."""
+
+EXPLAINED = 0.5
+"""Share of the excess that a cause must explain: then no other single cause explains more."""
+RUN_AHEAD = 2
+"""Iterations that the host may be ahead of the device: the sampler's queue holds no more."""
+MINOR_FAULT_NS = 500
+"""Least time of a minor fault, which clears a page of 4 KiB: 0.5 us, and 2.5 us were seen in a
+virtual machine. Claims rest on the least."""
+MAJOR_FAULT_NS = 50_000
+"""Least time of a major fault: a read from a fast solid-state disk."""
+SWITCH_NS = 10_000_000
+"""Longest that one involuntary switch is taken to cost: three slices of Linux's scheduler, 3 ms."""
+COMPILE_LEAST_NS = 2_000_000
+"""No compilation is shorter: a single addition without a backend takes torch.compile 20 ms."""
+STEAL_LEAST_NS = 5_000_000
+"""Half a step of the kernel's counter of stolen time, which cannot speak of less."""
+
+_THERMAL_BITS = REASON_BITS["thermal_slowdown"] | REASON_BITS["hardware_thermal_slowdown"]
+_POWER_BITS = REASON_BITS["power_cap"] | REASON_BITS["hardware_power_brake"]
+
+
+def attribute(
+    starts_ns: Sequence[int] | np.ndarray,
+    durations_ns: Sequence[int] | np.ndarray,
+    outlier_indices: Sequence[int] | np.ndarray,
+    recording: Recording,
+    host_ns: Sequence[int] | np.ndarray | None = None,
+    *,
+    group: int = 1,
+) -> list[str]:
+    """A cause from `CAUSES` for each outlier, in the order of `outlier_indices`.
+
+    Where the host's time rose with the period, only what the host does can be the cause; where it
+    did not, only the device. Without `host_ns` both are looked at, the host first. An outlier that
+    is faster than the median can only be put down to a faster clock.
+
+    Args:
+        starts_ns: when each sample began, on the recording's clock, shape (N,), ascending. On CUDA
+            this is the host's clock too, right to within a tick.
+        durations_ns: periods or latencies per iteration, shape (N,).
+        outlier_indices: places in `durations_ns`.
+        recording: what was recorded meanwhile.
+        host_ns: enqueue time of each iteration, shape (N,); None or empty where none was taken.
+        group: iterations that one sample is the mean of.
+
+    Raises:
+        UsageError: lengths that differ, or an index out of range.
+    """
+    starts, durations, host, chosen = _checked(starts_ns, durations_ns, host_ns, outlier_indices)
+    if not len(chosen):
+        return []
+    return _Inquest(starts, durations * group, host * group, chosen, recording).causes()
+
+
+def _checked(
+    starts_ns: Sequence[int] | np.ndarray,
+    durations_ns: Sequence[int] | np.ndarray,
+    host_ns: Sequence[int] | np.ndarray | None,
+    outlier_indices: Sequence[int] | np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    # Times since boot in ns need 53 bits after 104 days: integers, not floats.
+    starts = np.asarray(starts_ns, dtype=np.int64)
+    durations = np.asarray(durations_ns, dtype=np.float64)
+    host = np.asarray(() if host_ns is None else host_ns, dtype=np.float64)
+    chosen = np.asarray(outlier_indices, dtype=np.int64)
+    if len(starts) != len(durations) or len(host) not in (0, len(durations)):
+        raise UsageError(
+            f"attribute needs one start and one host time a sample: {len(durations)} samples, "
+            f"{len(starts)} starts, {len(host)} host times"
+        )
+    if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(durations):
+        raise UsageError(f"attribute was given an outlier beyond its {len(durations)} samples")
+    return starts, durations, host, chosen
+
+
+class _Inquest:
+    """The outliers of one series, and the stages that find causes for them one after the other.
+
+    Arrays have the shape (outliers,), times are whole samples.
+    """
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        durations: np.ndarray,
+        host: np.ndarray,
+        chosen: np.ndarray,
+        recording: Recording,
+    ) -> None:
+        self._recording = recording
+        self._typical = float(np.median(durations))
+        self._excess = durations[chosen] - self._typical
+        gpu = recording.device != "cpu"
+        ends = starts[chosen] + durations[chosen].astype(np.int64)
+        ahead = int(RUN_AHEAD * self._typical) if gpu and len(host) else 0
+        # When the host worked for the sample, and when the device did.
+        self._host_spans = np.stack([starts[chosen] - ahead, ends])
+        self._spans = np.stack([starts[chosen], ends])
+        self._ticks = Ticks(recording, self._host_spans)
+        if gpu and len(host):
+            risen = host[chosen] - np.median(host) >= EXPLAINED * self._excess
+            self._host_up = (self._excess > 0) & risen
+            self._device_up = ~self._host_up
+        else:
+            self._host_up = self._excess > 0
+            self._device_up = np.full(len(chosen), gpu)
+        self._causes = [UNATTRIBUTED] * len(chosen)
+        self._open = np.ones(len(chosen), dtype=bool)
+
+    def causes(self) -> list[str]:
+        """Goes through the stages: what brings others about comes before them."""
+        self._counted("compilations", RECOMPILATION, least_ns=COMPILE_LEAST_NS)
+        self._collected()
+        self._counted("allocator_retries", ALLOCATOR)
+        self._counted("allocator_device_calls", ALLOCATOR)
+        self._timed()
+        # Of a GPU's program only the thread that was measured matters, and its waits are timed.
+        if self._recording.device == "cpu" or self._recording.wait_ns is None:
+            self._counted("involuntary_switches", CONTEXT_SWITCH, most_ns=SWITCH_NS)
+        for place in np.flatnonzero(self._open & self._device_up):
+            self._settle(int(place), self._device_cause(int(place)))
+        return self._causes
+
+    def _settle(self, place: int, cause: str) -> None:
+        if cause != UNATTRIBUTED:
+            self._causes[place] = cause
+            self._open[place] = False
+
+    def _pending(self) -> list[int]:
+        """Outliers of the host without a cause, the largest first."""
+        places = np.flatnonzero(self._open & self._host_up)
+        return places[np.argsort(-self._excess[places], kind="stable")].tolist()
+
+    def _rivals(self, place: int) -> np.ndarray:
+        """Larger outliers of the host, still open, in the same stretch between ticks."""
+        mine = self._excess[place]
+        larger = (self._excess > mine) | (
+            (self._excess == mine) & (np.arange(len(self._open)) < place)
+        )
+        return self._ticks.shares_a_tick(place) & self._open & self._host_up & larger
+
+    def _collected(self) -> None:
+        """Collections are exact: those within the span must last half the excess."""
+        starts = np.asarray(self._recording.gc_start_ns, dtype=np.int64)
+        ends = starts + np.asarray(self._recording.gc_duration_ns, dtype=np.int64)
+        for place in self._pending():
+            begin, end = self._host_spans[:, place]
+            overlap = np.minimum(ends, end) - np.maximum(starts, begin)
+            if overlap.clip(min=0).sum() >= EXPLAINED * self._excess[place]:
+                self._settle(place, GARBAGE_COLLECTION)
+
+    def _counted(
+        self, channel: str, cause: str, *, least_ns: int = 0, most_ns: int | None = None
+    ) -> None:
+        """Events without a duration: one more than usual for each larger outlier, and one for this.
+
+        Args:
+            channel: a counter of the recording.
+            cause: what it is evidence of.
+            least_ns: the event is never shorter, so neither is the excess it brings about.
+            most_ns: the event is taken to cost no more; None: it may cost anything.
+        """
+        # Decided for all before any is settled: who is settled no longer counts as a rival.
+        claimed = []
+        for place in self._pending():
+            extra = self._ticks.extra_events(channel, place)
+            fits = self._excess[place] >= least_ns and (
+                most_ns is None or extra * most_ns >= EXPLAINED * self._load(place)
+            )
+            if fits and extra > np.count_nonzero(self._rivals(place)):
+                claimed.append(place)
+        for place in claimed:
+            self._settle(place, cause)
+
+    def _timed(self) -> None:
+        """Waiting, stealing and faulting, in ns beyond the usual: the one that explains the most."""
+        claimed = {}
+        for place in self._pending():
+            spent = {
+                CONTEXT_SWITCH: self._ticks.extra_ns("wait_ns", place),
+                CPU_STEAL: self._ticks.extra_ns("steal_ns", place),
+                PAGE_FAULT: MINOR_FAULT_NS * self._ticks.extra_events("minor_faults", place)
+                + MAJOR_FAULT_NS * self._ticks.extra_events("major_faults", place),
+            }
+            if self._excess[place] < STEAL_LEAST_NS:
+                del spent[CPU_STEAL]
+            cause = max(spent, key=lambda name: spent[name])
+            if spent[cause] >= EXPLAINED * self._load(place):
+                claimed[place] = cause
+        for place, cause in claimed.items():
+            self._settle(place, cause)
+
+    def _load(self, place: int) -> float:
+        """The excess to be explained: this outlier's, after that of the larger ones beside it."""
+        return float(self._excess[place] + self._excess[self._rivals(place)].sum())
+
+    def _device_cause(self, place: int) -> str:
+        begin, end = self._spans[:, place]
+        clock, usual = self._ticks.level("sm_clock_mhz", begin, end)
+        slowed = clock is not None and clock > 0
+        if slowed and self._typical * (usual / clock - 1) / self._excess[place] >= EXPLAINED:
+            # The same cycles at another clock.
+            held = self._ticks.bits(begin, end)[0] if self._excess[place] > 0 else 0
+            return _held_by(held) or CLOCK
+        if self._excess[place] <= 0:
+            return UNATTRIBUTED
+        if clock is None:
+            held, always = self._ticks.bits(begin, end)
+            cause = _held_by(held & ~always)
+            if cause:
+                return cause
+        others, usually = self._ticks.level("other_gpu_processes", begin, end, latest=True)
+        return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
+
+
+def _held_by(mask: int) -> str | None:
+    """What holds the clock; heat first, since it holds it lowest."""
+    if mask & _THERMAL_BITS:
+        return THERMAL
+    return POWER_CAP if mask & _POWER_BITS else None

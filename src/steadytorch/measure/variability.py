@@ -1,0 +1,119 @@
+"""How a series of timings varies: the figures, and the samples that stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from steadytorch.measure.warmup import TOLERANCE, slope
+
+UNATTRIBUTED = "unattributed"
+FAR_OUT = 3.0
+"""Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis", 1977).
+Of normal samples two in a million lie there."""
+
+
+class Outlier(msgspec.Struct, frozen=True):
+    """A sample that stands out.
+
+    Attributes:
+        index: its place in `samples_ns`.
+        sample_ns: its duration.
+        cause: what was seen to happen at that time, or `unattributed`.
+    """
+
+    index: int
+    sample_ns: int
+    cause: str
+
+
+class Variability(msgspec.Struct, frozen=True):
+    """How the steady part of a series varies. Fractions unless the name says otherwise.
+
+    Attributes:
+        cv: standard deviation over mean.
+        robust_cv: 1.4826 MAD over median, equal to `cv` for normal samples.
+        iqr_over_median: interquartile range over median.
+        p99_over_median: ratio; None with too few samples for a p99.
+        jitter: median absolute change from sample to sample, over median.
+        von_neumann: mean squared change over variance: 2 for independent samples, less under
+            correlation; None for a constant series.
+        drift_percent_per_minute: slope by Theil and Sen against the time elapsed; None below ten
+            samples. A fraction of a second says little about a minute.
+        regimes: number of levels that the series keeps to.
+        outliers_per_1000: share of outliers, in thousandths.
+    """
+
+    cv: float
+    robust_cv: float
+    iqr_over_median: float
+    p99_over_median: float | None
+    jitter: float
+    von_neumann: float | None
+    drift_percent_per_minute: float | None
+    regimes: int
+    outliers_per_1000: float
+
+
+def describe_variability(
+    samples: np.ndarray, *, p99_over_median: float | None, regimes: int, outliers: int
+) -> Variability:
+    """The variability block of a series.
+
+    Args:
+        samples: shape (N,), durations in ns in the order taken, N >= 1.
+        p99_over_median: found elsewhere.
+        regimes: number of levels, found elsewhere.
+        outliers: number of outliers, found elsewhere.
+    """
+    median = float(np.median(samples))
+    lower, upper = np.quantile(samples, [0.25, 0.75])
+    changes = np.diff(samples)
+    several = len(samples) > 1
+    variance = float(samples.var(ddof=1)) if several else 0.0
+    return Variability(
+        cv=float(np.sqrt(variance) / samples.mean()),
+        robust_cv=1.4826 * float(np.median(np.abs(samples - median))) / median,
+        iqr_over_median=float(upper - lower) / median,
+        p99_over_median=p99_over_median,
+        jitter=float(np.median(np.abs(changes))) / median if several else 0.0,
+        von_neumann=float(np.mean(changes**2)) / variance if variance > 0 else None,
+        drift_percent_per_minute=_drift(samples, median),
+        regimes=regimes,
+        outliers_per_1000=1000.0 * outliers / len(samples),
+    )
+
+
+def _drift(samples: np.ndarray, median: float) -> float | None:
+    """Theil-Sen slope in percent of the median per minute."""
+    if len(samples) < 10:
+        return None
+    # The samples themselves lay out the time line: where one ends the next begins.
+    return 100.0 * slope(samples, np.cumsum(samples) / 60e9) / median
+
+
+def find_outliers(
+    samples: np.ndarray, start: int = 0, causes: Mapping[int, str] | None = None
+) -> tuple[Outlier, ...]:
+    """The samples beyond Tukey's outer fences, and at least 0.5 % away from the median.
+
+    The fences are taken on logarithms, because timings are skewed to the right: three
+    interquartile ranges beyond the quartiles. The least distance keeps a clock that shows few
+    different values from making outliers of differences that matter to no one.
+
+    Args:
+        samples: shape (N,), durations in ns in the order taken.
+        start: where the steady part begins; the warm-up has no outliers.
+        causes: index of a sample to what was seen to happen then.
+    """
+    logs = np.log(samples[start:])
+    lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])
+    reach = FAR_OUT * (upper - lower)
+    high, low = max(upper + reach, middle + TOLERANCE), min(lower - reach, middle - TOLERANCE)
+    known = causes or {}
+    return tuple(
+        Outlier(index, int(samples[index]), known.get(index, UNATTRIBUTED))
+        for index in (np.flatnonzero((logs > high) | (logs < low)) + start).tolist()
+    )

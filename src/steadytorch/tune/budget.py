@@ -1,0 +1,81 @@
+"""What a search may spend, what it has to keep back, and what a set-up will probably cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from steadytorch.measure.race import LOOKS
+from steadytorch.transforms.base import Candidate
+from steadytorch.tune.select import BlockShape
+from steadytorch.tune.trial import LiveTrial
+
+SCREEN_BLOCKS = 6
+"""The fewest whose medians support a 95 % interval."""
+KEEP = 4
+"""Candidates that stay for the final race."""
+PATIENCE = 4.0
+"""A set-up is given up when it takes this many times what was expected of it."""
+_START_S = 8.0
+_COMPILE_S = 25.0
+_AUTOTUNE_S = 150.0
+_PLAIN_S = 2.0
+_MOST_RESERVED = 0.4
+
+
+class Budget:
+    """The time of one search.
+
+    Args:
+        seconds: in all, by the wall clock.
+        now: seconds on a monotonic clock.
+
+    Attributes:
+        shape: of a block; known once the untouched workload was timed.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self.shape = BlockShape(5, 1e6)
+        self._now, self._start = now, now()
+
+    def spent(self) -> float:
+        """Seconds since the search began."""
+        return self._now() - self._start
+
+    def remaining(self) -> float:
+        """Seconds left; negative when the budget is over."""
+        return self.seconds - self.spent()
+
+    def confirmation_s(self) -> float:
+        """Seconds that the fewest fresh pairs of winner and untouched workload take."""
+        return 2 * LOOKS[0] * self.shape.expected_s
+
+    def reserve_s(self) -> float:
+        """Seconds to keep back for the final race and the confirmation."""
+        race_s = KEEP * LOOKS[0] * self.shape.expected_s
+        return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
+
+    def left_to_explore(self) -> float:
+        """Seconds left beside the reserve."""
+        return self.remaining() - self.reserve_s()
+
+    def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
+        """What set-ups with the same compiler setting took, else a cautious guess; in seconds."""
+        compiled = [spec for spec in candidate if spec.name == "compile"]
+        seen = [
+            trial.set_up.setup_s
+            for trial in trials
+            if trial.set_up is not None
+            and [spec for spec in trial.candidate if spec.name == "compile"] == compiled
+        ]
+        start_s = _START_S + 2 * SCREEN_BLOCKS * self.shape.expected_s
+        if seen:
+            return start_s + max(seen)
+        heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
+        return start_s + (_AUTOTUNE_S if heavy else _COMPILE_S if compiled else _PLAIN_S)
+
+    def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
+        """How long any stage of these candidates may take: one that hangs must not take it all."""
+        known = list(trials)
+        expected_s = max(self.expected_setup_s(candidate, known) for candidate in candidates)
+        return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))

@@ -1,0 +1,167 @@
+"""Ctrl-C at a real terminal, at several moments of a search."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import psutil
+import pytest
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+CTRL_C = b"\x03"
+# Makes the terminal that is its standard input its own, as a shell does.
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'steadytorch', *sys.argv[1:]])"
+)
+PATIENCE_S = 120
+
+
+class Terminal:
+    """A command at a terminal of 80 columns."""
+
+    def __init__(self, folder, *words):
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.settings = termios.tcgetattr(self._theirs)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, *words],
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            cwd=folder,
+            env={**os.environ, "TERM": "xterm-256color", "TMPDIR": str(self.scratch)},
+            start_new_session=True,
+        )
+        self.text = ""
+
+    def wait_for(self, pattern):
+        """Reads until the pattern is on the screen."""
+        end = time.monotonic() + PATIENCE_S
+        while not re.search(pattern, self.text):
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, self.text
+            self._read(0.1)
+
+    def press(self, keys):
+        os.write(self._ours, keys)
+
+    def wait(self):
+        """Reads until it ends; returns its exit code."""
+        end = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.text
+            self._read(0.1)
+        while self._read(0.1):
+            pass
+        return self.process.returncode
+
+    def _read(self, timeout_s):
+        if not select.select([self._ours], [], [], timeout_s)[0]:
+            return False
+        self.text += os.read(self._ours, 65536).decode("utf-8", "replace")
+        return True
+
+    def workers(self):
+        """Worker processes of this command that still run."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = " ".join(process.info["cmdline"] or [])
+            if str(self.scratch) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(words)
+        return found
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def terminal(folder):
+    opened = []
+
+    def run(*words):
+        opened.append(Terminal(folder, *words))
+        return opened[-1]
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+def _check_aftermath(terminal):
+    assert terminal.workers() == []
+    assert list(terminal.scratch.glob("steadytorch-*")) == []
+    assert termios.tcgetattr(terminal._theirs) == terminal.settings
+    assert terminal.text.count(HIDE) == terminal.text.count(SHOW) or (
+        terminal.text.rfind(SHOW) > terminal.text.rfind(HIDE)
+    )
+    assert "Traceback" not in terminal.text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.text)
+    assert len(re.findall(r"^\r?steady: interrupted", plain, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("moment", "timed"),
+    [
+        (r"the untouched workload", 0),
+        (r"known-strong combinations", 0),
+        (r"[\d.]+ (us|ms)\b", 2),
+    ],
+    ids=["baseline", "candidates being set up", "first result"],
+)
+def test_an_interrupted_search_keeps_what_it_has(terminal, folder, moment, timed):
+    running = terminal("tune", "tiny.py:small", "--budget", "5m", "--json", "out.json")
+    running.wait_for(moment)
+    assert HIDE in running.text
+    running.press(CTRL_C)
+    assert running.wait() == 130
+    _check_aftermath(running)
+    found = json.loads((folder / "out.json").read_text())
+    assert found["interrupted"] is True
+    assert (found["plan"], found["speedup"], found["winner"]) == (None, None, None)
+    assert len([c for c in found["candidates"] if c["median_ns"]]) >= timed
+    table = running.text.rpartition(SHOW)[2]
+    for candidate in found["candidates"]:
+        if candidate["median_ns"]:
+            name = (candidate["transforms"] or ["untouched"])[0]
+            assert name.partition("(")[0] in table
+    assert not list((folder / "home").rglob("*.json"))
+
+
+def test_an_impatient_user_is_obeyed(terminal):
+    running = terminal("tune", "tiny.py:small", "--budget", "5m", "--store", "plans")
+    running.wait_for("the untouched workload")
+    for _ in range(5):
+        running.press(CTRL_C)
+        time.sleep(0.02)
+    assert running.wait() == 130
+    assert running.workers() == []
+    assert running.text.rfind(SHOW) > running.text.rfind(HIDE)
+
+
+def test_an_interrupt_while_the_workload_loads(terminal, folder):
+    (folder / "endless.py").write_text(
+        "import time\ndef factory():\n    print('loading now', flush=True)\n    time.sleep(600)\n"
+    )
+    running = terminal("tune", "endless.py:factory", "--json", "out.json")
+    running.wait_for("loading now")
+    running.press(CTRL_C)
+    assert running.wait() == 130
+    _check_aftermath(running)
+    assert not (folder / "out.json").exists()

@@ -1,0 +1,164 @@
+"""The command line that users may rely on; a change here belongs in a release."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from steadytorch.cli import steady as root
+
+from .conftest import only_line
+
+DEVICE = ("--device", "text", "auto")
+STORE = ("--store", "directory", None)
+JSON = ("--json", "file", None)
+QUIET = ("--quiet", "flag", False)
+
+COMMANDS = {
+    "demo": [("--budget", "text", "150s"), DEVICE, STORE, JSON, QUIET],
+    "tune": [
+        ("WORKLOAD", "text", None),
+        ("--batch", "integer range", None),
+        ("--input", "text*", None),
+        DEVICE,
+        ("--train", "flag", False),
+        ("--seed", "integer", 0),
+        ("--objective", "latency|p99|throughput", "latency"),
+        ("--precision", "same|tf32|bf16|fp16", "same"),
+        ("--tolerance", "float", None),
+        ("--budget", "text", "3m"),
+        ("--max-memory", "text", None),
+        STORE,
+        ("--mode", "replay|tune|strict", "replay"),
+        JSON,
+        QUIET,
+    ],
+    "plans": [],
+    "plans list": [STORE],
+    "plans show": [("ID", "text", None), STORE],
+    "doctor": [DEVICE, JSON, QUIET],
+}
+
+
+def _command(words):
+    found, context = root, click.Context(root, info_name="steady")
+    for word in words.split():
+        found = found.get_command(context, word)
+    return found
+
+
+def _described(parameter):
+    name = parameter.metavar if isinstance(parameter, click.Argument) else parameter.opts[0]
+    kind = parameter.type.name
+    if isinstance(parameter.type, click.Choice):
+        kind = "|".join(parameter.type.choices)
+    elif getattr(parameter, "is_flag", False):
+        kind = "flag"
+    context = click.Context(click.Command("any"))
+    default = parameter.get_default(context)
+    if isinstance(parameter, click.Option) and parameter.multiple:
+        return name, f"{kind}*", None
+    return name, kind, default if isinstance(default, (str, int)) else None
+
+
+def _groups(words=""):
+    command = _command(words)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            yield (inner := f"{words} {name}".strip())
+            yield from _groups(inner)
+
+
+def test_the_commands_are_these():
+    assert set(_groups()) == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_options_types_defaults_and_choices_are_frozen(words):
+    described = [_described(parameter) for parameter in _command(words).params]
+    assert described == COMMANDS[words]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_workload_and_the_id_are_required(words):
+    arguments = [p for p in _command(words).params if isinstance(p, click.Argument)]
+    assert all(argument.required for argument in arguments)
+
+
+def test_batch_sizes_start_at_one():
+    (batch,) = [p for p in _command("tune").params if p.opts == ["--batch"]]
+    assert (batch.type.min, batch.type.max) == (1, None)
+
+
+def test_the_overview_lists_exactly_the_commands_there_are(steady):
+    shown = steady("--help")
+    assert shown.code == 0
+    listed = shown.out.partition("Commands:")[2].splitlines()
+    # A description that wraps is indented further.
+    names = [line.split()[0] for line in listed if line.startswith("  ") and line[2] != " "]
+    top = [words for words in COMMANDS if " " not in words]
+    assert [n for n in names if n not in ("Exit", "usage")][: len(top)] == top
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_command_explains_itself_within_80_columns(steady, words, option):
+    shown = steady(*words.split(), option)
+    assert shown.code == 0
+    assert shown.err == ""
+    assert f"Usage: steady {words}" in shown.out
+    for name, _, _ in COMMANDS[words]:
+        assert name in shown.out
+    assert [line for line in shown.out.splitlines() if len(line) > 80] == []
+
+
+def test_defaults_are_shown(steady):
+    shown = " ".join(steady("tune", "--help").out.split())
+    for default in ("[default: auto]", "[default: latency]", "[default: same]", "[default: 3m]"):
+        assert default in shown
+
+
+def test_the_version_is_shown(steady):
+    import steadytorch
+
+    shown = steady("--version")
+    assert (shown.code, shown.err) == (0, "")
+    assert steadytorch.__version__ in shown.out
+
+
+def test_exit_codes_are_explained(steady):
+    shown = " ".join(steady("--help").out.split())
+    for code in ("0 done", "2 bad usage", "3 this machine cannot", "130 interrupted"):
+        assert code in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["tunne", "x"], "tunne"),
+        (["tune"], "WORKLOAD"),
+        (["tune", "resnet18", "--no-such"], "--no-such"),
+        (["tune", "resnet18", "--precision", "fp8"], "'same', 'tf32', 'bf16', 'fp16'"),
+        (["tune", "resnet18", "--objective", "speed"], "'latency', 'p99', 'throughput'"),
+        (["tune", "resnet18", "--batch", "0"], "0"),
+        (["tune", "resnet18", "--batch", "many"], "many"),
+        (["tune", "resnet18", "--seed", "x"], "x"),
+        (["tune", "resnet18", "--tolerance", "little"], "little"),
+        (["tune", "resnet18", "extra"], "extra"),
+        (["tune", "resnet18", "--store"], "--store"),
+        (["plans", "show"], "ID"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_line_that_names_it(steady, words, named):
+    ended = steady(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert named in only_line(ended.err)
+
+
+@pytest.mark.parametrize("words", [[], ["plans"]])
+def test_without_a_command_the_help_is_shown(steady, words):
+    ended = steady(*words)
+    assert ended.code == 2
+    assert "Usage: steady" in ended.err
+    assert "Commands:" in ended.err

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import datetime
+import json
+
+import msgspec
+import pytest
+
+from steadytorch.device.telemetry import Snapshot
+from steadytorch.measure.noise import NoiseFloor
+from steadytorch.report.documents import (
+    SCHEMA,
+    doctor_document,
+    replay_document,
+    tune_document,
+)
+
+from .conftest import FACTS, HOSTILE, TRIALS, evidence, plan, result, trial
+
+HEAD = {"schema", "kind", "workload", "environment", "created"}
+TUNE = {
+    *("baseline", "winner", "candidates", "speedup", "break_even_calls", "plan"),
+}
+CANDIDATE = {
+    *("transforms", "status", "reason", "error", "peak_memory_bytes", "setup_s", "median_ns"),
+}
+SAMPLES = ("median_ns", "median_ci_ns", "p90_ns", "p99_ns", "mean_ns", "cv", "samples_ns")
+
+
+def _read(document):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert document.endswith(b"}\n")
+    return json.loads(document, parse_constant=refuse)
+
+
+def _searched(**fields):
+    return _read(tune_document("resnet50", FACTS, result(**fields), plan()))
+
+
+def _replayed(**fields):
+    return _read(replay_document("resnet50", FACTS, plan(**fields)))
+
+
+@pytest.mark.parametrize("made", [_searched, _replayed])
+def test_a_search_and_a_replay_have_the_promised_keys(made):
+    document = made()
+    assert document.keys() >= HEAD | TUNE
+    assert (document["schema"], document["kind"], document["workload"]) == (
+        SCHEMA,
+        "tune",
+        "resnet50",
+    )
+    assert document["environment"]["name"] == "AMD EPYC"
+    assert datetime.datetime.fromisoformat(document["created"]).tzinfo is not None
+    assert len(document["candidates"]) == len(TRIALS)
+    for candidate in document["candidates"]:
+        assert candidate.keys() >= CANDIDATE
+        assert candidate["status"] in ("ok", "rejected", "failed", "skipped")
+    assert document["speedup"].keys() >= {"estimate", "low", "high", "claim"}
+    assert document["plan"]["id"] == plan().id
+    assert document["plan"]["path"] == plan().path
+
+
+def test_transforms_are_text():
+    document = _searched()
+    assert document["candidates"][1]["transforms"] == ["channels_last", "inference_mode"]
+    assert (
+        document["chosen"] == document["plan"]["transforms"] == ["channels_last", "inference_mode"]
+    )
+
+
+def test_a_search_keeps_every_sample():
+    document = _searched()
+    for side, found in (("baseline", result().baseline), ("winner", result().winner)):
+        assert document[side]["samples_ns"] == list(found.samples_ns)
+        assert document[side].keys() >= set(SAMPLES)
+
+
+def test_a_replay_says_so():
+    assert _replayed()["replayed"] is True
+    assert _searched()["replayed"] is False
+
+
+def test_what_was_cut_short_is_a_document_too():
+    short = result(
+        baseline=None, winner=None, speedup=None, break_even_calls=None, interrupted=True
+    )
+    document = _read(tune_document("resnet50", FACTS, short, None))
+    assert document.keys() >= HEAD | TUNE
+    assert document["interrupted"] is True
+    assert [document[k] for k in ("baseline", "winner", "speedup", "plan")] == [None] * 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_none_are_null(value):
+    odd = msgspec.structs.replace(evidence().speedup, estimate=value)
+    trials = (trial(error=value, median_ns=value),)
+    document = _searched(speedup=odd, candidates=trials)
+    assert document["speedup"]["estimate"] is None
+    assert document["candidates"][0]["error"] is None
+    assert _replayed(evidence=evidence(speedup=odd))["speedup"]["estimate"] is None
+
+
+def test_hostile_names_are_escaped():
+    document = tune_document(HOSTILE, FACTS, result(), None)
+    assert b"\x1b" not in document
+    assert _read(document)["workload"] == HOSTILE
+
+
+def test_it_is_readable_line_by_line():
+    assert tune_document("resnet50", FACTS, result(), plan()).count(b"\n") > 50
+
+
+def test_the_check_up_has_its_blocks():
+    state = Snapshot(device="cpu", load_average_1m=0.5)
+    noise = NoiseFloor(0.01, 3, "a matrix product")
+    document = _read(doctor_document(FACTS, state, [], noise))
+    assert document.keys() >= HEAD | {"state", "observability", "noise_floor"}
+    assert document["kind"] == "doctor"
+    assert document["noise_floor"]["a_a_spread"] == 0.01

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steadytorch.report.text import duration, percent_above, plain, seconds, size, unit_of
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (1, "1.00 ns"),
+        (999, "999.0 ns"),
+        (1000, "1.00 us"),
+        (28.71e6, "28.71 ms"),
+        (123.4e6, "123.4 ms"),
+        (3.2e9, "3.20 s"),
+        (7200e9, "7200.0 s"),
+        (0.25, "0.25 ns"),
+    ],
+)
+def test_durations_have_a_unit_that_fits(nanoseconds, text):
+    assert duration(nanoseconds) == text
+
+
+@given(st.floats(0.01, 1e15))
+def test_a_duration_reads_back_to_its_value(nanoseconds):
+    value, unit = duration(nanoseconds).split()
+    name, size_ns = unit_of(nanoseconds)
+    assert name == unit
+    assert float(value) * size_ns == pytest.approx(nanoseconds, rel=0.01, abs=0.006 * size_ns)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.0 s"),
+        (0.44, "0.4 s"),
+        (24.4, "24 s"),
+        (119, "119 s"),
+        (200, "3 min 20 s"),
+        (119.6, "2 min 0 s"),
+        (179.7, "3 min 0 s"),
+        (9.97, "10 s"),
+    ],
+)
+def test_seconds(value, text):
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2048, "2.00 KiB"),
+        (1_234_567_890, "1.15 GiB"),
+        (20 << 30, "20.0 GiB"),
+        (139 << 30, "139 GiB"),
+    ],
+)
+def test_sizes(count, text):
+    assert size(count) == text
+
+
+def test_percent_above():
+    assert percent_above(104.1, 100) == "+4.1 %"
+    assert percent_above(96, 100) == "-4.0 %"
+
+
+@given(st.text())
+def test_plain_text_holds_nothing_that_a_terminal_acts_on(text):
+    assert plain(text).isprintable()
+
+
+def test_plain_text_shows_what_it_took_out():
+    assert plain("\x1b[31mred\n") == "\\x1b[31mred\\n"
+    assert plain("a [red]tag[/]") == "a [red]tag[/]"
+    assert plain(3) == "3"

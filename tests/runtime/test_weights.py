@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.weights import Weights
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)).eval()
+
+
+@pytest.fixture
+def weights(model):
+    weights = Weights(model)
+    weights.remember()
+    return weights
+
+
+def test_an_untouched_model_has_not_changed(model, weights):
+    model(torch.ones(3, 2))
+    model.zero_grad()
+    assert not weights.changed()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[2].weight.requires_grad_(False).mul_(2),
+        lambda model: model[1].num_batches_tracked.add_(1),
+        lambda model: model[1].half(),
+        lambda model: model.double(),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: delattr(model[1], "running_mean"),
+        lambda model: model.append(nn.ReLU()),
+        lambda model: model.pop(2),
+        lambda model: model[1].register_buffer("more", torch.ones(1)),
+        lambda model: model[1].train(),
+    ],
+)
+def test_every_change_is_seen_until_it_is_remembered(model, weights, change):
+    change(model)
+    assert weights.changed()
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+
+
+def test_a_middle_layer_that_moves_is_seen(model, weights):
+    model[1].weight.data = model[1].weight.data.clone()
+    assert weights.changed()
+
+
+def test_inference_tensors_are_left_out():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    weights = Weights(model)
+    weights.remember()
+    assert not weights.changed()
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    assert weights.changed()
+
+
+def test_a_model_without_weights_never_changes():
+    weights = Weights(nn.ReLU())
+    weights.remember()
+    assert not weights.changed()

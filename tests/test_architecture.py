@@ -1,0 +1,189 @@
+"""The house is built as the table of floors says; found in the source, not by running it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "steadytorch"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+FLOORS = {
+    "errors": 0,
+    "workload": 1,
+    "device": 1,
+    "process": 1,
+    "measure": 2,
+    "explain": 3,
+    "transforms": 3,
+    "runtime": 4,
+    "trial": 4,
+    "plan": 5,
+    "tune": 6,
+    "report": 7,
+    "cli": 8,
+    "__init__": 8,
+    "__main__": 8,
+}
+LONGEST = 350
+# The version stands in the package itself, and importing it imports nothing else.
+VERSION = ("steadytorch", "__version__")
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes(), str(path))
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {_name(path): path for path in MODULES}
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _imported(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Every module of the project that these nodes import; relative imports resolved."""
+    package = _name(path).split(".") if path.name == "__init__.py" else _name(path).split(".")[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if (module, alias.name) != VERSION:
+                    inner = f"{module}.{alias.name}"
+                    yield inner if inner in NAMES else module
+
+
+def _own(path: Path, nodes: Iterator[ast.AST]) -> set[str]:
+    found = _imported(path, nodes)
+    return {name for name in found if name.partition(".")[0] == "steadytorch"}
+
+
+def _at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: no functions, no TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _at_import(child)
+
+
+def _objection(importer: str, imported: str) -> str | None:
+    here, there = _room(importer), _room(imported)
+    if here == there or FLOORS[there] < FLOORS[here]:
+        return None
+    if "__init__" in (here, there) and "__main__" in (here, there):
+        return None
+    # The package's own file stands beside the command line, on the roof.
+    if here in ("__init__", "__main__") and there == "cli":
+        return None
+    where = "its own floor" if FLOORS[there] == FLOORS[here] else "above"
+    return f"{importer} ({here}, {FLOORS[here]}) imports {imported} from {where}"
+
+
+def test_the_source_is_there():
+    assert len(MODULES) > 50
+
+
+def test_every_room_has_a_floor():
+    rooms = {_room(name) for name in NAMES}
+    assert rooms <= FLOORS.keys(), f"rooms without a floor: {sorted(rooms - FLOORS.keys())}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down_or_stay_in_the_room(path):
+    imported = _own(path, ast.walk(_tree(path)))
+    objections = [_objection(_name(path), name) for name in sorted(imported)]
+    assert not [o for o in objections if o]
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("steadytorch.workload.workload", "steadytorch.device.facts"),
+        ("steadytorch.device.facts", "steadytorch.measure.race"),
+        ("steadytorch.runtime.module", "steadytorch.plan.plan"),
+        ("steadytorch.plan.plan", "steadytorch"),
+        ("steadytorch.explain.trace", "steadytorch.transforms.base"),
+    ],
+)
+def test_a_forbidden_import_is_seen(importer, imported):
+    assert _objection(importer, imported)
+
+
+def test_names_of_the_package_are_resolved_to_files():
+    source = ast.parse("from steadytorch import transforms\nfrom . import race, __name__ as n\n")
+    found = _own(SOURCE / "measure" / "noise.py", ast.walk(source))
+    assert found == {"steadytorch.transforms", "steadytorch.measure.race", "steadytorch.measure"}
+
+
+def test_what_runs_at_import_leaves_functions_and_type_checking_out():
+    source = ast.parse(
+        "import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    import c\n"
+        "class C:\n    import d\n    def g(self):\n        import e\n"
+        "try:\n    import g\nfinally: 0\n"
+    )
+    assert set(_imported(SOURCE / "errors.py", _at_import(source))) == {"a", "d", "g"}
+
+
+def test_no_module_imports_itself_through_others():
+    edges = {
+        name: {
+            target
+            for target in _own(path, _at_import(_tree(path)))
+            # `from package import module` runs the package's file as well, which imports nothing
+            # of its own here or is followed under its own name.
+            if target in NAMES and target != name
+        }
+        for name, path in NAMES.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, "cycle: " + " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*way, name))
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+    assert sum(map(len, edges.values())) > 100
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_is_no_longer_than_350_lines(path):
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in MODULES if _room(_name(path)) in ("report", "cli")],
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_what_shows_results_needs_no_pytorch(path):
+    roots = {name.partition(".")[0] for name in _imported(path, ast.walk(_tree(path)))}
+    assert "torch" not in roots
+
+
+def test_tests_mirror_the_rooms():
+    rooms = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
+    mirrors = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    assert mirrors <= rooms | {"gpu"}, f"no such room: {sorted(mirrors - rooms - {'gpu'})}"
+    assert rooms <= mirrors, f"rooms without tests: {sorted(rooms - mirrors)}"

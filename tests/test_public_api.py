@@ -1,0 +1,149 @@
+"""What users may rely on; a change here is a change of the interface, and belongs in a release."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import steadytorch
+
+NAMES = [
+    "__version__",
+    "Plan",
+    "PlanError",
+    "SteadyError",
+    "UnsupportedError",
+    "UsageError",
+    "Workload",
+    "load_plan",
+    "load_workload",
+    "tune",
+]
+
+SIGNATURES = {
+    "Workload": (
+        "(model: 'Any', inputs: 'Any' = (), kwargs: 'Mapping[str, Any]' = <factory>, "
+        "name: 'str' = '', training_step: 'TrainingStep | None' = None, untouched: 'Any' = None) "
+        "-> None"
+    ),
+    "Workload.training": (
+        "(model: 'nn.Module', inputs: 'Any', loss: 'Loss', "
+        "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
+        "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
+    ),
+    "Plan.apply": "(self, model: 'nn.Module') -> 'TunedModule'",
+    "load_plan": "(path: 'str | Path') -> 'Plan'",
+    "load_workload": (
+        "(spec: 'str', *, batch: 'int | None' = None, inputs: 'Sequence[str]' = (), "
+        "device: 'str' = 'cpu', train: 'bool' = False, seed: 'int' = 0) -> 'Workload'"
+    ),
+    "tune": (
+        "(workload: 'Workload', *, objective: 'str' = 'latency', precision: 'str' = 'same', "
+        "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
+        "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
+        "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
+        "watcher: 'Watcher | None' = None) -> 'Plan'"
+    ),
+}
+
+EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanError": 2}
+
+PLAN_FIELDS = (
+    *("name", "signature", "candidate", "evidence", "key", "created", "version", "path"),
+)
+PLAN_EXTRAS = ("apply", "id")
+
+HEAVY = ("torch", "numpy", "scipy", "rich")
+
+
+def _resolved(dotted):
+    found = steadytorch
+    for part in dotted.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_the_names_are_these():
+    assert steadytorch.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_resolves(name):
+    found = getattr(steadytorch, name)
+    assert getattr(found, "__name__", name) == name
+
+
+def test_the_names_are_listed():
+    assert set(NAMES) <= set(dir(steadytorch))
+
+
+def test_star_import_gives_all_of_them():
+    space = {}
+    exec("from steadytorch import *", space)
+    assert set(NAMES) <= space.keys()
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="optimise"):
+        steadytorch.optimise  # noqa: B018
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_frozen(name):
+    assert str(inspect.signature(_resolved(name))) == SIGNATURES[name]
+
+
+def test_every_callable_has_a_frozen_signature():
+    errors = {*EXIT_CODES, "Plan"}  # a Plan is made by tune and load_plan, not by its constructor
+    callables = {name for name in NAMES if callable(getattr(steadytorch, name))}
+    assert callables - errors == {name for name in SIGNATURES if "." not in name}
+
+
+@pytest.mark.parametrize("name", EXIT_CODES)
+def test_errors_are_of_one_tree_and_keep_their_exit_codes(name):
+    kind = getattr(steadytorch, name)
+    assert issubclass(kind, steadytorch.SteadyError)
+    assert kind.exit_code == EXIT_CODES[name]
+
+
+def test_the_fields_of_a_plan_are_frozen():
+    assert steadytorch.Plan.__struct_fields__ == PLAN_FIELDS
+    assert all(hasattr(steadytorch.Plan, name) for name in PLAN_EXTRAS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import steadytorch",
+        "from steadytorch.cli import steady; steady.main(['--help'], standalone_mode=False)",
+        "from steadytorch.cli import steady; steady.main(['--version'], standalone_mode=False)",
+        *(
+            f"from steadytorch.cli import steady; steady.main({words}, standalone_mode=False)"
+            for words in (["tune", "--help"], ["plans", "--help"], ["doctor", "-h"], ["demo", "-h"])
+        ),
+    ],
+    ids=["import", "help", "version", "tune", "plans", "doctor", "demo"],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(code):
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print('loaded', *sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(found.stdout.rpartition("loaded")[2].split())
+    assert "steadytorch" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+def test_the_modules_that_are_looked_for_are_the_ones_that_get_loaded():
+    found = subprocess.run(
+        [sys.executable, "-c", "import steadytorch.tune.session, sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {"torch", "numpy"} <= set(found.stdout.split())

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from steadytorch import transforms
+
+
+def _load(name: str) -> None:
+    """Tests are no package: what several of their files share is loaded by its place."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+_load("faulty")
+_load("scripted")
+
+
+@pytest.fixture(autouse=True)
+def process_settings():
+    """Making a reference sets the process's precisions: here they are put back."""
+    import torch
+
+    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    found = [owner.fp32_precision for owner in owners]
+    yield
+    for owner, value in zip(owners, found, strict=True):
+        owner.fp32_precision = value
+
+
+@pytest.fixture(scope="module")
+def faulty_transforms():
+    """Registers the transforms of faulty.py here, and lets workers import that file."""
+    with pytest.MonkeyPatch.context() as patch:
+        registry, positions = sys.modules["faulty"].extended()
+        patch.setattr(transforms, "REGISTRY", registry)
+        patch.setattr(transforms, "_POSITIONS", positions)
+        patch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+        yield
+
+
+@pytest.fixture
+def no_process_left():
+    """Fails the test if a process that it started is still there at its end."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left

@@ -1,0 +1,149 @@
+"""Transforms that misbehave, one that does what it promises, and a worker that knows them.
+
+Imported by path in workers, like the model that they are tried on.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import msgspec
+import torch
+from torch import nn
+
+from steadytorch import transforms
+from steadytorch.transforms.base import Applicable, Risk, Transform, TransformSpec
+from steadytorch.tune.worker import TuningHandler
+
+
+class Slow(nn.Module):
+    """A linear layer that sleeps at every call."""
+
+    def __init__(self, delay_s=0.004):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.delay_s = delay_s
+
+    def forward(self, x):
+        time.sleep(self.delay_s)
+        return self.linear(x)
+
+
+class Quick(Transform):
+    """Leaves the sleep out: the one honest improvement."""
+
+    name = "quick"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload, facts):
+        return Applicable()
+
+    @contextmanager
+    def applied(self, workload):
+        model = copy.deepcopy(workload.model)
+        model.delay_s = 0.0
+        yield workload.with_model(model)
+
+
+class Faulty(Transform):
+    """As quick as `Quick`, and wrong in the way that its parameter says."""
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        kind: str = "nan"
+
+    name = "faulty"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload, facts):
+        return Applicable()
+
+    @contextmanager
+    def applied(self, workload):
+        if self.parameters.kind == "raises":
+            raise ArithmeticError("this cannot be applied")
+        model = copy.deepcopy(workload.model)
+        model.delay_s = 0.0
+        yield workload.with_model(Misbehaving(self.parameters.kind, model))
+
+
+class Misbehaving:
+    def __init__(self, kind, model):
+        self.kind, self.model = kind, model
+        self.buffer = torch.zeros(())
+
+    def __call__(self, x):
+        return getattr(self, self.kind, self.model)(x)
+
+    def exits(self, x):
+        os._exit(7)
+
+    def hangs(self, x):
+        while True:
+            time.sleep(0.1)
+
+    def stops(self, x):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def segfaults(self, x):
+        ctypes.string_at(0)
+
+    def exhausts(self, x):
+        return torch.empty(1 << 50) + x
+
+    def nan(self, x):
+        return self.model(x) * float("nan")
+
+    def wrong(self, x):
+        return self.model(x) * 1.001
+
+    def shape(self, x):
+        return self.model(x)[:1]
+
+    def dtype(self, x):
+        return self.model(x).double()
+
+    def nests(self, x):
+        return [self.model(x)]
+
+    def writes(self, x):
+        out = self.model(x)
+        x.add_(1)
+        return out
+
+    def aliases(self, x):
+        with torch.no_grad():
+            out = self.model(x)
+            if self.buffer.shape != out.shape:
+                self.buffer = torch.empty_like(out)
+            return self.buffer.copy_(out)
+
+
+class FaultyHandler(TuningHandler):
+    """A tuning worker in which the transforms above are registered."""
+
+    def __init__(self, directory):
+        transforms.REGISTRY, transforms._POSITIONS = extended()
+        super().__init__(directory)
+
+    def block(self, metric, count):
+        if getattr(self._model, "kind", "") == "dies_late":
+            os._exit(9)
+        return super().block(metric, count)
+
+
+def extended():
+    """The registry with the transforms of this file, which exclude one another, and its order."""
+    added = [transforms.Entry(kind, lambda parameters: ("the test",)) for kind in (Quick, Faulty)]
+    known = {entry.name for entry in transforms.REGISTRY}
+    registry = (*transforms.REGISTRY, *(entry for entry in added if entry.name not in known))
+    return registry, {entry.name: position for position, entry in enumerate(registry)}
+
+
+def spec(kind):
+    """The candidate's part that misbehaves in one way."""
+    return TransformSpec("faulty", (("kind", kind),))

@@ -1,0 +1,179 @@
+import pytest
+from scripted import EAGER, FOLD, GC, LAYOUT, TF32, Act, Notes, Stage, died
+
+from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.select import Options
+from steadytorch.tune.verify import OutputError
+
+SINGLES = [(EAGER,), (FOLD,), (GC,), (LAYOUT,)]
+
+
+class Diary(Notes):
+    def __init__(self):
+        super().__init__()
+        self.states = []
+
+    def trial(self, label, state, detail=""):
+        self.states.append((label, state, detail))
+
+
+def _prepared(stage, options=None, watcher=None):
+    """A preparation that has its baseline."""
+    preparation = Preparation(stage, "cpu", {}, options or Options(), watcher or Notes())
+    preparation.baseline(lambda: 60.0)
+    return preparation
+
+
+def _prepare(stage, candidates, slots=2, others=1, **arguments):
+    preparation = _prepared(stage, **arguments)
+    return preparation, preparation.prepare(candidates, slots, 60.0, others)
+
+
+def test_the_baseline_is_set_up_untouched_and_characterised():
+    stage = Stage(regime="launch-bound")
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes())
+    baseline = preparation.baseline(lambda: 60.0)
+    assert (baseline.candidate, baseline.stage, baseline.ok) == ((), "timing", True)
+    assert preparation.character.regime == "launch-bound"
+    assert preparation.reference.precision == "float64"
+
+
+def test_the_process_of_the_reference_does_not_stay():
+    stage = Stage()
+    preparation = _prepared(stage)
+    assert [worker.name for worker in stage.workers if worker.alive] == ["trial-1"]
+    assert preparation.reference.repeatable
+
+
+@pytest.mark.parametrize("method", ["load", "set_up", "reference", "characterise"])
+def test_a_fault_of_the_baseline_is_passed_on(method):
+    stage = Stage({(): Act(faults={method: [died()]})})
+    with pytest.raises(WorkerFault):
+        _prepared(stage)
+
+
+def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
+    loads = []
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {"num_threads": "1"}, Options(), Notes())
+    original = type(stage("probe"))._load
+
+    def load(self, device, ambient):
+        loads.append((device, ambient))
+        return original(self, device, ambient)
+
+    monkeypatch.setattr(type(stage("probe")), "_load", load)
+    preparation.baseline(lambda: 60.0)
+    preparation.prepare([(EAGER,)], 1, 60.0, 1)
+    assert loads == [("cpu", {"num_threads": "1"})] * 3
+
+
+def test_every_candidate_comes_back_ready_to_be_timed():
+    _, trials = _prepare(Stage(), SINGLES)
+    assert {trial.candidate for trial in trials} == set(SINGLES)
+    assert all(trial.ok and trial.stage == "timing" for trial in trials)
+    assert all(trial.verification.error.relative_l2 == 1e-7 for trial in trials)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_more_than_the_slots_are_under_way_at_once(slots):
+    stage = Stage()
+    preparation = _prepared(stage)
+    most = 0
+    original = stage.exchange
+
+    def watch():
+        nonlocal most
+        most = max(most, sum(worker.ready() for worker in stage.workers))
+        original()
+
+    stage.exchange = watch
+    preparation.prepare(SINGLES, slots, 60.0, 1)
+    assert most <= slots
+    assert len(stage.tried()) == 1 + len(SINGLES)
+
+
+def test_one_that_dies_takes_no_other_with_it():
+    stage = Stage({(FOLD,): Act(faults={"set_up": [died()]})})
+    _, trials = _prepare(stage, SINGLES)
+    ended = {trial.candidate: trial.status for trial in trials}
+    assert ended.pop((FOLD,)) == "rejected"
+    assert set(ended.values()) == {"ok"}
+
+
+def test_the_watcher_hears_of_every_change_of_state():
+    diary = Diary()
+    stage = Stage({(GC,): Act(faults={"verify": [died()]})})
+    _prepare(stage, [(EAGER,), (GC,)], slots=1, watcher=diary)
+    assert diary.states == [
+        ("untouched", "set-up", ""),
+        ("untouched", "verified", ""),
+        ("inference_mode", "set-up", ""),
+        ("inference_mode", "verified", ""),
+        ("gc_freeze", "set-up", ""),
+        ("gc_freeze", "rejected", "verification: segmentation fault (SIGSEGV)"),
+    ]
+
+
+def test_a_tolerance_of_the_user_holds_for_allowed_precisions_only():
+    act = Act(error=OutputError(2e-2, 2e-2))
+    options = Options(precision="tf32", tolerance=0.05)
+    _, (allowed,) = _prepare(Stage({(TF32,): act}), [(TF32,)], options=options)
+    _, (shown,) = _prepare(Stage({(TF32,): act}), [(TF32,)], options=Options(tolerance=0.05))
+    assert allowed.ok
+    assert shown.reason == "relative error 2.0e-02 exceeds 5.0e-03"
+
+
+def test_memory_is_looked_at_once_the_outputs_are_right():
+    act = Act(peak_bytes=2 << 30, wrong="output 0 holds NaN")
+    options = Options(max_memory_bytes=1 << 30)
+    _, (wrong,) = _prepare(Stage({(EAGER,): act}), [(EAGER,)], options=options)
+    _, (large,) = _prepare(Stage({(EAGER,): Act(peak_bytes=2 << 30)}), [(EAGER,)], options=options)
+    assert wrong.reason == "output 0 holds NaN"
+    assert "over the cap" in large.reason
+
+
+def _out_of_memory(times=1):
+    return Act(faults={"set_up": [died(Fault.OUT_OF_MEMORY, "out of memory")] * times})
+
+
+def test_one_out_of_memory_beside_others_is_owed_a_second_try():
+    preparation, (trial,) = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)])
+    assert trial.reason == "set-up: out of memory"
+    assert preparation.retry == [(EAGER,)]
+
+
+def test_one_out_of_memory_on_its_own_is_not():
+    preparation, _ = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)], others=0)
+    assert preparation.retry == []
+
+
+def test_the_second_try_is_alone_and_the_last():
+    stage = Stage({(EAGER,): _out_of_memory(times=2)})
+    preparation, _ = _prepare(stage, [(EAGER,)])
+    under_way = []
+    original = stage.exchange
+
+    def watch():
+        under_way.append(sum(worker.ready() for worker in stage.workers))
+        original()
+
+    stage.exchange = watch
+    trials = preparation.prepare([(EAGER,), (FOLD,), (GC,)], 3, 60.0, 1)
+    assert max(under_way) == 1
+    assert [trial.status for trial in trials] == ["rejected", "ok", "ok"]
+    assert preparation.retry == []
+
+
+def test_other_faults_are_not_tried_again():
+    preparation, _ = _prepare(Stage({(EAGER,): Act(faults={"set_up": [died()]})}), [(EAGER,)])
+    assert preparation.retry == []
+
+
+def test_all_workers_can_be_ended_at_any_time():
+    stage = Stage()
+    preparation, _ = _prepare(stage, SINGLES)
+    assert any(worker.alive for worker in stage.workers)
+    preparation.kill_all()
+    assert not any(worker.alive for worker in stage.workers)

@@ -1,0 +1,250 @@
+import pytest
+from scripted import (
+    EAGER,
+    FOLD,
+    GC,
+    LAYOUT,
+    MS,
+    OWN_ERROR,
+    TF32,
+    Act,
+    Notes,
+    Stage,
+    died,
+    make_search,
+)
+
+from steadytorch.errors import UsageError
+from steadytorch.process.worker import Fault
+from steadytorch.tune.select import Options
+from steadytorch.tune.verify import OutputError, Reference
+
+OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
+
+
+def _trial(result, *candidate):
+    (found,) = [trial for trial in result.candidates if trial.transforms == candidate]
+    return found
+
+
+def _acts(**times_ms):
+    """Acts of single transforms by name; combinations take as long as the untouched workload."""
+    specs = {spec.name: spec for spec in (EAGER, FOLD, GC, LAYOUT, TF32)}
+    return {(specs[name],): Act(time * MS) for name, time in times_ms.items()}
+
+
+# -- the choice -------------------------------------------------------------------------------
+
+
+def test_the_fastest_wins_and_its_speedup_is_the_ratio_of_times():
+    stage = Stage(_acts(inference_mode=9, gc_freeze=8, fold_batch_norm=9.5))
+    result = make_search(stage, [EAGER, GC, FOLD]).run()
+    assert result.chosen == (GC,)
+    assert result.speedup.estimate == pytest.approx(1.25, rel=0.01)
+    assert result.speedup.low < result.speedup.estimate < result.speedup.high
+    assert (result.speedup.claim, result.speedup.verdict) == ("process", "faster")
+
+
+def test_the_best_combination_is_reached_from_its_parts():
+    stage = Stage(_acts(inference_mode=9, gc_freeze=9.5) | {(EAGER, GC): Act(6 * MS)})
+    assert make_search(stage, [EAGER, GC]).run().chosen == (EAGER, GC)
+
+
+def test_among_equally_fast_candidates_the_simplest_wins():
+    stage = Stage(_acts(inference_mode=8) | {(EAGER, GC): Act(8 * MS)})
+    result = make_search(stage, [EAGER, GC]).run()
+    assert result.chosen == (EAGER,)
+    assert _trial(result, EAGER, GC).status == "ok"
+
+
+def test_among_equally_fast_and_simple_candidates_the_one_with_least_memory_wins():
+    acts = _acts(inference_mode=8, gc_freeze=8)
+    acts[(GC,)].peak_bytes = 50 << 20
+    acts[(EAGER, GC)] = Act(12 * MS)
+    assert make_search(Stage(acts), [EAGER, GC]).run().chosen == (GC,)
+
+
+@pytest.mark.parametrize("time_ms", [10, 12])
+def test_the_untouched_workload_stays_where_nothing_is_faster(time_ms):
+    stage = Stage(_acts(inference_mode=time_ms, gc_freeze=time_ms))
+    result = make_search(stage, [EAGER, GC]).run()
+    assert result.chosen == ()
+    assert result.winner == result.baseline
+    assert (result.speedup.estimate, result.speedup.low) == (1.0, None)
+    assert result.break_even_calls is None
+    assert not result.interrupted
+
+
+def test_a_workload_to_which_nothing_applies_is_measured_and_stays():
+    result = make_search(Stage(), []).run()
+    assert result.chosen == ()
+    assert result.baseline.median_ns == pytest.approx(10 * MS, rel=0.01)
+
+
+def test_the_same_seed_gives_the_same_search():
+    def run():
+        result = make_search(Stage(_acts(inference_mode=9, gc_freeze=8)), [EAGER, GC, FOLD]).run()
+        return [trial.transforms for trial in result.candidates], result.winner, result.baseline
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("objective", ["p99", "throughput"])
+def test_other_objectives_find_the_fastest_too(objective):
+    stage = Stage(_acts(inference_mode=9, gc_freeze=7))
+    result = make_search(stage, [EAGER, GC], Options(objective=objective, budget_s=600)).run()
+    assert result.chosen == (GC,)
+    assert result.winner.metric == ("period" if objective == "throughput" else "latency")
+
+
+def test_p99_is_reported_where_it_is_the_objective():
+    stage = Stage(_acts(inference_mode=7), spread=0.02)
+    result = make_search(stage, [EAGER], Options(objective="p99", budget_s=600)).run()
+    assert result.winner.p99_ns > result.winner.median_ns
+
+
+# -- constraints ------------------------------------------------------------------------------
+
+
+def test_a_precision_that_is_not_allowed_is_measured_shown_and_never_chosen():
+    stage = Stage(_acts(inference_mode=9) | {(EAGER, TF32): Act(1 * MS), (TF32,): Act(1 * MS)})
+    stage.acts[(EAGER, TF32)].error = OutputError(1e-3, 1e-3)
+    result = make_search(stage, [EAGER, TF32]).run()
+    shown = _trial(result, EAGER, TF32)
+    assert (shown.status, shown.allowed) == ("ok", False)
+    assert shown.reason == "allow with --precision tf32"
+    assert shown.median_ns == pytest.approx(1 * MS, rel=0.01)
+    assert result.chosen == (EAGER,)
+
+
+def test_the_same_precision_is_chosen_where_it_is_allowed():
+    stage = Stage(_acts(inference_mode=9, tf32=2) | {(EAGER, TF32): Act(1 * MS)})
+    stage.acts[(EAGER, TF32)].error = OutputError(1e-3, 1e-3)
+    result = make_search(stage, [EAGER, TF32], Options(precision="tf32")).run()
+    assert result.chosen == (EAGER, TF32)
+    assert _trial(result, EAGER, TF32).allowed
+
+
+def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
+    acts = _acts(inference_mode=5, gc_freeze=8) | {(EAGER, GC): Act(5 * MS)}
+    acts[(EAGER,)].peak_bytes = acts[(EAGER, GC)].peak_bytes = 2 << 30
+    result = make_search(Stage(acts), [EAGER, GC], Options(max_memory_bytes=1 << 30)).run()
+    rejected = _trial(result, EAGER)
+    assert rejected.status == "rejected"
+    assert rejected.reason == "peaks at 2.00 GiB, over the cap of 1.00 GiB"
+    assert rejected.samples == 0
+    assert result.chosen == (GC,)
+
+
+def test_a_wrong_candidate_is_rejected_with_its_error_and_never_timed():
+    stage = Stage(_acts(inference_mode=5, gc_freeze=8) | {(EAGER, GC): Act(12 * MS)})
+    stage.acts[(EAGER,)].error = OutputError(1e-2, 1e-2)
+    result = make_search(stage, [EAGER, GC]).run()
+    rejected = _trial(result, EAGER)
+    assert (rejected.status, rejected.error, rejected.median_ns) == ("rejected", 1e-2, None)
+    assert rejected.reason.startswith("relative error 1.0e-02 exceeds")
+    assert result.chosen == (GC,)
+
+
+def test_a_workload_that_cannot_be_verified_stays_untouched():
+    stage = Stage(
+        _acts(inference_mode=5, gc_freeze=5), reference=Reference(OWN_ERROR, "float64", False, True)
+    )
+    result = make_search(stage, [EAGER, GC]).run()
+    assert result.chosen == ()
+    reasons = {trial.reason for trial in result.candidates if trial.transforms}
+    assert len(reasons) == 1
+    assert "output changes between calls" in reasons.pop()
+
+
+# -- the reported figure ----------------------------------------------------------------------
+
+
+def test_the_reported_figures_come_from_blocks_taken_after_the_choice():
+    stage = Stage(_acts(inference_mode=5))
+
+    def slow_down(message):
+        if message.startswith("confirming inference_mode"):
+            stage.factor = 3.0
+
+    result = make_search(stage, [EAGER], watcher=Notes(slow_down)).run()
+    assert result.chosen == (EAGER,)
+    assert min(result.winner.samples_ns) > 14 * MS
+    assert min(result.baseline.samples_ns) > 28 * MS
+    assert result.speedup.estimate == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_choice_that_is_not_confirmed_gives_way_to_the_untouched_workload():
+    stage = Stage(_acts(inference_mode=9))
+
+    def lose_the_gain(message):
+        if message.startswith("confirming inference_mode"):
+            stage.acts[(EAGER,)].time_ns = 10.5 * MS
+
+    result = make_search(stage, [EAGER], watcher=Notes(lose_the_gain)).run()
+    assert result.chosen == ()
+    assert result.winner.median_ns == result.baseline.median_ns
+    assert _trial(result, EAGER).status == "ok"
+    assert "not shown to be faster" in _trial(result, EAGER).reason
+
+
+def test_break_even_is_the_extra_set_up_over_the_gain_per_call():
+    stage = Stage({(): Act(10 * MS, setup_s=1.0), (EAGER,): Act(5 * MS, setup_s=11.0)}, spread=0.0)
+    assert make_search(stage, [EAGER]).run().break_even_calls == 2000
+
+
+def test_the_result_names_regime_reference_and_what_does_not_apply():
+    reference = Reference(OWN_ERROR, "float32", True, False, "float64 cannot run (no kernel)")
+    stage = Stage(reference=reference, regime="launch-bound")
+    result = make_search(stage, [EAGER]).run()
+    assert result.regime == "launch-bound"
+    assert result.reference == "float32; float64 cannot run (no kernel)"
+    assert result.not_applicable == {"cuda_graph": "no CUDA device"}
+
+
+# -- the budget -------------------------------------------------------------------------------
+
+
+def test_a_budget_that_cannot_hold_the_untouched_workload_is_refused_with_numbers():
+    stage = Stage({(): Act(1e9)})
+    with pytest.raises(UsageError) as caught:
+        make_search(stage, [EAGER], Options(budget_s=30)).run()
+    message = str(caught.value)
+    assert "a budget of 30 s is too small" in message
+    least = int(message.rpartition("give at least ")[2].removesuffix(" s"))
+    assert least > 30
+    assert not any(worker.alive for worker in stage.workers)
+
+
+def test_the_budget_that_the_refusal_names_is_enough():
+    def run(budget_s):
+        return make_search(Stage({(): Act(1e9)}), [EAGER], Options(budget_s=budget_s)).run()
+
+    with pytest.raises(UsageError) as caught:
+        run(30)
+    least = int(str(caught.value).rpartition("give at least ")[2].removesuffix(" s"))
+    assert run(least).winner is not None
+
+
+def test_a_deadline_before_the_untouched_workload_was_measured_is_a_small_budget():
+    slow = died(Fault.DEADLINE, "no answer within 20 s, killed")
+    with pytest.raises(UsageError, match="a budget of 20 s is too small: it ended before"):
+        make_search(Stage({(): Act(faults={"set_up": [slow]})}), [], Options(budget_s=20)).run()
+
+
+def test_what_no_longer_fits_the_budget_is_named():
+    stage = Stage({(EAGER,): Act(8 * MS, setup_s=40.0)})
+    result = make_search(stage, [EAGER, GC, FOLD], Options(budget_s=60), slots=1).run()
+    assert result.chosen == (EAGER,)
+    assert result.not_tried
+    assert set(result.not_tried.values()) == {"the budget ended"}
+    assert all(
+        label in {"gc_freeze", "fold_batch_norm"} or "+" in label for label in result.not_tried
+    )
+
+
+@pytest.mark.parametrize("budget_s", [20, 40, 120])
+def test_the_search_does_not_outlast_its_budget(budget_s):
+    stage = Stage({(spec,): Act(9 * MS, setup_s=3.0) for spec in (EAGER, GC, FOLD, LAYOUT)})
+    result = make_search(stage, [EAGER, GC, FOLD, LAYOUT], Options(budget_s=budget_s)).run()
+    assert result.seconds <= budget_s

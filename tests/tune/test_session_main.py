@@ -1,0 +1,119 @@
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+_SCRIPT = """
+import sys
+with open({marker!r}, "a") as marker:
+    marker.write("x")
+import torch
+from torch import nn
+import steadytorch
+from steadytorch.tune.session import Session
+from steadytorch import transforms
+from steadytorch.device.facts import load_facts
+
+torch.manual_seed(0)
+WEIGHT = 7.25
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return helper(self.linear(x))
+
+def helper(x):
+    return torch.relu(x) + OFFSET
+
+OFFSET = 0.5
+model = Mine().eval()
+with torch.no_grad():
+    model.linear.weight.fill_(WEIGHT)
+
+def trusts_its_weights(module, inputs):
+    if not torch.compiler.is_compiling() and not bool((module.weight == WEIGHT).all()):
+        raise RuntimeError("other weights than the caller's")
+
+{hook}
+specs = [t.spec for t in transforms.all_variants(load_facts("cpu"))]
+wanted = [s for s in specs if str(s) == {option!r}]
+assert len(wanted) == 1, specs
+Session._options_that_apply = lambda self: (wanted, {{}})
+x = torch.randn(4, 16)
+plan = steadytorch.tune(steadytorch.Workload(model, x), budget={budget!r}, store={store!r})
+(trial,) = [t for t in plan.evidence.trials if t.transforms == tuple(wanted)]
+assert trial.status == "ok", trial
+assert trial.error < 1e-5, trial
+served = plan.apply(model)
+with torch.no_grad():
+    torch.testing.assert_close(served(x), model(x))
+assert served.report() == {{"tuned": 1}} or not plan.candidate, served.report()
+print(plan.path)
+"""
+_HOOK = "model.linear.register_forward_pre_hook(trusts_its_weights)"
+
+
+def _script(tmp_path, option="inference_mode", budget="60s", hook=_HOOK):
+    return textwrap.dedent(_SCRIPT).format(
+        marker=str(tmp_path / "marker"),
+        store=str(tmp_path / "plans"),
+        option=option,
+        budget=budget,
+        hook=hook,
+    )
+
+
+def _run(tmp_path, how, script):
+    """Runs a script as a file without a main guard, from standard input, or as an argument."""
+    (tmp_path / "script.py").write_text(script)
+    arguments = {"file": [str(tmp_path / "script.py")], "stdin": ["-"], "-c": ["-c", script]}[how]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=script if how == "stdin" else None,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=tmp_path,
+    )
+
+
+@pytest.mark.parametrize("how", ["file", "stdin", "-c"])
+def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, how):
+    done = _run(tmp_path, how, _script(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith(str(tmp_path / "plans"))
+    assert (tmp_path / "marker").read_text() == "x"
+
+
+@pytest.mark.compiles
+def test_a_model_defined_in_the_main_module_is_compiled(tmp_path):
+    script = _script(tmp_path, option="compile(default)", budget="250s", hook="")
+    done = _run(tmp_path, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_control_c_ends_every_worker(tmp_path):
+    (tmp_path / "script.py").write_text(_script(tmp_path, budget="10m"))
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")], stderr=subprocess.PIPE, text=True
+    )
+    assert parent.stderr is not None
+    process, workers = psutil.Process(parent.pid), []
+    deadline = time.monotonic() + 120
+    while len(workers) < 2 and parent.poll() is None and time.monotonic() < deadline:
+        workers = [c for c in process.children() if "steadytorch.process.child" in c.cmdline()]
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=60)
+    assert len(workers) == 2
+    assert "KeyboardInterrupt" in errors
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+    assert not (tmp_path / "plans").exists()

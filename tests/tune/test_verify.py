@@ -1,0 +1,277 @@
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.tune.verify import (
+    MAX_ERROR_FACTOR,
+    SAME_FACTOR,
+    TOLERANCES,
+    OutputError,
+    Reference,
+    Verification,
+    decide,
+    make_reference,
+    output_error,
+    verify,
+)
+from steadytorch.workload.workload import Workload
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def linear():
+    return Workload(nn.Linear(16, 16).eval(), torch.randn(16, 16))
+
+
+def _verdict(workload, model=None, precision="same", tolerance=None, seed=0):
+    """What becomes of a candidate that computes `model` in place of the workload's own."""
+    data, reference = make_reference(workload, seed)
+    found = verify(workload.model if model is None else model, workload, data)
+    return decide(found, reference, precision, tolerance)
+
+
+# -- mutants ----------------------------------------------------------------------------------
+
+
+def test_the_untouched_workload_passes_its_own_verification(linear):
+    assert _verdict(linear) is None
+
+
+def test_another_order_of_sums_passes(linear):
+    weight, bias = linear.model.weight.double(), linear.model.bias.double()
+    assert _verdict(linear, lambda x: (x.double() @ weight.T + bias).float()) is None
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-3, 1 + 1e-5, 1 - 1e-5, -1.0, 0.0])
+def test_scaled_outputs_are_rejected(linear, factor):
+    assert "relative error" in _verdict(linear, lambda x: linear.model(x) * factor)
+
+
+def test_transposed_outputs_are_rejected(linear):
+    assert "relative error" in _verdict(linear, lambda x: linear.model(x).T)
+
+
+def test_a_single_wrong_element_is_rejected():
+    workload = Workload(nn.Linear(64, 64).eval(), torch.randn(512, 64))
+
+    def mutant(x):
+        out = workload.model(x).detach().clone()
+        out[3, 5] += 4e-4
+        return out
+
+    data, reference = make_reference(workload, 0)
+    found = verify(mutant, workload, data)
+    assert decide(found, reference, "same", None)
+    assert "largest error" in decide(found, reference, "tf32", 1e-5)
+
+
+@pytest.mark.parametrize(("value", "word"), [(NAN, "NaN"), (INF, "infinity"), (-INF, "infinity")])
+def test_outputs_that_are_not_finite_are_rejected_by_name(linear, value, word):
+    def mutant(x):
+        out = linear.model(x).detach().clone()
+        out[0, 0] = value
+        return out
+
+    assert _verdict(linear, mutant, "bf16") == f"output 0 holds {word}"
+
+
+@pytest.mark.parametrize(
+    ("mutate", "reason"),
+    [
+        (lambda out: out[:1], "output 0 has shape (1, 16), expected (16, 16)"),
+        (lambda out: out.double(), "output 0 is float64, expected float32"),
+        (lambda out: (out, out), "returns 2 tensors, the untouched workload returns 1"),
+        (lambda out: None, "returns 0 tensors, the untouched workload returns 1"),
+        (lambda out: out.to("meta"), "output 0 is on meta, expected cpu"),
+        (lambda out: [out], "nests its outputs in other containers than the untouched workload"),
+        (lambda out: {"out": out}, "nests its outputs in other containers than the untouched"),
+    ],
+)
+def test_outputs_of_another_form_are_rejected(linear, mutate, reason):
+    assert _verdict(linear, lambda x: mutate(linear.model(x))).startswith(reason)
+
+
+def test_writing_to_the_inputs_is_rejected(linear):
+    def mutant(x):
+        out = linear.model(x)
+        x.zero_()
+        return out
+
+    assert _verdict(linear, mutant) == "writes to its inputs"
+
+
+def _static(model):
+    buffers = {}
+
+    def mutant(*inputs):
+        with torch.no_grad():
+            out = model(*inputs)
+            return buffers.setdefault(out.shape, torch.empty_like(out)).copy_(out)
+
+    return mutant
+
+
+def test_a_buffer_that_the_next_call_overwrites_is_rejected(linear):
+    assert _verdict(linear, _static(linear.model)) == (
+        "a later call overwrites the result of an earlier one"
+    )
+
+
+def test_a_gradient_of_the_output_makes_no_difference(linear):
+    with torch.no_grad():
+        assert _verdict(linear) is None
+    assert _verdict(linear, torch.inference_mode()(linear.model.forward)) is None
+    assert _verdict(linear, lambda x: linear.model(x).requires_grad_()) is None
+
+
+# -- outputs of every kind --------------------------------------------------------------------
+
+
+def test_nested_outputs_are_compared_leaf_by_leaf():
+    def untouched(x):
+        return {"logits": x * 2, "cache": [(x + 1, x - 1), None], "length": 3}
+
+    def mutant(x):
+        return {"logits": x * 2, "cache": [(x + 1, x - 0.99), None], "length": 3}
+
+    workload = Workload(untouched, torch.randn(4, 4))
+    assert _verdict(workload) is None
+    assert "relative error" in _verdict(workload, mutant)
+
+
+@pytest.mark.parametrize("kind", [lambda x: x > 0, lambda x: x.argmax(-1)])
+def test_integers_and_booleans_count_the_elements_that_differ(kind):
+    workload = Workload(kind, torch.randn(8, 8))
+    assert _verdict(workload) is None
+    assert "relative error 1.0e+00" in _verdict(
+        workload, lambda x: ~kind(x) if kind(x).dtype == torch.bool else kind(x) + 1
+    )
+
+
+def test_the_error_of_an_integer_output_is_the_fraction_that_differs():
+    error = output_error([torch.tensor([1, 2, 3, 4])], [torch.tensor([1, 2, 3, 5])])
+    assert error == OutputError(0.25, 0.25)
+
+
+def test_complex_outputs_are_compared_as_numbers():
+    workload = Workload(torch.fft.fft, torch.randn(4, 16))
+    data, reference = make_reference(workload, 0)
+    assert reference.error.relative_l2 < 1e-6
+    assert decide(verify(torch.fft.fft, workload, data), reference, "same", None) is None
+    wrong = verify(lambda x: torch.fft.fft(x).conj(), workload, data)
+    assert "relative error" in decide(wrong, reference, "same", None)
+
+
+def test_complex_weights_stay_complex_in_the_reference():
+    class Rotation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.view_as_real(x * self.phase)
+
+    _, reference = make_reference(Workload(Rotation(), torch.randn(4, 8)), 0)
+    assert reference.error.relative_l2 < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
+def test_outputs_without_elements_pass_in_the_right_shape_only(shape):
+    workload = Workload(lambda x: x * 2, torch.randn(shape))
+    assert _verdict(workload) is None
+    assert "has shape" in _verdict(workload, lambda x: torch.empty(0, 9))
+
+
+def test_an_all_zero_output_is_compared_in_absolute_terms():
+    workload = Workload(torch.zeros_like, torch.randn(4))
+    assert _verdict(workload) is None
+    assert "relative error 2.0e-02" in _verdict(workload, lambda x: torch.full_like(x, 0.01))
+
+
+def _masked(x):
+    return x.masked_fill(torch.eye(4, dtype=torch.bool), -INF)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "reason"),
+    [
+        (lambda x: torch.full_like(x, NAN), "output 0 holds NaN"),
+        (lambda x: x.clone(), "differs where the untouched workload's is infinite"),
+        (lambda x: -_masked(-x), "differs where the untouched workload's is infinite"),
+        (lambda x: _masked(x * 1.01), "relative error"),
+    ],
+)
+def test_an_infinite_output_hides_no_fault_elsewhere(mutant, reason):
+    workload = Workload(_masked, torch.randn(4, 4))
+    assert _verdict(workload) is None
+    assert reason in _verdict(workload, mutant, "bf16", 1e-3)
+
+
+def test_a_workload_that_returns_no_tensor_cannot_be_verified():
+    workload = Workload(lambda x: float(x.sum()), torch.randn(4))
+    assert "returns no tensor to compare" in _verdict(workload)
+
+
+# -- decide -----------------------------------------------------------------------------------
+
+REFERENCE = Reference(OutputError(1e-6, 4e-6), "float64", True, True)
+
+
+def _decide(l2, largest, precision="same", tolerance=None, reference=REFERENCE):
+    return decide(Verification(OutputError(l2, largest)), reference, precision, tolerance)
+
+
+def test_same_allows_twice_the_error_of_the_untouched_workload():
+    assert _decide(SAME_FACTOR * 1e-6, SAME_FACTOR * 4e-6) is None
+    assert _decide(SAME_FACTOR * 1.01e-6, 0) == "relative error 2.0e-06 exceeds 2.0e-06"
+    assert _decide(0, SAME_FACTOR * 4.1e-6) == "largest error 8.2e-06 exceeds 8.0e-06"
+
+
+def test_same_allows_one_rounding_where_the_untouched_workload_is_exact():
+    exact = Reference(OutputError(0.0, 0.0), "float64", True, True)
+    eps = float(torch.finfo(torch.float32).eps)
+    assert _decide(eps, eps, reference=exact) is None
+    assert _decide(10 * eps, 0, reference=exact) is not None
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_lower_precisions_have_the_bounds_of_their_class(precision):
+    bound = TOLERANCES[precision]
+    assert _decide(bound, MAX_ERROR_FACTOR * bound, precision) is None
+    assert "exceeds" in _decide(1.01 * bound, 0, precision)
+    assert "largest error" in _decide(0, 1.01 * MAX_ERROR_FACTOR * bound, precision)
+
+
+def test_the_classes_allow_more_the_fewer_bits_they_keep():
+    assert TOLERANCES["tf32"] <= TOLERANCES["fp16"] < TOLERANCES["bf16"]
+
+
+@pytest.mark.parametrize("tolerance", [1e-4, 0.2])
+def test_a_tolerance_replaces_the_bound_of_a_lower_precision(tolerance):
+    assert _decide(tolerance, 0, "bf16", tolerance) is None
+    assert _decide(1.01 * tolerance, 0, "bf16", tolerance) is not None
+
+
+def test_a_tolerance_does_not_loosen_the_class_same():
+    assert _decide(1e-3, 1e-3, "same", 0.5) is not None
+
+
+@pytest.mark.parametrize("error", [(NAN, 0.0), (0.0, NAN), (INF, 0.0)])
+@pytest.mark.parametrize("precision", ["same", "bf16"])
+def test_an_error_that_is_no_number_is_rejected(error, precision):
+    assert _decide(*error, precision) is not None
+
+
+def test_a_fault_is_the_reason_whatever_the_error():
+    assert decide(Verification(OutputError(0, 0), "holds NaN"), REFERENCE, "bf16", 0.9) == (
+        "holds NaN"
+    )
+    assert decide(Verification(None), REFERENCE, "same", None) == "gave no outputs to compare"

@@ -1,0 +1,146 @@
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from steadytorch import transforms
+from steadytorch.errors import UsageError
+from steadytorch.measure import sampler
+from steadytorch.process.messages import encode
+from steadytorch.tune import worker as module
+from steadytorch.tune.verify import Reference, Verification, decide
+from steadytorch.tune.worker import Character, SetUp, TuningHandler, save_payload
+from steadytorch.workload.workload import Workload
+
+EAGER = [{"name": "inference_mode", "parameters": []}]
+
+
+@pytest.fixture(autouse=True)
+def short_warm_up(monkeypatch):
+    """Warming up for half a second a test would be most of what these tests do."""
+    monkeypatch.setattr(
+        module, "warm_up", lambda step, timer: sampler.warm_up(step, timer, min_ns=1_000_000)
+    )
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+@pytest.fixture
+def loaded(model, tmp_path):
+    """A handler in this process, with the workload that its directory holds."""
+    save_payload(Workload(model, torch.randn(2, 8)), tmp_path)
+    handler = TuningHandler(tmp_path)
+    handler.load("cpu", transforms.ambient())
+    yield handler
+    handler.close()
+
+
+def test_the_workload_arrives_with_its_weights(loaded, model):
+    arrived = loaded._workload.model.state_dict()
+    assert all(torch.equal(arrived[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_unknown_setting_of_the_caller_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="unknown process setting 'colour'"):
+        TuningHandler(tmp_path).load("cpu", {"colour": "blue"})
+
+
+def test_set_up_reports_time_warm_up_and_memory(loaded):
+    found = msgspec.convert(loaded.set_up([]), SetUp)
+    assert found.setup_s > 0
+    assert found.warm_up.calls >= 3
+    assert found.peak_memory_bytes > 10 << 20
+
+
+def test_an_unknown_transform_is_refused(loaded):
+    with pytest.raises(UsageError, match="unknown transform 'overclock'"):
+        loaded.set_up([{"name": "overclock", "parameters": []}])
+
+
+def test_a_candidate_is_applied_and_undone(loaded):
+    loaded.set_up(EAGER)
+    inputs = loaded._workload.inputs
+    assert loaded._model(*inputs).is_inference()
+    assert not loaded._workload.model(*inputs).is_inference()
+
+
+@pytest.mark.parametrize("ask", ["set_up", "block", "characterise"])
+def test_what_the_model_raises_is_what_the_handler_raises(loaded, ask):
+    def broken(*inputs):
+        raise MemoryError("no room")
+
+    if ask == "set_up":
+        loaded._workload = loaded._workload.with_model(broken)
+        ask_for = {"candidate": []}
+    else:
+        loaded.set_up([])
+        loaded._step = broken
+        ask_for = {"metric": "latency", "count": 3} if ask == "block" else {}
+    with pytest.raises(MemoryError, match="no room"):
+        getattr(loaded, ask)(**ask_for)
+
+
+@pytest.mark.parametrize("metric", ["latency", "period"])
+def test_a_block_holds_as_many_times_as_were_asked_for(loaded, metric):
+    loaded.set_up([])
+    times = loaded.block(metric, 7)
+    assert len(times) == 7
+    assert all(type(time) is int and time > 0 for time in times)
+
+
+def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
+    loaded.set_up([])
+    calls = 0
+    step = loaded._step
+
+    def counted():
+        nonlocal calls
+        calls += 1
+        step()
+
+    loaded._step, loaded._group = counted, 5
+    loaded.block("latency", 4)
+    assert calls == 5 * (4 + module.DISCARD)
+
+
+def test_the_untouched_candidate_agrees_with_the_reference(loaded):
+    reference = msgspec.convert(loaded.reference(3), Reference)
+    loaded.set_up(EAGER)
+    found = msgspec.convert(loaded.verify(), Verification)
+    assert decide(found, reference, "same", None) is None
+
+
+def test_a_reference_is_read_by_another_worker(loaded, tmp_path):
+    loaded.reference(3)
+    other = TuningHandler(tmp_path)
+    other.load("cpu", {})
+    other.set_up([])
+    assert msgspec.convert(other.verify(), Verification).fault is None
+
+
+def test_weights_that_changed_on_the_way_are_noticed(loaded):
+    reference = msgspec.convert(loaded.reference(3), Reference)
+    loaded.set_up([])
+    with torch.no_grad():
+        loaded._workload.model[2].bias += 0.5
+    found = msgspec.convert(loaded.verify(), Verification)
+    assert "relative error" in decide(found, reference, "same", None)
+
+
+@pytest.mark.parametrize(("rate", "regime"), [(1e3, "compute-bound"), (1e18, "memory-bound")])
+def test_the_regime_follows_from_the_share_of_the_matrix_rate(loaded, monkeypatch, rate, regime):
+    monkeypatch.setattr(module, "matrix_rate", lambda device, dtype: rate)
+    loaded.set_up([])
+    found = msgspec.convert(loaded.characterise(), Character)
+    assert found.regime == regime
+    assert found.host_share == 0.0
+    assert (found.matrix_share >= 0.3) == (regime == "compute-bound")
+
+
+def test_every_answer_fits_into_a_message(loaded):
+    for answer in (loaded.reference(0), loaded.set_up([]), loaded.verify(), loaded.characterise()):
+        encode(answer)
+    encode(loaded.block("latency", 3))
