@@ -32,15 +32,15 @@ from steadytorch.measure.measurement import summarize
 from steadytorch.measure.race import judge
 from steadytorch.measure.sampler import sampler_for, warm_up
 from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.quantities import parse_duration
 from steadytorch.report.progress import Progress
 from steadytorch.report.tune import render_left_out, render_plan, render_trials
 from steadytorch.transforms import ambient
+from steadytorch.trial.worker import DISCARD, PAYLOAD, save_payload
 from steadytorch.tune.moves import describe
-from steadytorch.tune.quantities import parse_duration
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 from steadytorch.tune.trial import HANDLER
-from steadytorch.tune.worker import DISCARD, PAYLOAD, save_payload
 from steadytorch.workload import travel
 
 PLAN = "steadytorch plan"
@@ -70,12 +70,15 @@ class RivalHandler:
         setup_s = time.perf_counter() - start
         self._sampler = sampler_for("cuda")
         warm_up(self._step, self._sampler)
+        peak_memory_bytes = (
+            torch.cuda.max_memory_allocated()
+        )  # before the reference below takes more
         with torch.no_grad():
             reference = copy.deepcopy(workload.model).double()(x.double())
         error = float((call(x).double() - reference).norm() / reference.norm())
         return {
             "setup_s": setup_s,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+            "peak_memory_bytes": peak_memory_bytes,
             "error": error,
         }
 
@@ -176,9 +179,10 @@ def markdown(document: dict[str, Any]) -> str:
             f"| {r['name']} | {latency['median_ns'] / 1e6:.3f}{within} "
             f"| {'' if tail is None else f'{tail:.3f}'} | {period['median_ns'] / 1e6:.3f} "
             f"| {verdict} | {error} | {r['setup_s']:.1f} "
-            f"| {r['peak_memory_bytes'] / 2**20:.0f} |"
+            f"| {'' if r['peak_memory_bytes'] is None else r['peak_memory_bytes'] >> 20} |"
         )
-    return "\n".join(lines) + "\n"
+    lines += ["", *document.get("notes", [])]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 FLOORS = {
     "errors": 0,
+    "quantities": 1,
     "workload": 1,
     "device": 1,
     "process": 1,

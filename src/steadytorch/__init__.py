@@ -14,8 +14,11 @@ _EXPORTS = {
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "Workload": "workload.workload",
+    "judge": "measure.race",
     "load_plan": "plan.plan",
     "load_workload": "workload.loading",
+    "measure": "trial.measure",
+    "summarize": "measure.measurement",
     "tune": "tune.session",
 }
 
@@ -27,14 +30,20 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "UnsupportedError",
     "UsageError",
     "Workload",
+    "judge",
     "load_plan",
     "load_workload",
+    "measure",
+    "summarize",
     "tune",
 ]
 
 if TYPE_CHECKING:
     from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
+    from steadytorch.measure.measurement import summarize
+    from steadytorch.measure.race import judge
     from steadytorch.plan.plan import Plan, load_plan
+    from steadytorch.trial.measure import measure
     from steadytorch.tune.session import tune
     from steadytorch.workload.loading import load_workload
     from steadytorch.workload.workload import Workload

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from steadytorch.errors import PlanError, UsageError
+from steadytorch.measure import noise
 from steadytorch.tune.session import Session
 
 from .conftest import only_line
@@ -97,7 +98,7 @@ def test_a_result_that_cannot_be_written_ends_it_before_the_work(
     def measured(device):
         raise AssertionError("work was begun")
 
-    monkeypatch.setattr("steadytorch.measure.noise.noise_floor", measured)
+    monkeypatch.setattr(noise, "noise_floor", measured)
     ended = steady(*command, "--json", path)
     assert (ended.code, ended.out) == (2, "")
     assert why in only_line(ended.err)

@@ -165,3 +165,77 @@ def test_an_interrupt_while_the_workload_loads(terminal, folder):
     assert running.wait() == 130
     _check_aftermath(running)
     assert not (folder / "out.json").exists()
+
+
+# -- measure ------------------------------------------------------------------------------------
+
+TELLING = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+class Telling(nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.calls = path, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 700:
+            Path(self.path).touch()
+        time.sleep(0.001)
+        return x
+
+def factory():
+    return Telling(str(Path("timing").absolute())).eval(), torch.ones(8)
+"""
+
+
+def _check_end(terminal):
+    assert terminal.workers() == []
+    assert list(terminal.scratch.glob("steadytorch-*")) == []
+    assert "Traceback" not in terminal.text
+    assert terminal.text.count("steady: interrupted") == 1
+
+
+def test_an_interrupted_series_keeps_its_samples(terminal, folder):
+    """Warming up takes half a second, 500 calls at the most: the 700th is timed."""
+    (folder / "telling.py").write_text(TELLING)
+    running = terminal("measure", "telling.py:factory", "--budget", "10m", "--json", "out.json")
+    end = time.monotonic() + PATIENCE_S
+    while not (folder / "timing").exists():
+        assert running.process.poll() is None, running.text
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    running.press(CTRL_C)
+    assert running.wait() == 130
+    _check_end(running)
+    found = json.loads((folder / "out.json").read_text())
+    calls = found["processes"][0]["set_up"]["warm_up"]["calls"]
+    assert len(found["samples_ns"]) >= 700 - 1 - calls
+    assert (found["interrupted"], found["failed"]) == (True, None)
+
+
+def test_an_interrupt_in_the_second_process_keeps_the_first(terminal, folder):
+    running = terminal(
+        *("measure", "tiny.py:small", "--processes", "2", "--budget", "1s"),
+        *("--json", "out.json"),
+    )
+    running.wait_for("process 2 of 2")
+    running.press(CTRL_C)
+    assert running.wait() == 130
+    _check_end(running)
+    found = json.loads((folder / "out.json").read_text())
+    assert (len(found["processes"]), found["interrupted"]) == (1, True)
+    assert "over time, medians from" in running.text
+
+
+def test_an_interrupt_before_anything_was_timed_leaves_nothing(terminal, folder):
+    running = terminal("measure", "tiny.py:small", "--json", "out.json")
+    running.wait_for("process 1 of 1")
+    running.press(CTRL_C)
+    assert running.wait() == 130
+    _check_end(running)
+    assert not (folder / "out.json").exists()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import click
 import pytest
 
+from steadytorch.cli import options
 from steadytorch.cli import steady as root
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UsageError
 
 from .conftest import only_line
 
@@ -14,15 +17,38 @@ STORE = ("--store", "directory", None)
 JSON = ("--json", "file", None)
 QUIET = ("--quiet", "flag", False)
 
+SHAPING = [
+    ("--batch", "integer range", None),
+    ("--input", "text*", None),
+    DEVICE,
+    ("--train", "flag", False),
+    ("--seed", "integer", 0),
+]
+
 COMMANDS = {
     "demo": [("--budget", "text", "150s"), DEVICE, STORE, JSON, QUIET],
+    "measure": [
+        ("WORKLOAD", "text", None),
+        *SHAPING,
+        ("--processes", "integer range", 1),
+        ("--budget", "text", "20s"),
+        JSON,
+        QUIET,
+    ],
+    "compare": [
+        ("A", "text", None),
+        ("B", "text", None),
+        *SHAPING,
+        ("--processes", "integer range", 1),
+        ("--metric", "latency|period", "latency"),
+        ("--fail-slower", "text", None),
+        ("--markdown", "file", None),
+        JSON,
+        QUIET,
+    ],
     "tune": [
         ("WORKLOAD", "text", None),
-        ("--batch", "integer range", None),
-        ("--input", "text*", None),
-        DEVICE,
-        ("--train", "flag", False),
-        ("--seed", "integer", 0),
+        *SHAPING,
         ("--objective", "latency|p99|throughput", "latency"),
         ("--precision", "same|tf32|bf16|fp16", "same"),
         ("--tolerance", "float", None),
@@ -85,9 +111,16 @@ def test_the_workload_and_the_id_are_required(words):
     assert all(argument.required for argument in arguments)
 
 
-def test_batch_sizes_start_at_one():
-    (batch,) = [p for p in _command("tune").params if p.opts == ["--batch"]]
-    assert (batch.type.min, batch.type.max) == (1, None)
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        *[(words, "--batch") for words in ("measure", "compare", "tune")],
+        *[(words, "--processes") for words in ("measure", "compare")],
+    ],
+)
+def test_batches_and_processes_start_at_one(words, option):
+    (found,) = [p for p in _command(words).params if p.opts == [option]]
+    assert (found.type.min, found.type.max) == (1, None)
 
 
 def test_the_overview_lists_exactly_the_commands_there_are(steady):
@@ -147,6 +180,12 @@ def test_exit_codes_are_explained(steady):
         (["tune", "resnet18", "extra"], "extra"),
         (["tune", "resnet18", "--store"], "--store"),
         (["plans", "show"], "ID"),
+        (["measure"], "WORKLOAD"),
+        (["measure", "resnet18", "--processes", "0"], "0"),
+        (["measure", "resnet18", "--store", "x"], "--store"),
+        (["compare", "resnet18"], "B"),
+        (["compare", "resnet18", "resnet50", "resnet18"], "resnet18"),
+        (["compare", "resnet18", "resnet50", "--metric", "p99"], "'latency', 'period'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -162,3 +201,53 @@ def test_without_a_command_the_help_is_shown(steady, words):
     assert ended.code == 2
     assert "Usage: steady" in ended.err
     assert "Commands:" in ended.err
+
+
+# -- WORKLOAD@TRANSFORMS ------------------------------------------------------------------------
+
+CPU = DeviceFacts(device="cpu", cores_physical=2, cores_logical=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "candidate"),
+    [
+        ("resnet50", "resnet50", []),
+        ("resnet50@channels_last", "resnet50", ["channels_last"]),
+        (
+            "tiny.py:small@inference_mode + compile(default)",
+            "tiny.py:small",
+            ["compile(default)", "inference_mode"],
+        ),
+        ("user@host/tiny.py:small", "user@host/tiny.py:small", []),
+        ("a@b/tiny.py:small@inference_mode", "a@b/tiny.py:small", ["inference_mode"]),
+    ],
+)
+def test_transforms_stand_behind_the_workload(name, spec, candidate):
+    found, given = options.with_transforms(name, CPU)
+    assert (found, [str(each) for each in given]) == (spec, candidate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("", "'' is not a transform such as channels_last"),
+        ("sorcery", "unknown transform 'sorcery': use one of fold_batch_norm"),
+        ("inference_mode+", "'' is not a transform"),
+        ("compile(fastest)", "'compile(fastest)' is no variant of compile: use one of compile("),
+        ("compile(", "'compile(' is not a transform"),
+        ("cuda_graph(warp)", "is no variant of cuda_graph"),
+        ("inference_mode+inference_mode", "inference_mode occurs twice"),
+        ("cast_weights+autocast", "cast_weights and autocast both claim the element type"),
+    ],
+)
+def test_wrong_transforms_are_refused(settings, said):
+    with pytest.raises(UsageError) as caught:
+        options.with_transforms(f"resnet18@{settings}", CPU)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["measure"], ["compare", "resnet18"]])
+def test_wrong_transforms_end_the_command_with_one_line(steady, command):
+    ended = steady(*command, "resnet18@sorcery")
+    assert (ended.code, ended.out) == (2, "")
+    assert "unknown transform 'sorcery'" in only_line(ended.err)

@@ -3,7 +3,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from steadytorch.measure.race import LOOKS, compare, judge, race
+from steadytorch.errors import UsageError
+from steadytorch.measure.race import LOOKS, compare, judge, machine_claim, race
 
 
 def _pairs(effect, count, spread=0.01, seed=0):
@@ -106,3 +107,90 @@ def test_a_dead_arm_loses():
     result = race([_arm(1.0, 1), lambda: float("inf")], rng=Random(0))
     assert result.leader == 0
     assert result.survivors == (0,)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([(1.0, 2.0), (1.0, float("nan"))], "pair 1"),
+        ([(1.0, 0.0)], "pair 0"),
+        ([(-1.0, 2.0)], "pair 0"),
+        ([(1.0, float("inf"))], "pair 0"),
+        ([1.0, 2.0], "shape"),
+        ([(1.0, 2.0, 3.0)], "shape"),
+        ([("a", "b")], "pairs"),
+    ],
+)
+def test_what_is_no_pair_of_times_is_refused(pairs, words):
+    with pytest.raises(UsageError, match=words):
+        judge(pairs)
+
+
+def test_detectable_effect_follows_its_formula():
+    pairs = _pairs(0.0, 60, spread=0.03, seed=5)
+    judgement = judge(pairs)
+    spread = np.std([np.log(b / a) for a, b in pairs], ddof=1)
+    expected = np.expm1((3.0902 + 1.2816) * 1.02 * spread / np.sqrt(60))
+    assert (judgement.verdict, judgement.pairs) == ("undecided", 60)
+    assert judgement.mde == pytest.approx(expected, rel=1e-3)
+
+
+def test_looser_error_makes_smaller_effects_detectable():
+    pairs = _pairs(0.0, 60, spread=0.05, seed=3)
+    assert judge(pairs, alpha=0.2).mde < judge(pairs).mde
+
+
+def test_units_of_time_do_not_matter():
+    pairs = _pairs(0.02, 60)
+    in_other_units = judge([(1e6 * a, 1e6 * b) for a, b in pairs])
+    assert in_other_units.verdict == judge(pairs).verdict
+    assert in_other_units.estimate == pytest.approx(judge(pairs).estimate)
+
+
+def test_race_of_many_looks_as_soon_as_an_interval_exists():
+    # 8 arms put the level at 0.01 / 35, for which 12 rounds are one too few.
+    arms = [_arm(1.0, 0), *(_arm(2.0, seed) for seed in range(1, 8))]
+    result = race(arms, rng=Random(0))
+    assert result.survivors == (0,)
+    assert len(result.times[0]) == 13
+
+
+def test_one_process_claims_nothing_about_the_machine():
+    found = machine_claim([-0.1])
+    assert (found.low, found.high, found.verdict, found.claim) == (
+        None,
+        None,
+        "undecided",
+        "process",
+    )
+    assert found.estimate == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("estimates", "verdict"),
+    [
+        ([-0.10, -0.11, -0.10, -0.105, -0.10], "faster"),
+        ([0.03, 0.031, 0.029], "slower"),
+        ([0.0001, -0.0001, 0.0, 0.0002, -0.0002], "tie"),
+        ([-0.10, 0.02, -0.05], "undecided"),
+    ],
+)
+def test_processes_that_agree_make_a_claim_about_the_machine(estimates, verdict):
+    found = machine_claim(estimates)
+    assert (found.verdict, found.claim, found.processes) == (verdict, "machine", len(estimates))
+    assert found.low < found.estimate < found.high
+
+
+def test_machine_interval_is_students_on_logarithms():
+    from scipy.stats import t
+
+    logs = np.log1p([-0.10, -0.12, -0.09, -0.11])
+    low, high = t.interval(0.99, 3, logs.mean(), logs.std(ddof=1) / 2)
+    found = machine_claim([-0.10, -0.12, -0.09, -0.11])
+    assert (found.low, found.high) == pytest.approx((np.expm1(low), np.expm1(high)))
+
+
+@pytest.mark.parametrize("estimates", [[], [float("nan")], [-1.0], [0.1, float("inf")]])
+def test_estimates_that_are_no_effects_are_refused(estimates):
+    with pytest.raises(UsageError):
+        machine_claim(estimates)

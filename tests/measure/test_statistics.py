@@ -119,3 +119,61 @@ def test_too_few_pairs_support_no_interval():
     assert s.signed_rank_interval(np.arange(10.0), 0.002) is not None
     assert s.minimal_pairs(0.002) == 10
     assert s.signed_rank_interval(np.array([]), 0.05) is None
+
+
+@pytest.mark.parametrize("count", [60, 117, 400, 3001])
+@pytest.mark.parametrize("quantile", [0.5, 0.9, 0.25])
+@pytest.mark.parametrize("confidence", [0.95, 0.99])
+def test_ranks_of_independent_samples_are_the_exact_binomial_ones(count, quantile, confidence):
+    from scipy.stats import binom
+
+    tail = (1 - confidence) / 2
+    lower, upper = s.interval_ranks(count, count, quantile, confidence)
+    # P(x_(r) > Q) = P(Bin < r): within the tail at `lower`, beyond it one rank further in.
+    assert binom.cdf(lower - 1, count, quantile) <= tail < binom.cdf(lower, count, quantile)
+    assert binom.sf(upper - 1, count, quantile) <= tail < binom.sf(upper - 2, count, quantile)
+
+
+def test_fewer_effective_samples_give_wider_ranks():
+    wide, narrow = (s.interval_ranks(1000, size, 0.5) for size in (100, 1000))
+    assert wide[0] < narrow[0]
+    assert narrow[1] < wide[1]
+    # At n = 100 the lower rank lies between 40 and 41; carried to N = 1000 at the same level.
+    assert 40 * 1001 / 101 - 1 <= wide[0] < 41 * 1001 / 101
+    assert wide[0] + wide[1] == 1001
+
+
+def test_no_ranks_exist_for_a_handful_of_samples():
+    assert s.interval_ranks(100, 4, 0.5) is None
+
+
+def test_worth_by_ranks_agrees_with_theory_and_scatters_little():
+    lags = np.arange(1, 400)
+    tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
+    worth = [2000 / s.rank_effective_size(_ar1(0.9, 2000, seed)) for seed in range(50)]
+    assert np.mean(worth) == pytest.approx(tau, rel=0.1)
+    assert np.std(worth) < 0.3 * tau
+
+
+def test_worth_by_ranks_is_blind_to_scale_and_ties():
+    samples = np.random.default_rng(0).standard_normal(500)
+    assert s.rank_effective_size(np.exp(5 * samples)) == s.rank_effective_size(samples)
+    assert s.rank_effective_size(np.round(samples)) > 300
+    assert s.rank_effective_size(np.ones(80)) == 80
+
+
+def test_corrected_size_is_below_the_plain_one_under_correlation():
+    sizes = [
+        (s.corrected_size(x, 0.5), s.effective_size(x))
+        for x in (_ar1(0.9, 1000, seed) for seed in range(20))
+    ]
+    assert np.median([a / b for a, b in sizes]) < 0.9
+
+
+def test_signed_rank_cut_leaves_as_many_out_at_either_end():
+    data = np.random.default_rng(3).standard_normal(15)
+    cut = s.signed_rank_cut(15, 0.01)
+    averages = s.walsh_averages(data)
+    assert s.signed_rank_interval(data, 0.01) == (averages[cut], averages[-1 - cut])
+    assert s.signed_rank_cut(0, 0.05) is None
+    assert s.signed_rank_cut(9, 0.002) is None

@@ -1,4 +1,4 @@
-"""Handlers that behave and misbehave, for tests of worker processes. Imported by path in workers."""
+"""Handlers that behave and misbehave, for tests of workers, which import them by path."""
 
 import os
 import signal

@@ -3,8 +3,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
-from steadytorch.report.text import duration, percent_above, plain, seconds, size, unit_of
+from steadytorch.report.text import (
+    duration,
+    percent_above,
+    plain,
+    print_indented,
+    seconds,
+    size,
+    unit_of,
+)
+
+from .conftest import Screen
 
 
 @pytest.mark.parametrize(
@@ -78,3 +89,9 @@ def test_plain_text_shows_what_it_took_out():
     assert plain("\x1b[31mred\n") == "\\x1b[31mred\\n"
     assert plain("a [red]tag[/]") == "a [red]tag[/]"
     assert plain(3) == "3"
+
+
+def test_a_paragraph_is_indented_wrapped_and_ends_without_blanks():
+    screen = Screen(width=20)
+    print_indented(screen.console, Text("one two three four five six [bold]"))
+    assert screen.text.splitlines() == ["  one two three four", "  five six [bold]"]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.transforms import REGISTRY, all_variants, conflict, create, names, order
+from steadytorch.transforms import REGISTRY, all_variants, conflict, create, names, order, parse
 from steadytorch.transforms.base import TransformSpec
 
 
@@ -121,3 +121,49 @@ def test_importing_the_registry_leaves_the_compiler_unloaded():
     )
     ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ours.stdout == bare.stdout
+
+
+# -- transforms as text -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_every_variant_is_found_by_the_text_that_shows_it(kind, request):
+    facts = request.getfixturevalue(kind)
+    for transform in all_variants(facts):
+        assert parse(str(transform.spec), facts) == (transform.spec,)
+
+
+def test_a_name_alone_is_its_first_variant(cpu, gpu):
+    for facts in (cpu, gpu):
+        for entry in REGISTRY:
+            variants = entry.transform.variants(facts)
+            if variants:
+                assert parse(entry.name, facts) == (entry.transform(variants[0]).spec,)
+
+
+def test_words_may_stand_in_any_order_and_a_part_of_them_will_do(cpu):
+    (found,) = parse("compile( freezing,default )", cpu)
+    assert str(found) == "compile(default, freezing)"
+    assert parse("compile(freezing)", cpu) == (found,)
+    assert str(*parse("compile(max-autotune)", cpu)) == "compile(max-autotune, freezing)"
+
+
+def test_several_are_put_in_the_order_of_application(cpu):
+    found = parse("inference_mode+channels_last + fold_batch_norm", cpu)
+    assert [s.name for s in found] == ["fold_batch_norm", "channels_last", "inference_mode"]
+
+
+def test_a_transform_of_another_device_has_no_variant_here(cpu):
+    with pytest.raises(UsageError, match="is no variant of compile: use one of"):
+        parse("compile(reduce-overhead)", cpu)
+
+
+@pytest.mark.parametrize("text", ["", " ", "+", "a b", "compile)", "compile(()", "compile(a)(b)"])
+def test_text_that_names_no_transform_is_refused(cpu, text):
+    with pytest.raises(UsageError, match="is not a transform such as"):
+        parse(text, cpu)
+
+
+def test_transforms_that_exclude_each_other_are_refused(cpu):
+    with pytest.raises(UsageError, match=r"cannot be run: .* both claim the element type"):
+        parse("cast_weights+autocast", cpu)

@@ -7,9 +7,11 @@ from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
+from steadytorch.trial import worker as base
+from steadytorch.trial.worker import SetUp, save_payload
 from steadytorch.tune import worker as module
 from steadytorch.tune.verify import Reference, Verification, decide
-from steadytorch.tune.worker import Character, SetUp, TuningHandler, save_payload
+from steadytorch.tune.worker import Character, TuningHandler
 from steadytorch.workload.workload import Workload
 
 EAGER = [{"name": "inference_mode", "parameters": []}]
@@ -19,7 +21,7 @@ EAGER = [{"name": "inference_mode", "parameters": []}]
 def short_warm_up(monkeypatch):
     """Warming up for half a second a test would be most of what these tests do."""
     monkeypatch.setattr(
-        module, "warm_up", lambda step, timer: sampler.warm_up(step, timer, min_ns=1_000_000)
+        base, "warm_up", lambda step, timer: sampler.warm_up(step, timer, min_ns=1_000_000)
     )
 
 
@@ -103,7 +105,7 @@ def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
 
     loaded._step, loaded._group = counted, 5
     loaded.block("latency", 4)
-    assert calls == 5 * (4 + module.DISCARD)
+    assert calls == 5 * (4 + base.DISCARD)
 
 
 def test_the_untouched_candidate_agrees_with_the_reference(loaded):

@@ -41,10 +41,10 @@ def targets_of(workload: Workload) -> torch.Tensor:
     return workload.training_step.loss.targets
 
 
-def test_a_bundled_model_comes_with_its_own_batch_in_eval_mode():
+def test_a_bundled_model_comes_with_a_batch_of_one_in_eval_mode():
     workload = load_workload("mobilenet_v3_large")
     assert (workload.name, workload.model.training) == ("mobilenet_v3_large", False)
-    assert str(workload.signature()) == "32x3x224x224:float32"
+    assert str(workload.signature()) == "1x3x224x224:float32"
 
 
 def test_batch_sets_the_leading_size():

@@ -13,11 +13,14 @@ import click
 
 from steadytorch import __version__
 from steadytorch.errors import SteadyError
+from steadytorch.report.text import plain
 
 INTERRUPTED = 130
 
 _COMMANDS = {
     "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
+    "measure": "how fast and how steady a workload runs, with confidence",
+    "compare": "a verdict between two workloads or saved results, for CI gates",
     "tune": "search, verify and store the fastest steady plan for a workload",
     "plans": "list and show stored plans",
     "doctor": "this machine: versions, device, noise, and what cannot be observed",
@@ -100,7 +103,9 @@ def _main(arguments: list[str] | None) -> None:
         _show(error)
         sys.exit(2)
     except SteadyError as error:
-        click.echo(f"steady: {error}", err=True)
+        # What it names may come from files and from others' exceptions.
+        lines = "\n".join(plain(line) for line in str(error).split("\n"))
+        click.echo(f"steady: {lines}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("steady: interrupted", err=True)

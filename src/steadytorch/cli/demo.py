@@ -23,8 +23,8 @@ def demo(budget: str, device: str, store: Path | None, json_path: Path | None, q
     from rich.text import Text
 
     from steadytorch.cli.tune import run
+    from steadytorch.quantities import parse_duration
     from steadytorch.report.text import plain
-    from steadytorch.tune.quantities import parse_duration
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 

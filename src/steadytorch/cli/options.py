@@ -14,19 +14,25 @@ from steadytorch.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from steadytorch.device.facts import DeviceFacts
+    from steadytorch.transforms.base import Candidate
     from steadytorch.workload.workload import Workload
 
 Command = Callable[..., Any]
 
 
-def _check_json(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+def check_writable(
+    ctx: click.Context, parameter: click.Parameter, path: Path | None
+) -> Path | None:
     """Refuses a file that cannot be written now rather than after minutes of work."""
     if path is None or ctx.resilient_parsing:
         return path
     if not path.parent.is_dir():
-        raise UsageError(f"--json {path} cannot be written: there is no folder {path.parent}")
+        raise UsageError(
+            f"{parameter.opts[0]} {path} cannot be written: there is no folder {path.parent}"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--json {path} cannot be written: no permission")
+        raise UsageError(f"{parameter.opts[0]} {path} cannot be written: no permission")
     return path
 
 
@@ -37,7 +43,7 @@ json_file = click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, readable=False, path_type=Path),
-    callback=_check_json,
+    callback=check_writable,
     help="Write the result as one JSON object.",
 )
 quiet = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -48,8 +54,8 @@ store = click.option(
 )
 
 
-def workload(command: Command) -> Command:
-    """The argument WORKLOAD and the options that shape it."""
+def shaping(command: Command) -> Command:
+    """The options that shape a workload."""
     for decorate in (
         click.option("--seed", default=0, show_default=True, help="Of weights and inputs."),
         click.option("--train", is_flag=True, help="A training step instead of inference."),
@@ -62,10 +68,14 @@ def workload(command: Command) -> Command:
             help="An input, such as 64x3x224x224:float32; repeat it for several.",
         ),
         click.option("--batch", type=click.IntRange(min=1), help="Leading size of the inputs."),
-        click.argument("workload", metavar="WORKLOAD"),
     ):
         command = decorate(command)
     return command
+
+
+def workload(command: Command) -> Command:
+    """The argument WORKLOAD and the options that shape it."""
+    return click.argument("workload", metavar="WORKLOAD")(shaping(command))
 
 
 def load(
@@ -75,6 +85,30 @@ def load(
     from steadytorch.workload.loading import load_workload
 
     return load_workload(spec, batch=batch, inputs=inputs, device="cpu", train=train, seed=seed)
+
+
+def with_transforms(name: str, facts: DeviceFacts) -> tuple[str, Candidate]:
+    """Splits `WORKLOAD@TRANSFORM+TRANSFORM` into the workload and its candidate.
+
+    Raises:
+        UsageError: a transform or its setting is unknown, or they cannot be combined.
+    """
+    from steadytorch import transforms
+
+    spec, at, settings = name.rpartition("@")
+    # In user@host/model.py:factory it is part of a path: what follows would be no transform.
+    if not at or set(settings) & set("/:"):
+        return name, ()
+    return spec, transforms.parse(settings, facts)
+
+
+def teller(console: Console) -> Callable[[str], None]:
+    """Prints what is going on, in passing."""
+
+    def tell(message: str) -> None:
+        console.print(message, style="dim")
+
+    return tell
 
 
 def console(quiet: bool) -> Console:
@@ -93,9 +127,18 @@ def write_json(path: Path | None, document: bytes) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
+    write("--json", path, document)
+
+
+def write(option: str, path: Path | None, content: bytes) -> None:
+    """Writes what an option asked for, if it did.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
     if path is None:
         return
     try:
-        path.write_bytes(document)
+        path.write_bytes(content)
     except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error

@@ -70,7 +70,7 @@ def tune(
     torchvision:NAME, timm:NAME, transformers:NAME, path/to/file.py:factory or
     package.module:factory.
     """
-    from steadytorch.tune.quantities import parse_bytes, parse_duration
+    from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 

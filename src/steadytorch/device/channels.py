@@ -16,28 +16,22 @@ from steadytorch.device import host
 from steadytorch.device.facts import gpu_properties, parse_device
 from steadytorch.device.nvml import NvmlGpu, open_gpu
 from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
-from steadytorch.device.recording import mask_of
+from steadytorch.device.recording import READ_EVERY, mask_of
 from steadytorch.device.telemetry import count_others, holds_context, own_pids
 
 GPU_FIELDS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
 ALLOCATOR_FIELDS = ("allocator_retries", "allocator_device_calls")
 
-NEIGHBOURS_EVERY = 10
-"""The driver's process list takes over 100 us, ten times a reading of the clock."""
-
 _ENOUGH_READINGS = 10  # over ten ticks even one core's counters at 100 Hz must move
 
 
 class Channel(Protocol):
-    """One source of one or more columns.
+    """One source of one or more columns."""
 
-    Attributes:
-        fields: the columns of the recording it fills, in the order that `read` returns them.
-        every: it is read at every so many ticks, and its value held in between.
-    """
-
-    fields: tuple[str, ...]
-    every: int
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns of the recording it fills, in the order that `read` returns them."""
+        ...
 
     def read(self) -> Sequence[int]:
         """The values now."""
@@ -52,7 +46,6 @@ class ProcessUsage:
     """Context switches and page faults of this process, less those of the thread that asks."""
 
     fields = ("voluntary_switches", "involuntary_switches", "minor_faults", "major_faults")
-    every = 1
 
     def __init__(self) -> None:
         try:
@@ -93,7 +86,6 @@ class RunQueue:
     """
 
     fields = ("wait_ns",)
-    every = 1
 
     def __init__(self, thread_id: int, stack: ExitStack, root: Path = host.ROOT) -> None:
         path = root / f"proc/self/task/{thread_id}/schedstat"
@@ -120,7 +112,6 @@ class CpuTimes:
     """
 
     fields = ("steal_ns", "iowait_ns")
-    every = 1
 
     def __init__(self, stack: ExitStack, root: Path = host.ROOT) -> None:
         self._file = _open(root / "proc/stat", stack)
@@ -149,7 +140,6 @@ class Compilations:
     """Frames torch.compile began to compile; zero for as long as it is not loaded."""
 
     fields = ("compilations",)
-    every = 1
 
     def __init__(self) -> None:
         self._last = self._count = 0
@@ -177,7 +167,6 @@ class Allocator:
     """
 
     fields = ALLOCATOR_FIELDS
-    every = 1
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -208,8 +197,6 @@ class GpuReading:
         reading: takes it.
     """
 
-    every = 1
-
     def __init__(self, field: str, reading: Callable[[], int]) -> None:
         self.fields = (field,)
         self._reading = reading
@@ -232,7 +219,6 @@ class Neighbours:
     """
 
     fields = ("other_gpu_processes",)
-    every = NEIGHBOURS_EVERY
 
     def __init__(self, gpu: NvmlGpu, index: int) -> None:
         self._gpu, self._index = gpu, index
@@ -251,6 +237,11 @@ class Neighbours:
     def doubts(self) -> dict[str, str]:
         """None: a list that cannot be right is refused when read."""
         return {}
+
+
+def ticks_between(channel: Channel) -> int:
+    """It is read at every so many ticks, and its values are held in between."""
+    return READ_EVERY.get(channel.fields[0], 1)
 
 
 def open_channels(

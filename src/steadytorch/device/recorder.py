@@ -3,6 +3,9 @@
 The collector's runs are exact, because it announces them. All else is sampled, so that an event is
 known to lie between two ticks. Counters are cumulative: a tick that comes late, or is thinned out,
 costs resolution and loses no event.
+
+A tick holds Python's lock for part of its time, and so lengthens an iteration that is bound by the
+host. That is why dear channels take turns, and why all ticks together have a limit.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from steadytorch.device import host
-from steadytorch.device.channels import Channel, open_channels
+from steadytorch.device.channels import Channel, open_channels, ticks_between
 from steadytorch.device.facts import parse_device
 from steadytorch.device.observe import Readings
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording
@@ -177,8 +180,13 @@ class Recorder:
         self._recording = None
         self._tape, self._readings = Tape(), Readings()
         self._pause_s, self._cpu_share = self._interval_s, 0.0
+        self._ticks = self._ticking_ns = 0
         self._watched = threading.get_native_id()
-        self._ready, self._stop = threading.Event(), threading.Event()
+        self._ready = threading.Event()
+        # Held while the body runs. To wait for a lock is one call; an event takes Python's lock
+        # several times over, and the iteration under way waits for it.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._collections = GcWatch(self._clock)
         # A daemon, so that a call into a driver that never returns cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name="steadytorch-recorder", daemon=True)
@@ -187,13 +195,13 @@ class Recorder:
             self._ready.wait(_PATIENCE_S)
             self._collections.install()
         except BaseException:  # interrupted: no `__exit__` will follow
-            self._stop.set()
+            self._running.release()
             raise
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self._collections.remove()
-        self._stop.set()
+        self._running.release()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
             self._tape, self._readings = Tape(), Readings()
@@ -212,7 +220,7 @@ class Recorder:
                     library=self._library,
                     root=self._root,
                 )
-                self._tick(channels, 0)
+                self._tick(channels, None)
                 self._ready.set()
                 self._follow(channels)
                 for channel in channels:
@@ -223,23 +231,25 @@ class Recorder:
     def _follow(self, channels: list[Channel]) -> None:
         """Ticks until told to stop, and once more then."""
         began_ns, began_cpu_ns = self._clock(), time.thread_time_ns()
-        number = 1
-        while not self._stop.wait(self._pause_s):
-            self._tick(channels, number)
+        number = 0
+        while not self._running.acquire(timeout=self._pause_s):
             number += 1
+            self._tick(channels, number)
             spent_ns = time.thread_time_ns() - began_cpu_ns
             elapsed_ns = self._clock() - began_ns
             due_s = (spent_ns / MAX_CPU_SHARE - elapsed_ns) * 1e-9
-            self._pause_s = max(self._interval_s * self._tape.stride, due_s)
-        self._tick(channels, 0)
+            pause_s = max(self._interval_s * self._tape.stride, due_s)
+            self._pause_s = min(pause_s, threading.TIMEOUT_MAX)
+        self._tick(channels, None)
         elapsed_ns = self._clock() - began_ns
         if elapsed_ns > 0:
             self._cpu_share = (time.thread_time_ns() - began_cpu_ns) / elapsed_ns
 
-    def _tick(self, channels: list[Channel], number: int) -> None:
+    def _tick(self, channels: list[Channel], number: int | None) -> None:
+        """Reads the channels whose turn it is; at the first tick and the last it is everyone's."""
         at_ns, row = self._clock(), {}
-        for channel in tuple(channels):
-            if number % channel.every:
+        for turn, channel in enumerate(tuple(channels)):
+            if number is not None and (number + turn) % ticks_between(channel):
                 continue
             try:
                 row.update(zip(channel.fields, channel.read(), strict=True))
@@ -248,6 +258,8 @@ class Recorder:
                 self._readings.refuse(channel.fields, error)
                 self._tape.drop(channel.fields)
         self._tape.add(at_ns, row)
+        self._ticks += 1
+        self._ticking_ns += self._clock() - at_ns
 
     def _discredit(self, doubts: dict[str, str]) -> None:
         for field, reason in doubts.items():
@@ -268,6 +280,7 @@ class Recorder:
             gc_generation=generations,
             gc_dropped=watch.dropped,
             gc_least_ns=watch.least_ns,
+            tick_ns=self._ticking_ns // max(1, self._ticks),
             cpu_share=self._cpu_share,
             unknown=self._readings.unknown,
             **self._tape.columns(),

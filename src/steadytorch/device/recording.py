@@ -27,13 +27,27 @@ COUNTERS = (
 LEVELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
 """Channels that say how things stand at a tick."""
 
+READ_EVERY = {
+    "steal_ns": 3,
+    "iowait_ns": 3,
+    "allocator_retries": 3,
+    "allocator_device_calls": 3,
+    "sm_clock_mhz": 3,
+    "power_milliwatts": 3,
+    "clock_event_mask": 3,
+    "other_gpu_processes": 10,
+}
+"""Channels read at every so many ticks only, taking turns, and held in between: a rise shows up to
+that many ticks late, less one. All others are read at every tick."""
+
 Column = tuple[int, ...] | None
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Telemetry beside one measurement; all times on the clock of the samples, in ns.
 
-    Every channel holds one value per tick, shape (ticks,), or is None with its reason in `unknown`.
+    Every channel holds one value per tick, shape (ticks,), or is None with its reason in `unknown`;
+    those in `READ_EVERY` hold theirs over several.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -56,11 +70,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         sm_clock_mhz: clock of the GPU's multiprocessors.
         power_milliwatts: draw of the whole GPU.
         clock_event_mask: what holds the clock, as bits; see `REASON_BITS` and `reasons`.
-        other_gpu_processes: processes of others with a compute context on the GPU; looked at every
-            tenth tick and held in between.
+        other_gpu_processes: processes of others with a compute context on the GPU.
         allocator_retries: times PyTorch's allocator had to empty its cache to serve a request.
         allocator_device_calls: segments it requested from the driver or gave back.
         compilations: frames that torch.compile began to compile, recompilations included.
+        tick_ns: mean time of a tick; where the measured thread waits for Python's lock meanwhile,
+            the iteration is longer by about as much.
         cpu_share: CPU time of the recorder's own thread over the time recorded.
         unknown: channel to the reason why it could not be observed.
     """
@@ -87,6 +102,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     allocator_retries: Column = None
     allocator_device_calls: Column = None
     compilations: Column = None
+    tick_ns: int = 0
     cpu_share: float = 0.0
     unknown: dict[str, str] = {}
 

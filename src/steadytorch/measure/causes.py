@@ -174,13 +174,13 @@ class _Inquest:
         places = np.flatnonzero(self._open & self._host_up)
         return places[np.argsort(-self._excess[places], kind="stable")].tolist()
 
-    def _rivals(self, place: int) -> np.ndarray:
-        """Larger outliers of the host, still open, in the same stretch between ticks."""
+    def _rivals(self, channel: str, place: int) -> np.ndarray:
+        """Larger outliers of the host, still open, that the same rise could explain."""
         mine = self._excess[place]
-        larger = (self._excess > mine) | (
-            (self._excess == mine) & (np.arange(len(self._open)) < place)
-        )
-        return self._ticks.shares_a_tick(place) & self._open & self._host_up & larger
+        earlier = np.arange(len(self._open)) < place
+        larger = (self._excess > mine) | ((self._excess == mine) & earlier)
+        near = self._ticks.shares_a_stretch(channel, place)
+        return near & larger & self._open & self._host_up
 
     def _collected(self) -> None:
         """Collections are exact: those within the span must last half the excess."""
@@ -208,50 +208,51 @@ class _Inquest:
         for place in self._pending():
             extra = self._ticks.extra_events(channel, place)
             fits = self._excess[place] >= least_ns and (
-                most_ns is None or extra * most_ns >= EXPLAINED * self._load(place)
+                most_ns is None or extra * most_ns >= EXPLAINED * self._load(channel, place)
             )
-            if fits and extra > np.count_nonzero(self._rivals(place)):
+            if fits and extra > np.count_nonzero(self._rivals(channel, place)):
                 claimed.append(place)
         for place in claimed:
             self._settle(place, cause)
 
     def _timed(self) -> None:
-        """Waiting, stealing and faulting, in ns beyond the usual: the one that explains the most."""
+        """Waiting, stealing, faulting beyond the usual: whichever explains the largest share."""
         claimed = {}
         for place in self._pending():
-            spent = {
-                CONTEXT_SWITCH: self._ticks.extra_ns("wait_ns", place),
-                CPU_STEAL: self._ticks.extra_ns("steal_ns", place),
-                PAGE_FAULT: MINOR_FAULT_NS * self._ticks.extra_events("minor_faults", place)
-                + MAJOR_FAULT_NS * self._ticks.extra_events("major_faults", place),
+            faults_ns = MINOR_FAULT_NS * self._ticks.extra_events("minor_faults", place)
+            faults_ns += MAJOR_FAULT_NS * self._ticks.extra_events("major_faults", place)
+            wait_ns = self._ticks.extra_ns("wait_ns", place)
+            shares = {
+                CONTEXT_SWITCH: wait_ns / self._load("wait_ns", place),
+                PAGE_FAULT: faults_ns / self._load("minor_faults", place),
             }
-            if self._excess[place] < STEAL_LEAST_NS:
-                del spent[CPU_STEAL]
-            cause = max(spent, key=lambda name: spent[name])
-            if spent[cause] >= EXPLAINED * self._load(place):
+            if self._excess[place] >= STEAL_LEAST_NS:
+                steal_ns = self._ticks.extra_ns("steal_ns", place)
+                shares[CPU_STEAL] = steal_ns / self._load("steal_ns", place)
+            cause = max(shares, key=lambda name: shares[name])
+            if shares[cause] >= EXPLAINED:
                 claimed[place] = cause
         for place, cause in claimed.items():
             self._settle(place, cause)
 
-    def _load(self, place: int) -> float:
-        """The excess to be explained: this outlier's, after that of the larger ones beside it."""
-        return float(self._excess[place] + self._excess[self._rivals(place)].sum())
+    def _load(self, channel: str, place: int) -> float:
+        """The excess to be explained: this outlier's, after that of its rivals."""
+        return float(self._excess[place] + self._excess[self._rivals(channel, place)].sum())
 
     def _device_cause(self, place: int) -> str:
         begin, end = self._spans[:, place]
         clock, usual = self._ticks.level("sm_clock_mhz", begin, end)
-        slowed = clock is not None and clock > 0
-        if slowed and self._typical * (usual / clock - 1) / self._excess[place] >= EXPLAINED:
-            # The same cycles at another clock.
-            held = self._ticks.bits(begin, end)[0] if self._excess[place] > 0 else 0
-            return _held_by(held) or CLOCK
-        if self._excess[place] <= 0:
+        held, always = self._ticks.bits(begin, end)
+        slower = self._excess[place] > 0
+        # What the same cycles take longer at the clock of that time.
+        longer_ns = self._typical * (usual / clock - 1) if clock else 0.0
+        enough = abs(longer_ns) >= EXPLAINED * abs(self._excess[place])
+        if longer_ns and enough and (longer_ns > 0) == slower:
+            return (_held_by(held) if slower else None) or CLOCK
+        if not slower:
             return UNATTRIBUTED
-        if clock is None:
-            held, always = self._ticks.bits(begin, end)
-            cause = _held_by(held & ~always)
-            if cause:
-                return cause
+        if clock is None and (cause := _held_by(held & ~always)):
+            return cause
         others, usually = self._ticks.level("other_gpu_processes", begin, end, latest=True)
         return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
 

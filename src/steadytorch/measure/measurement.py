@@ -145,7 +145,7 @@ def median_interval(
     Returns:
         ((low, high), None) or (None, reason).
     """
-    if not verdict.steady:
+    if verdict.regimes > 1:
         return None, verdict.note
     return quantile_interval(samples, 0.5, confidence)
 

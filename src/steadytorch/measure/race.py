@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from statistics import NormalDist
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from steadytorch.measure.statistics import hodges_lehmann, signed_rank_interval
+from steadytorch.errors import UsageError
+from steadytorch.measure.statistics import (
+    minimal_pairs,
+    signed_rank_cut,
+    signed_rank_interval,
+    walsh_averages,
+)
 
 LOOKS = (12, 18, 27, 40, 60)
 """Numbers of pairs at which a verdict may be given."""
@@ -21,6 +28,10 @@ ALPHA = 0.01
 """Probability of a false verdict over all looks together."""
 TIE = 0.005
 """Differences within this fraction do not matter to anyone."""
+POWER = 0.90
+"""Probability with which the minimal detectable effect would be found."""
+LEAST_PROCESSES = 3
+"""Fresh processes from which a claim about the machine may be made; five are better."""
 
 Block = Callable[[], float]
 Verdict = Literal["faster", "slower", "tie", "undecided"]
@@ -57,11 +68,14 @@ def judge(
 
     Args:
         pairs: (time of A's block, time of B's block) in the order taken, any one unit.
-        looks: numbers of pairs at which to look.
+        looks: numbers of pairs at which to look, rising; pairs between looks wait for the next.
         alpha: false-verdict probability over all looks, divided evenly among them.
         tie: half-width of the tie band as a fraction.
+
+    Raises:
+        UsageError: not pairs, or a time that is not a positive finite number.
     """
-    differences = log_ratios(pairs)
+    differences = _checked_ratios(pairs)
     taken = [look for look in looks if look <= len(differences)]
     for look in taken:
         judgement = _look(differences[:look], alpha / len(looks), tie)
@@ -74,6 +88,24 @@ def judge(
     return msgspec.structs.replace(early, verdict="undecided")
 
 
+def _checked_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
+    """`log_ratios` of pairs that come from outside."""
+    try:
+        times = np.asarray(pairs, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"judge needs pairs (time of A, time of B): {error}") from error
+    if times.size and (times.ndim != 2 or times.shape[1] != 2):
+        raise UsageError(f"judge needs pairs (time of A, time of B), not shape {times.shape}")
+    times = times.reshape(-1, 2)
+    wrong = np.flatnonzero(~(np.isfinite(times) & (times > 0)).all(axis=1))
+    if len(wrong):
+        at = int(wrong[0])
+        raise UsageError(
+            f"pair {at} is {tuple(times[at].tolist())}: times must be positive finite numbers"
+        )
+    return log_ratios(pairs)
+
+
 def log_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
     """ln(B / A) of each pair, shape (n,)."""
     times = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
@@ -84,21 +116,27 @@ def _look(differences: np.ndarray, alpha: float, tie: float) -> Judgement:
     count = len(differences)
     if count == 0:
         return Judgement(None, None, None, "undecided", 0, None)
-    estimate = float(np.expm1(hodges_lehmann(differences)))
-    interval = signed_rank_interval(differences, alpha)
-    if interval is None:
+    averages = walsh_averages(differences)
+    estimate = float(np.expm1(np.median(averages)))
+    cut = signed_rank_cut(count, alpha)
+    if cut is None:
         return Judgement(estimate, None, None, "undecided", count, None)
-    low, high = (float(np.expm1(bound)) for bound in interval)
-    spread = float(np.std(differences, ddof=1))
-    mde = float(np.expm1((3.09 + 1.28) * 1.02 * spread / np.sqrt(count)))
-    verdict: Verdict = "undecided"
+    low, high = (float(np.expm1(averages[end])) for end in (cut, -1 - cut))
+    normal = NormalDist()
+    quantiles = normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(POWER)
+    # The signed-rank test needs 1.02 times the standard error of the t-test on normal differences.
+    error = 1.02 * float(np.std(differences, ddof=1)) / np.sqrt(count)
+    mde = float(np.expm1(quantiles * error))
+    return Judgement(estimate, low, high, verdict_of(low, high, tie), count, mde)
+
+
+def verdict_of(low: float, high: float, tie: float) -> Verdict:
+    """What an interval of an effect says, given the half-width of the tie band; all fractions."""
     if high < 0:
-        verdict = "faster"
-    elif low > 0:
-        verdict = "slower"
-    elif -tie <= low and high <= tie:
-        verdict = "tie"
-    return Judgement(estimate, low, high, verdict, count, mde)
+        return "faster"
+    if low > 0:
+        return "slower"
+    return "tie" if -tie <= low and high <= tie else "undecided"
 
 
 def compare(
@@ -156,7 +194,8 @@ def race(
 
     An arm is dropped at a look when its exact interval against the leader, at
     alpha / ((k - 1) looks), excludes zero. The race ends when one arm is left, when all that are
-    left lie within the tie band of the leader, at the last look, or when `stop` says so.
+    left lie within the tie band of the leader, at the last look, or when `stop` says so. A look too
+    early for any interval at that level is put off to the first round that allows one.
 
     Args:
         arms: each runs one block and returns its time.
@@ -169,7 +208,7 @@ def race(
     times: list[list[float]] = [[] for _ in arms]
     alive = list(range(len(arms)))
     level = alpha / (max(1, len(arms) - 1) * len(looks))
-    for look in looks:
+    for look in sorted({max(look, minimal_pairs(level)) for look in looks}):
         while len(times[alive[0]]) < look and not stop():
             for arm in rng.sample(alive, len(alive)):
                 times[arm].append(arms[arm]())
@@ -197,3 +236,60 @@ def _drop_slower(
         if interval is None or max(abs(np.expm1(bound)) for bound in interval) > tie:
             settled = False
     return kept, settled
+
+
+class MachineClaim(msgspec.Struct, frozen=True):
+    """What fresh processes say together of B against A.
+
+    Attributes:
+        estimate: effect on time as a fraction, the geometric mean over processes.
+        low: lower end of its interval, None with fewer than three processes.
+        high: upper end.
+        verdict: faster, slower, tie or undecided, of B.
+        processes: how many it rests on.
+        claim: `machine` from three processes on, else `process`.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    processes: int
+    claim: Literal["process", "machine"]
+
+
+def machine_claim(
+    estimates: Sequence[float], *, alpha: float = ALPHA, tie: float = TIE
+) -> MachineClaim:
+    """Joins the effects found in fresh processes, each with workers of its own.
+
+    Processes differ by more than the noise within one (memory layout, clocks, chosen algorithms),
+    so the interval is Student's on one logarithm per process, however many samples each took.
+
+    Args:
+        estimates: effect on time of each process as a fraction, as in `Judgement.estimate`.
+        alpha: probability of missing.
+        tie: half-width of the tie band as a fraction.
+
+    Raises:
+        UsageError: no estimate, or one that is not a finite fraction above -1.
+    """
+    effects = np.asarray(estimates, dtype=np.float64)
+    if effects.ndim != 1 or len(effects) == 0:
+        raise UsageError("a claim about the machine needs the estimate of at least one process")
+    wrong = np.flatnonzero(~(np.isfinite(effects) & (effects > -1)))
+    if len(wrong):
+        at = int(wrong[0])
+        raise UsageError(
+            f"the estimate of process {at} is {effects[at]}: effects are fractions above -1, "
+            "such as -0.12 for 12 % less time"
+        )
+    logs, count = np.log1p(effects), len(effects)
+    estimate = float(np.expm1(logs.mean()))
+    if count < LEAST_PROCESSES:
+        return MachineClaim(estimate, None, None, "undecided", count, "process")
+    from scipy.special import stdtrit
+
+    half = stdtrit(count - 1, 1 - alpha / 2) * logs.std(ddof=1) / np.sqrt(count)
+    low, high = (float(np.expm1(logs.mean() + side * half)) for side in (-1, 1))
+    return MachineClaim(estimate, low, high, verdict_of(low, high, tie), count, "machine")

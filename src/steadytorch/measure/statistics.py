@@ -22,8 +22,7 @@ def autocorrelation_time(indicator: np.ndarray) -> float:
     """Integrated autocorrelation time tau = 1 + 2 sum rho_k of a series, in samples.
 
     The sum is cut at the first window W >= 5 tau(W) (A. Sokal, "Monte Carlo methods in statistical
-    mechanics", 1997, section 3), but not before 1.5 sqrt(N): rare, long bursts hardly show at
-    short lags and still make much of the uncertainty. A constant series has tau 1, and none has less.
+    mechanics", 1997, section 3). A constant series has tau 1, and none has less.
 
     Args:
         indicator: shape (N,), typically 1{x <= q}.
@@ -31,8 +30,8 @@ def autocorrelation_time(indicator: np.ndarray) -> float:
     return max(1.0, _windowed(indicator)[0])
 
 
-def _windowed(indicator: np.ndarray) -> tuple[float, int]:
-    """Tau and the window W that it was summed over; tau 1 and W 0 for constant series."""
+def _windowed(indicator: np.ndarray, least: float = 0.0) -> tuple[float, int]:
+    """The sum tau and its window W >= `least`; tau 1 and W 0 for constant series."""
     count = len(indicator)
     centred = indicator - indicator.mean()
     variance = float(centred @ centred)
@@ -42,7 +41,7 @@ def _windowed(indicator: np.ndarray) -> tuple[float, int]:
     spectrum = np.fft.rfft(centred, size)
     covariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: count // 2]
     tau = 2.0 * np.cumsum(covariance / covariance[0]) - 1.0
-    enough = np.arange(len(tau)) >= np.maximum(5.0 * tau, 1.5 * np.sqrt(count))
+    enough = np.arange(len(tau)) >= np.maximum(5.0 * tau, least)
     window = int(np.argmax(enough)) if enough.any() else len(tau) - 1
     return float(tau[window]), window
 
@@ -57,12 +56,13 @@ def _below(samples: np.ndarray, quantile: float) -> np.ndarray:
 
 
 def rank_effective_size(samples: np.ndarray) -> float:
-    """What the series is worth if its normal scores are a first-order autoregression.
+    """What the series is worth for its median if its normal scores are an autoregression.
 
-    Used to decide *whether* to claim an interval. The estimate from the window scatters by half its
+    Used to decide *whether* to claim an interval. N / tau from the window scatters by half its
     value near the limit of 50, and claiming where it happens to be high selects the intervals that
-    are too short: coverage where claimed falls to 60 to 90 %. This one scatters by a seventh.
-    The lag-one correlation is corrected for its bias (Marriott and Pope, 1954).
+    are too short: coverage where claimed falls to 60 to 90 %. This estimate scatters by a seventh.
+    The lag-one correlation of the normal scores is corrected for its bias (Marriott and Pope,
+    1954); a Gaussian AR(1) gives the indicator 1{x <= median} correlations 2/pi asin(rho^k).
 
     Args:
         samples: shape (N,), in the order taken.
@@ -77,19 +77,22 @@ def rank_effective_size(samples: np.ndarray) -> float:
     if count < 4 or power == 0.0:
         return float(count)
     rho = float(scores[1:] @ scores[:-1]) / power
-    rho = min(max(rho + (1 + 3 * rho) / count, 0.0), 0.9999)
-    return count * (1 - rho) / (1 + rho)
+    rho = min(max(rho + (1 + 3 * rho) / count, 1e-9), 0.9999)
+    lags = np.arange(1, min(count, int(np.log(1e-6) / np.log(rho)) + 2))
+    return count / (1.0 + 4.0 / np.pi * float(np.arcsin(rho**lags).sum()))
 
 
 def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.95) -> float:
     """The effective size that makes an interval as wide as not knowing tau demands.
 
-    Three corrections to N / tau, which alone covers 90 % instead of 95 % where N / tau is near 50:
-    the mean is estimated, which biases tau by (2W+1)/N (U. Wolff, "Monte Carlo errors with less
-    errors", 2004); tau is estimated with a relative variance of 2(2W+1)/N (N. Madras and A. Sokal,
-    1988), which is that of a variance from N/(2W+1) degrees of freedom, so that Student's quantile
-    takes the place of the normal one, weighted down to nothing as tau comes to 1, where there is
-    nothing to estimate; and no series is worth more than its samples.
+    N / tau alone covers 90 % instead of 95 % where N / tau is near 50. The window is no less than
+    2 sqrt(N), because rare, long bursts hardly show at short lags and still make much of the
+    uncertainty. The mean is estimated, which biases tau by (2W+1)/N (U. Wolff, "Monte Carlo errors
+    with less errors", 2004); tau is estimated with a relative variance of 2(2W+1)/N (N. Madras and
+    A. Sokal, 1988), which is that of a variance from N/(2W+1) degrees of freedom, so that Student's
+    quantile takes the place of the normal one, weighted down to nothing as tau comes to 1, where
+    there is nothing to estimate; and chance values of tau below 1 count down to 0.9, so that errors
+    around 1 do not all fall on one side.
 
     Args:
         samples: shape (N,), in the order taken.
@@ -99,22 +102,32 @@ def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.9
     from scipy.special import stdtrit
 
     count = len(samples)
-    tau, window = _windowed(_below(samples, quantile))
+    tau, window = _windowed(_below(samples, quantile), 2 * float(np.sqrt(count)))
     if window == 0:
         return float(count)
     freedom = max(1.5, count / (2 * window + 1))
     upper = 1 - (1 - confidence) / 2
     wider = float(stdtrit(freedom, upper)) / NormalDist().inv_cdf(upper)
-    tau = max(1.0, tau * (1 + (2 * window + 1) / count))
-    return count / (tau * (1 + (wider**2 - 1) * (1 - 1 / tau**2)))
+    tau = max(0.9, tau * (1 + (2 * window + 1) / count))
+    return count / (tau * (1 + (wider**2 - 1) * max(0.0, 1 - 1 / tau**2)))
 
 
 def _claimable(samples: np.ndarray, quantile: float) -> float:
     """The effective size that decides whether an interval may be claimed."""
-    direct = effective_size(samples, quantile)
-    # In the middle the direct estimate has half the say, because it scatters; in the tails it alone
-    # sees that extremes come in clusters.
-    return min(rank_effective_size(samples), 2 * direct if 0.1 <= quantile <= 0.9 else direct)
+    ranks = rank_effective_size(samples)
+    if 0.1 <= quantile <= 0.9:
+        # The direct estimate has half the say, because it scatters.
+        return min(ranks, 2 * effective_size(samples, quantile))
+    # In the tails it alone sees that extremes come in clusters, and where bursts are rarer than the
+    # quantile, only half as far out.
+    outer = quantile + np.sign(quantile - 0.5) * min(quantile, 1 - quantile) / 2
+    return min(ranks, *(_cautious_size(samples, level) for level in (quantile, outer)))
+
+
+def _cautious_size(samples: np.ndarray, quantile: float) -> float:
+    """The effective size over the wider window."""
+    count = len(samples)
+    return count / max(1.0, _windowed(_below(samples, quantile), 2 * float(np.sqrt(count)))[0])
 
 
 def _lower_rank(size: float, quantile: float, tail: float) -> float:
@@ -148,7 +161,7 @@ def interval_ranks(
 
     Args:
         count: number of samples N.
-        size: effective number n, at most N.
+        size: effective number n.
         quantile: between 0 and 1.
         confidence: nominal coverage.
 
@@ -156,11 +169,11 @@ def interval_ranks(
         (lower, upper) with 1 <= lower <= upper <= N, or None where `size` is too small for one.
     """
     tail = (1 - confidence) / 2
-    below = _lower_rank(size, quantile, tail) * (count + 1) / (size + 1)
-    above = _lower_rank(size, 1 - quantile, tail) * (count + 1) / (size + 1)
-    if min(below, above) < 1:
+    exact = [_lower_rank(size, level, tail) for level in (quantile, 1 - quantile)]
+    if min(exact) < 1:
         return None
-    return int(np.floor(below + 1e-9)), count + 1 - int(np.floor(above + 1e-9))
+    below, above = (int(np.floor(rank * (count + 1) / (size + 1) + 1e-9)) for rank in exact)
+    return below, count + 1 - above
 
 
 def quantile_interval(
@@ -255,14 +268,19 @@ def signed_rank_interval(differences: np.ndarray, alpha: float) -> tuple[float, 
     Returns:
         (low, high), or None where n is too small for alpha (2^-n > alpha / 2).
     """
-    count = len(differences)
-    if count == 0:
-        return None
-    cut = int(np.searchsorted(_signed_rank_cdf(count), alpha / 2, side="right")) - 1
-    if cut < 0:
+    cut = signed_rank_cut(len(differences), alpha)
+    if cut is None:
         return None
     averages = walsh_averages(differences)
     return float(averages[cut]), float(averages[len(averages) - 1 - cut])
+
+
+def signed_rank_cut(pairs: int, alpha: float) -> int | None:
+    """How many Walsh averages to leave out at either end, None where there are too few pairs."""
+    if pairs == 0:
+        return None
+    cut = int(np.searchsorted(_signed_rank_cdf(pairs), alpha / 2, side="right")) - 1
+    return cut if cut >= 0 else None
 
 
 def minimal_pairs(alpha: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from steadytorch.device.recording import Recording
+from steadytorch.device.recording import READ_EVERY, Recording
 
 REFERENCE_LEAST = 5
 """Stretches free of outliers that are needed to say what is usual."""
@@ -26,17 +26,15 @@ class Ticks:
         last = max(0, len(self._at) - 1)
         self._first = np.clip(np.searchsorted(self._at, spans[0], side="right") - 1, 0, last)
         self._last = np.clip(np.searchsorted(self._at, spans[1], side="left"), 0, last)
-        marks = np.zeros(last + 1, dtype=np.int64)
-        np.add.at(marks, self._first, 1)
-        np.add.at(marks, self._last, -1)
-        # Intervals that hold any span, summed up, so that a stretch is free if the sum stands still.
-        taken = np.cumsum(marks)[:last] > 0
-        self._taken = np.concatenate([[0], np.cumsum(taken)])
+        self._columns: dict[str, np.ndarray | None] = {}
+        self._medians: dict[str, float] = {}
         self._usual: dict[tuple[str, int], np.ndarray] = {}
+        self._taken: dict[int, np.ndarray] = {}
 
-    def shares_a_tick(self, place: int) -> np.ndarray:
-        """Which spans lie in part between the same two ticks as this one; itself included."""
-        return (self._first < self._last[place]) & (self._last > self._first[place])
+    def shares_a_stretch(self, channel: str, place: int) -> np.ndarray:
+        """Which spans could claim the same rise of a counter as this one; itself included."""
+        ends = self._ends(channel)
+        return (self._first < ends[place]) & (ends > self._first[place])
 
     def extra_events(self, channel: str, place: int) -> float:
         """Events around a span beyond those of nearly all other stretches as long; 0 if unknown."""
@@ -57,17 +55,19 @@ class Ticks:
             end: of the span, in ns.
             latest: the value at its end in place of the mean.
         """
-        column = getattr(self._recording, channel)
-        if not column:
+        column = self._column(channel)
+        if column is None:
             return None, 0.0
-        within = np.asarray(column)[self._around(begin, end)]
-        return float(within[-1] if latest else within.mean()), float(np.median(column))
+        if channel not in self._medians:
+            self._medians[channel] = float(np.median(column))
+        within = column[self._around(begin, end)]
+        return float(within[-1] if latest else within.mean()), self._medians[channel]
 
     def bits(self, begin: int, end: int) -> tuple[int, int]:
         """Clock-event bits seen within a span, and those set at half of all ticks or more."""
-        if not self._recording.clock_event_mask:
+        masks = self._column("clock_event_mask")
+        if masks is None:
             return 0, 0
-        masks = np.asarray(self._recording.clock_event_mask, dtype=np.int64)
         seen = int(np.bitwise_or.reduce(masks[self._around(begin, end)]))
         places = [place for place in range(seen.bit_length()) if seen >> place & 1]
         always = [place for place in places if np.mean(masks >> place & 1) >= 0.5]
@@ -81,22 +81,45 @@ class Ticks:
         last = len(self._at) - 1
         return slice(min(max(first - 1, 0), last), min(first, last) + 1)
 
+    def _column(self, channel: str) -> np.ndarray | None:
+        """The values at all ticks; None where there are none."""
+        if channel not in self._columns:
+            values = getattr(self._recording, channel)
+            self._columns[channel] = np.asarray(values, dtype=np.int64) if values else None
+        return self._columns[channel]
+
+    def _ends(self, channel: str) -> np.ndarray:
+        """The tick after each span by which the channel shows what happened in it."""
+        late = READ_EVERY.get(channel, 1) - 1
+        return np.minimum(self._last + late, max(0, len(self._at) - 1))
+
     def _extra(self, channel: str, place: int, quantile: float) -> float:
-        length = int(self._last[place] - self._first[place])
-        column = getattr(self._recording, channel)
-        if not column or length < 1:
+        first, end = int(self._first[place]), int(self._ends(channel)[place])
+        column = self._column(channel)
+        if column is None or end <= first:
             return 0.0
-        reference = self._reference(channel, length)
+        reference = self._reference(channel, column, end - first)
         if len(reference) < REFERENCE_LEAST:
             return 0.0
-        rise = max(0, column[self._last[place]] - column[self._first[place]])
+        rise = max(0, int(column[end] - column[first]))
         return max(0.0, rise - float(np.quantile(reference, quantile, method="higher")))
 
-    def _reference(self, channel: str, length: int) -> np.ndarray:
+    def _reference(self, channel: str, column: np.ndarray, length: int) -> np.ndarray:
         """Rises over all stretches of `length` ticks that no span touches."""
         key = channel, length
         if key not in self._usual:
-            column = np.asarray(getattr(self._recording, channel), dtype=np.int64)
             rises = (column[length:] - column[:-length]).clip(min=0)
-            self._usual[key] = rises[self._taken[length:] == self._taken[:-length]]
+            taken = self._intervals_taken(channel)
+            self._usual[key] = rises[taken[length:] == taken[:-length]]
         return self._usual[key]
+
+    def _intervals_taken(self, channel: str) -> np.ndarray:
+        """How many intervals before each tick hold a span: over a free stretch it stands still."""
+        late = READ_EVERY.get(channel, 1)
+        if late not in self._taken:
+            marks = np.zeros(max(1, len(self._at)), dtype=np.int64)
+            np.add.at(marks, self._first, 1)
+            np.add.at(marks, self._ends(channel), -1)
+            held = np.cumsum(marks)[:-1] > 0
+            self._taken[late] = np.concatenate([[0], np.cumsum(held)])
+        return self._taken[late]

@@ -11,8 +11,8 @@ from steadytorch.measure.warmup import TOLERANCE, slope
 
 UNATTRIBUTED = "unattributed"
 FAR_OUT = 3.0
-"""Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis", 1977).
-Of normal samples two in a million lie there."""
+"""Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
+1977). Of normal samples two in a million lie there."""
 
 
 class Outlier(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Where a series of timings becomes steady, and whether it does.
 
-Change points are sought in the logarithm of short medians. Leading levels that are left for good are
-warm-up; levels that come back are states of the machine, and then there is no steady state.
+Change points are sought in the logarithm of short medians. Leading levels that are left for good
+are warm-up; levels that come back are states of the machine, and then there is no steady state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 BLOCK = 5
 """Samples to a median: single outliers do not pass, a change is placed within this many samples."""
 MOST_BLOCKS = 1000
-"""Longer series get longer blocks, because the search for changes takes the square of their number."""
+"""Longer series get longer blocks: the search for changes takes the square of their number."""
 LEAST_BLOCKS = 10
 """Fewer than these show nothing."""
 PENALTY = 15.0
@@ -76,11 +76,12 @@ def steady_part(samples: np.ndarray) -> WarmUpVerdict:
         start = 2 * start
     if start > MOST_DROPPED * len(series):
         return _unsettled(levels, shares, "not settled: still changing when the samples ended")
-    if trend := _trend(series[start:]):
-        return _unsettled(levels, shares, f"not settled: drifts by {trend:+.1%} over the series")
     kept, weights = levels[first:], shares[first:] / shares[first:].sum()
-    away = np.abs(kept - reference) > TOLERANCE
-    if weights[away].sum() < MINOR:
+    stays = weights[np.abs(kept - reference) > TOLERANCE].sum() < MINOR
+    trend = _trend(series[start:])
+    if trend and (stays or not _comes_back(kept)):
+        return _unsettled(levels, shares, f"not settled: drifts by {trend:+.1%} over the series")
+    if stays:
         return WarmUpVerdict(start * size, True, 1, None)
     regimes = max(2, _distinct(kept, weights))
     return WarmUpVerdict(
@@ -138,7 +139,8 @@ def change_points(series: np.ndarray) -> list[int]:
     scaled = (series - np.median(series)) / noise_scale(series)
     # The linear kernel is squared error; this implementation is the compiled one.
     search = KernelCPD(kernel="linear", min_size=2).fit(scaled[:, None])
-    return [int(end) for end in search.predict(pen=PENALTY * np.log(len(series)))]
+    ends = search.predict(pen=PENALTY * np.log(len(series))) or [len(series)]
+    return [int(end) for end in ends]
 
 
 def noise_scale(series: np.ndarray) -> float:
@@ -183,6 +185,12 @@ def _first_kept(levels: np.ndarray, reference: float) -> int:
         if np.any(np.abs(levels[settled:] - levels[index]) <= near):
             return index
     return settled
+
+
+def _comes_back(levels: np.ndarray) -> bool:
+    """Whether any level is left and taken up again."""
+    same = np.abs(levels[:, None] - levels) <= TOLERANCE
+    return any(not row[i : np.flatnonzero(row)[-1]].all() for i, row in enumerate(same))
 
 
 def _distinct(levels: np.ndarray, shares: np.ndarray) -> int:

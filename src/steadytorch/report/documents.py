@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UsageError
 from steadytorch.plan.plan import Plan, Trial
+from steadytorch.report.measure import representative
+from steadytorch.trial.compare import CompareResult
+from steadytorch.trial.measure import MeasureResult
 from steadytorch.tune.result import TuneResult
 
 SCHEMA = 1
@@ -64,6 +69,122 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
         "replayed": True,
     }
     return _document("tune", workload, facts, fields)
+
+
+def measure_document(workload: str, facts: DeviceFacts, result: MeasureResult) -> bytes:
+    """A measurement, all samples of all processes included.
+
+    The fields at the top are those of the process whose median is the middle one, but for the
+    median and its interval, the samples and the outliers: these are of all processes.
+    """
+    shown = representative(result)
+    fields = msgspec.to_builtins(shown.period)
+    fields |= {
+        "median_ns": result.median_ns,
+        "median_ci_ns": result.median_ci_ns,
+        "samples_ns": [t for process in result.processes for t in process.period.samples_ns],
+        "outliers": _all_outliers(result),
+        "host": msgspec.to_builtins(shown.host),
+        "device": msgspec.to_builtins(shown.device),
+        "unknown": shown.unknown,
+        "claim": result.claim,
+        "spread": result.spread,
+        "failed": result.failed,
+        "interrupted": result.interrupted,
+        "processes": msgspec.to_builtins(result.processes),
+    }
+    if result.median_ci_ns is not None:
+        fields["why_no_ci"] = None
+    elif len(result.processes) > 1:
+        fields["why_no_ci"] = "an interval over processes needs three of them"
+    return _document("measure", workload, facts, fields)
+
+
+def _all_outliers(result: MeasureResult) -> list[dict[str, Any]]:
+    """Those of all processes, with their places among the samples of all."""
+    found, before = [], 0
+    for process in result.processes:
+        for outlier in process.period.outliers:
+            found.append({**msgspec.to_builtins(outlier), "index": before + outlier.index})
+        before += len(process.period.samples_ns)
+    return found
+
+
+class SavedMeasure(msgspec.Struct, frozen=True):
+    """What a comparison needs of a saved measurement.
+
+    Attributes:
+        workload: its name.
+        environment: where it was taken.
+        process_medians_ns: median of the period, per process.
+    """
+
+    workload: str
+    environment: DeviceFacts
+    process_medians_ns: tuple[float, ...]
+
+
+class _SavedPeriod(msgspec.Struct):
+    median_ns: float
+
+
+class _SavedProcess(msgspec.Struct):
+    period: _SavedPeriod
+
+
+class _Head(msgspec.Struct):
+    schema: int
+    kind: str
+
+
+class _Saved(msgspec.Struct):
+    workload: str
+    environment: DeviceFacts
+    processes: list[_SavedProcess]
+
+
+def read_measure(path: Path) -> SavedMeasure:
+    """Reads what `steady measure --json` wrote.
+
+    Raises:
+        UsageError: it is not there, not JSON, or of another kind or schema.
+    """
+    try:
+        text = path.read_bytes()
+        head = msgspec.json.decode(text, type=_Head)
+        if head.schema != SCHEMA:
+            raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
+        if head.kind != "measure":
+            raise UsageError(
+                f"{path} holds a {head.kind!r} result: compare takes those of steady measure --json"
+            )
+        saved = msgspec.json.decode(text, type=_Saved)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not a saved result: {error}") from error
+    medians = tuple(process.period.median_ns for process in saved.processes)
+    if not medians or not all(0 < median < float("inf") for median in medians):
+        raise UsageError(f"{path} holds medians that are no times: {medians}")
+    return SavedMeasure(saved.workload, saved.environment, medians)
+
+
+def compare_document(facts: DeviceFacts, result: CompareResult, gate_failed: bool) -> bytes:
+    """A comparison with all of its pairs."""
+    effect = msgspec.to_builtins(result.effect)
+    fields = {
+        "effect": {key: effect[key] for key in ("estimate", "low", "high")},
+        **{key: effect[key] for key in ("verdict", "claim", "pairs", "processes", "mde")},
+        "metric": result.metric,
+        "a": msgspec.to_builtins(result.a),
+        "b": msgspec.to_builtins(result.b),
+        "note": result.note,
+        "gate_failed": gate_failed,
+        "samples_ns": msgspec.to_builtins(result.samples),
+        "failed": result.failed,
+        "interrupted": result.interrupted,
+    }
+    return _document("compare", f"{result.a.name} / {result.b.name}", facts, fields)
 
 
 def doctor_document(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
 _UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
 
 
@@ -47,3 +53,10 @@ def size(byte_count: float) -> str:
 def percent_above(value: float, base: float) -> str:
     """How far a value lies above a base, such as `+4.1 %`."""
     return f"{100 * (value / base - 1):+.1f} %"
+
+
+def print_indented(console: Console, text: Text) -> None:
+    """Prints a paragraph two columns in; unlike padding, it leaves no blanks at the ends."""
+    for line in text.wrap(console, max(1, console.width - 2)):
+        line.rstrip()
+        console.print("  ", line, sep="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "create",
     "names",
     "order",
+    "parse",
     "set_ambient",
 ]
 
@@ -116,6 +118,42 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
         UsageError: a name is unknown.
     """
     return tuple(sorted(specs, key=lambda spec: REGISTRY.index(_entry(spec.name))))
+
+
+def parse(text: str, facts: DeviceFacts) -> Candidate:
+    """The candidate that a text such as `channels_last+compile(freezing)` names.
+
+    A transform without words is its first variant for the device; words pick the variant that shows
+    just these, else the first that shows them all.
+
+    Raises:
+        UsageError: a transform or a setting is unknown, or they cannot be combined.
+    """
+    candidate = order([_parse_one(part.strip(), facts) for part in text.split("+")])
+    if (reason := conflict(candidate)) is not None:
+        raise UsageError(f"{text!r} cannot be run: {reason}")
+    return candidate
+
+
+def _parse_one(text: str, facts: DeviceFacts) -> TransformSpec:
+    found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", text)
+    if found is None:
+        raise UsageError(f"{text!r} is not a transform such as channels_last or compile(freezing)")
+    kind = _entry(found[1]).transform
+    asked = {word.strip() for word in (found[2] or "").split(",")} - {""}
+    variants = [kind(parameters).spec for parameters in kind.variants(facts)]
+    # `compile(default)` is contained in `compile(default, freezing)`, and is not that.
+    ranked = sorted(variants, key=lambda spec: _words(spec) != asked)
+    for spec in ranked if asked else variants:
+        if asked <= _words(spec):
+            return spec
+    known = ", ".join(map(str, variants)) or "none on this device"
+    raise UsageError(f"{text!r} is no variant of {found[1]}: use one of {known}")
+
+
+def _words(spec: TransformSpec) -> set[str]:
+    shown = [(key if value is True else str(value)) for key, value in spec.parameters]
+    return {word for word in shown if word != "False"}
 
 
 def conflict(candidate: Candidate, workload: Workload | None = None) -> str | None:

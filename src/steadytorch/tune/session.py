@@ -18,14 +18,14 @@ from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.fingerprint import Key, make_key
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import NotApplicable, TransformSpec
+from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Watcher
-from steadytorch.tune.quantities import parse_bytes, parse_duration
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
-from steadytorch.tune.worker import save_payload
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")

@@ -14,9 +14,9 @@ from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.plan import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
+from steadytorch.trial.worker import SetUp
 from steadytorch.tune.moves import precision_of
 from steadytorch.tune.verify import Verification
-from steadytorch.tune.worker import SetUp
 
 HANDLER = "steadytorch.tune.worker:TuningHandler"
 

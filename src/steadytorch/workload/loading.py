@@ -42,8 +42,7 @@ def load_workload(
         spec: a bundled name (`resnet50`), `torchvision:NAME`, `timm:NAME`, `transformers:NAME` (a
             model type, or a directory with a config.json), `path/to/file.py:factory` or
             `package.module:factory`. A factory returns a `Workload` or `(model, inputs)`.
-        batch: samples per call; by default what a bundled model is listed with, one elsewhere. A
-            factory gets it as the keyword `batch`.
+        batch: samples per call, one by default. A factory gets it as the keyword `batch`.
         inputs: replaces all positional inputs, each given as `64x3x224x224` or
             `64x3x224x224:float32`; the dtype is by default that of the input it replaces. Floats
             are standard normal; integers are below the size of the model's first embedding.

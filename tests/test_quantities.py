@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch.errors import UsageError
-from steadytorch.tune.quantities import parse_bytes, parse_duration
+from steadytorch.quantities import parse_bytes, parse_duration
 
 SECONDS = {"": 1, "s": 1, "ms": 1e-3, "m": 60, "min": 60, "h": 3600}
 BYTES = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -1,0 +1,128 @@
+"""How often identical things are called different, and how often an injected delay is found.
+
+    python benchmarks/false_verdicts.py resnet18 --batch 1 --comparisons 100 --delay 0.03
+
+Each comparison is `compare` as the package runs it, on blocks of a live worker. `same` compares it
+with itself; `delayed` compares it with itself after a busy wait of the given share of its median.
+`--neighbour` keeps a process beside it that multiplies matrices on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from steadytorch import __version__, load_workload
+from steadytorch.device.facts import load_facts
+from steadytorch.measure.race import compare
+from steadytorch.process.worker import Worker
+from steadytorch.transforms import parse
+from steadytorch.trial.measure import start
+from steadytorch.trial.worker import WorkloadHandler, save_payload
+
+COUNT = 7
+METRIC = "latency"
+_NEIGHBOUR = "import torch; torch.set_num_threads(1); a = torch.randn(512, 512)\nwhile True: a @ a"
+
+
+class DelayedHandler(WorkloadHandler):
+    """A workload, and the same after a busy wait; for latencies only."""
+
+    def delayed_block(self, metric: str, count: int, delay_ns: int) -> list[int]:
+        plain = self._step
+
+        def slower() -> None:
+            # Before the step: behind it, the wait would pass while a GPU still works.
+            end = time.perf_counter_ns() + delay_ns
+            while time.perf_counter_ns() < end:
+                pass
+            plain()
+
+        self._step = slower
+        try:
+            return self.block(metric, count)
+        finally:
+            self._step = plain
+
+
+def run(worker: Worker, comparisons: int, delay: float, rng: Random) -> dict[str, Any]:
+    def block() -> float:
+        return float(np.median(worker.call("block", 120, metric=METRIC, count=COUNT)))
+
+    typical = float(np.median([block() for _ in range(10)]))
+    delay_ns = round(delay * typical)
+
+    def delayed() -> float:
+        times = worker.call("delayed_block", 120, metric=METRIC, count=COUNT, delay_ns=delay_ns)
+        return float(np.median(times))
+
+    found: dict[str, Any] = {"median_ns": typical, "delay_ns": delay_ns}
+    for name, other in (("same", block), ("delayed", delayed)):
+        judgements = [compare(block, other, rng=rng)[0] for _ in range(comparisons)]
+        found[name] = {
+            "verdicts": dict(Counter(j.verdict for j in judgements)),
+            "median_pairs": float(np.median([j.pairs for j in judgements])),
+            "judgements": msgspec.to_builtins(judgements),
+        }
+        print(name, found[name]["verdicts"], f"{found[name]['median_pairs']:.0f} pairs", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--with", dest="settings", default="")
+    parser.add_argument("--comparisons", type=int, default=100)
+    parser.add_argument("--delay", type=float, default=0.03)
+    parser.add_argument("--neighbour", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    workload = load_workload(args.workload, batch=args.batch)
+    facts = load_facts(args.device)
+    neighbour = None
+    if args.neighbour:
+        neighbour = subprocess.Popen([sys.executable, "-c", _NEIGHBOUR])
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_payload(workload, Path(folder))
+            worker = Worker("false_verdicts:DelayedHandler", Path(folder), "aa")
+            try:
+                start(worker, args.device, parse(args.settings, facts) if args.settings else ())
+                found = run(worker, args.comparisons, args.delay, Random(0))
+            finally:
+                worker.kill()
+    finally:
+        if neighbour is not None:
+            neighbour.kill()
+            neighbour.wait()
+    created = datetime.datetime.now(datetime.UTC)
+    document = {
+        **{k: v for k, v in vars(args).items() if k != "out"},
+        **found,
+        "environment": msgspec.to_builtins(facts),
+        "steadytorch": __version__,
+        "created": created.isoformat(timespec="seconds"),
+    }
+    device = (facts.name or args.device).lower().replace("nvidia ", "").replace(" ", "-")
+    beside = "-neighbour" if args.neighbour else ""
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"false-verdicts-{args.workload}-b{args.batch}{beside}_{device}_{created:%Y-%m-%d}.json"
+    (args.out / name).write_text(json.dumps(document) + "\n")
+
+
+if __name__ == "__main__":
+    main()

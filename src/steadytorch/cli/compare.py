@@ -1,0 +1,150 @@
+"""`steady compare`: a verdict between two workloads, two settings, or two saved results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from steadytorch.cli import INTERRUPTED, options
+from steadytorch.errors import UsageError
+
+if TYPE_CHECKING:
+    from steadytorch.device.facts import DeviceFacts
+    from steadytorch.trial.compare import CompareResult
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@options.shaping
+@click.option(
+    "--processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Fresh pairs of processes; 3 or more support a claim for the machine.",
+)
+@click.option(
+    "--metric",
+    type=click.Choice(["latency", "period"]),
+    default="latency",
+    show_default=True,
+    help="Call to finished result, or the period with the device's queue filled.",
+)
+@click.option(
+    "--fail-slower",
+    metavar="PERCENT",
+    help="Exit with 1 if B is slower by more than this, with confidence; never on noise.",
+)
+@click.option(
+    "--markdown",
+    "markdown_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=options.check_writable,
+    help="Write a summary for a CI page.",
+)
+@options.json_file
+@options.quiet
+def compare(
+    a: str,
+    b: str,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    processes: int,
+    metric: str,
+    fail_slower: str | None,
+    markdown_path: Path | None,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Compares A with B: two workloads, or two results that steady measure saved with --json.
+
+    A workload may carry transforms, which compares settings of one model: resnet50 and
+    resnet50@channels_last+inference_mode.
+    """
+    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.report.compare import markdown, render_compare
+    from steadytorch.report.documents import compare_document
+
+    limit = None if fail_slower is None else _fraction(fail_slower)
+    console = options.console(quiet)
+    resolved = resolve_device(device)
+    facts = load_facts(resolved)
+    saved = [name.endswith(".json") for name in (a, b)]
+    if all(saved):
+        result, facts = _saved(a, b)
+    elif any(saved):
+        raise UsageError("one of A and B is a saved result and the other is not: give two alike")
+    else:
+        from steadytorch.trial.compare import compare_live
+
+        sides = []
+        for name in (a, b):
+            spec, candidate = options.with_transforms(name, facts)
+            loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
+            sides.append((loaded, candidate, name))
+        result = compare_live(
+            *sides,
+            processes=processes,
+            metric=metric,
+            device=resolved,
+            seed=seed,
+            progress=options.teller(console),
+        )
+    render_compare(console, result)
+    failed = limit is not None and result.effect.slower_than(limit)
+    gate = (
+        None if limit is None else f"{'failed' if failed else 'passed'} (slower than {limit:.2%})"
+    )
+    options.write_json(json_path, compare_document(facts, result, failed))
+    options.write("--markdown", markdown_path, markdown(result, gate).encode())
+    _leave(result, gate, failed)
+
+
+def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
+    from steadytorch.report.text import plain
+
+    if result.interrupted:
+        click.echo("steady: interrupted; what was measured until then is above", err=True)
+        sys.exit(INTERRUPTED)
+    if result.failed is not None:
+        click.echo(f"steady: {plain(result.failed)}", err=True)
+        sys.exit(1)
+    if failed:
+        click.echo(f"steady: gate {gate}", err=True)
+        sys.exit(1)
+
+
+def _fraction(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
+    if found is None or not float(found[1]) < 100:
+        raise UsageError(f"--fail-slower {text!r} is not a percentage such as 2%")
+    return float(found[1]) / 100
+
+
+def _saved(a: str, b: str) -> tuple[CompareResult, DeviceFacts]:
+    """The comparison, and the machine that both were taken on."""
+    from steadytorch.report.documents import read_measure
+    from steadytorch.trial.compare import compare_saved
+
+    first, second = read_measure(Path(a)), read_measure(Path(b))
+    _must_match(first.environment, second.environment, (a, b))
+    sides = (a, first.process_medians_ns), (b, second.process_medians_ns)
+    return compare_saved(*sides), first.environment
+
+
+def _must_match(one: DeviceFacts, other: DeviceFacts, names: tuple[str, str]) -> None:
+    for field in ("device", "name", "mig_profile", "cores_logical"):
+        mine, yours = getattr(one, field), getattr(other, field)
+        if mine != yours:
+            raise UsageError(
+                f"{names[0]} and {names[1]} are of different machines ({field} {mine!r} and "
+                f"{yours!r}): a difference would say nothing about the workload"
+            )

@@ -1,0 +1,68 @@
+"""`steady measure`: how fast and how steady, with confidence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from steadytorch.cli import INTERRUPTED, options
+
+
+@click.command()
+@options.workload
+@click.option(
+    "--processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Fresh processes; 3 or more support a claim for the machine.",
+)
+@click.option("--budget", default="20s", show_default=True, help="Time for sampling in all.")
+@options.json_file
+@options.quiet
+def measure(
+    workload: str,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    processes: int,
+    budget: str,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Measures how fast and how steady WORKLOAD runs, with confidence.
+
+    WORKLOAD is as for steady tune; WORKLOAD@TRANSFORM+TRANSFORM applies transforms to it, such as
+    resnet50@channels_last+inference_mode.
+    """
+    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.report.documents import measure_document
+    from steadytorch.report.measure import render_measure
+    from steadytorch.report.text import plain
+    from steadytorch.trial.measure import measure as take
+
+    resolved = resolve_device(device)
+    facts = load_facts(resolved)
+    spec, candidate = options.with_transforms(workload, facts)
+    loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
+    console = options.console(quiet)
+    result = take(
+        loaded,
+        processes=processes,
+        budget=budget,
+        device=resolved,
+        candidate=candidate,
+        progress=options.teller(console),
+    )
+    render_measure(console, workload, result)
+    options.write_json(json_path, measure_document(workload, facts, result))
+    if result.interrupted:
+        click.echo("steady: interrupted; what was measured until then is above", err=True)
+        sys.exit(INTERRUPTED)
+    if result.failed is not None:
+        click.echo(f"steady: the workload failed while timed: {plain(result.failed)}", err=True)
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""A comparison in the terminal and as Markdown."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.text import Text
+
+from steadytorch.report.text import duration, plain, print_indented
+from steadytorch.trial.compare import CompareResult
+
+_STYLES = {"faster": "bold green", "slower": "bold red"}
+
+
+def sentence(result: CompareResult) -> str:
+    """The verdict in one sentence that names what it rests on."""
+    effect, b = result.effect, plain(result.b.name)
+    if effect.estimate is None:
+        return "nothing was measured"
+    size = f"{100 * abs(effect.estimate):.2f} %"
+    if effect.low is None or effect.high is None:
+        return f"cannot tell: {b} takes {100 * effect.estimate:+.2f} % time, no interval"
+    interval = f"99 % interval {100 * effect.low:+.2f} to {100 * effect.high:+.2f} %"
+    if effect.verdict == "tie":
+        return f"a tie within 0.5 % ({interval})"
+    if effect.verdict == "undecided":
+        mde = "" if effect.mde is None else f"; it would have shown {100 * effect.mde:.2f} %"
+        return f"cannot tell ({interval}{mde})"
+    return f"{b} is {effect.verdict} by {size} ({interval})"
+
+
+def _basis(result: CompareResult) -> str:
+    effect = result.effect
+    pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
+    several = "" if effect.processes == 1 else "es"
+    return f"{pairs}{effect.processes} process{several} a side; claim: {effect.claim}"
+
+
+def render_compare(console: Console, result: CompareResult) -> None:
+    """Prints the verdict, both sides and what it rests on."""
+    style = _STYLES.get(result.effect.verdict, "bold")
+    console.print(Text(sentence(result), style))
+    for letter, side in (("A", result.a), ("B", result.b)):
+        line = f"{letter} {plain(side.name)}: {result.metric} {duration(side.median_ns)}"
+        print_indented(console, Text(line))
+    print_indented(console, Text(_basis(result)))
+    if result.note:
+        print_indented(console, Text(plain(result.note), "yellow"))
+
+
+def markdown(result: CompareResult, gate: str | None) -> str:
+    """The same as a Markdown section, for the summary page of a CI run."""
+    lines = [
+        f"### {_prose(sentence(result))}",
+        "",
+        f"| | workload | {result.metric} |",
+        "|---|---|---|",
+        f"| A | {_prose(result.a.name)} | {duration(result.a.median_ns)} |",
+        f"| B | {_prose(result.b.name)} | {duration(result.b.median_ns)} |",
+        "",
+        _basis(result),
+    ]
+    if result.note:
+        lines += ["", _prose(result.note)]
+    if gate is not None:
+        lines += ["", f"Gate: {gate}"]
+    return "\n".join(lines) + "\n"
+
+
+def _prose(text: str) -> str:
+    """The text without a character that Markdown, or HTML in it, would act on."""
+    return re.sub(r"[\\`*_{}\[\]<>#|~!$&@]|:(?=//)", r"\\\g<0>", plain(text))

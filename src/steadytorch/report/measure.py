@@ -1,0 +1,155 @@
+"""A measurement in the terminal: a headline, two small pictures, and what stood out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.text import Text
+
+from steadytorch.measure.measurement import Measurement
+from steadytorch.report.charts import histogram, timeline, timeline_scale
+from steadytorch.report.text import (
+    duration,
+    percent_above,
+    plain,
+    print_indented,
+    seconds,
+    size,
+    unit_of,
+)
+from steadytorch.trial.measure import MeasureResult, ProcessMeasurement
+
+_WIDTH = 60
+
+
+def headline(result: MeasureResult) -> str:
+    """All in one line, such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
+    shown = representative(result).period
+    parts = [_median(result), "steady" if shown.steady else f"not steady: {shown.why_unsteady}"]
+    if shown.p99_ns is not None:
+        parts.append(f"p99 {percent_above(shown.p99_ns, shown.median_ns)}")
+    else:
+        parts.append(f"p90 {percent_above(shown.p90_ns, shown.median_ns)}")
+    parts.append(_outliers(shown))
+    return "; ".join(parts)
+
+
+def representative(result: MeasureResult) -> ProcessMeasurement:
+    """The process whose median is the middle one."""
+    ranked = sorted(result.processes, key=lambda process: process.period.median_ns)
+    return ranked[(len(ranked) - 1) // 2]
+
+
+def _median(result: MeasureResult) -> str:
+    name, size_ns = unit_of(result.median_ns)
+
+    def figure(value: float) -> str:
+        return f"{value / size_ns:.{2 if value / size_ns < 100 else 1}f}"
+
+    text = f"{figure(result.median_ns)} {name}"
+    if result.median_ci_ns is None:
+        why = _why(result)
+        # The next part of the headline says why it is not steady.
+        told = why is None or why == representative(result).period.why_unsteady
+        return f"{text}, no interval" + ("" if told else f": {why}")
+    low, high = map(figure, result.median_ci_ns)
+    return f"{text}, 95 % within {low} to {high}"
+
+
+def _why(result: MeasureResult) -> str | None:
+    if len(result.processes) > 1:
+        return "3 processes are needed for one over processes"
+    return representative(result).period.why_no_ci
+
+
+def _outliers(measured: Measurement) -> str:
+    count = len(measured.outliers)
+    if not count:
+        return f"no outliers in {len(measured.samples_ns):,}"
+    causes = Counter(outlier.cause for outlier in measured.outliers)
+    listed = ", ".join(f"{number} {cause}" for cause, number in causes.most_common())
+    return f"{_counted(count, 'outlier')} in {len(measured.samples_ns):,}: {listed}"
+
+
+def render_measure(console: Console, name: str, result: MeasureResult) -> None:
+    """Prints the whole measurement; every line fits the console."""
+    console.print(Text.assemble((plain(name), "bold"), f": {plain(headline(result))}"))
+    shown = representative(result).period
+    low, high = timeline_scale(shown.samples_ns, _WIDTH)
+    console.print()
+    _line(console, f"over time, medians from {duration(low)} to {duration(high)}")
+    _line(console, timeline(shown.samples_ns, _WIDTH))
+    _line(console, "how often")
+    for row in histogram(shown.samples_ns):
+        _line(console, row)
+    console.print()
+    for text in _details(result):
+        _line(console, plain(text))
+    if result.failed is not None:
+        console.print(Text(f"ended early: {plain(result.failed)}", "yellow"))
+
+
+def _line(console: Console, text: str) -> None:
+    print_indented(console, Text(text))
+
+
+def _details(result: MeasureResult) -> list[str]:
+    shown, count = representative(result), len(result.processes)
+    lines = []
+    if count > 1:
+        medians = ", ".join(duration(p.period.median_ns) for p in result.processes)
+        spread = f"; they differ by {100 * (result.spread or 0):.2f} % (standard deviation)"
+        lines.append(f"{count} processes: {medians}{spread}")
+    lines.append(f"claim: {result.claim}")
+    if shown.latency is not None:
+        lines.append(f"latency {duration(shown.latency.median_ns)}, call to finished result")
+    lines.extend(_variability(shown.period))
+    lines.append(_host(shown))
+    if shown.device is not None:
+        lines.append(_device(shown))
+    lines.append(
+        f"set-up {seconds(shown.set_up.setup_s)}, {shown.set_up.warm_up.calls} calls to warm up, "
+        f"peak memory {size(shown.set_up.peak_memory_bytes)}"
+    )
+    if not (shown.resolved or result.failed or result.interrupted):
+        lines.append("the time was over before the median was known to 0.5 %: raise --budget")
+    return lines
+
+
+def _variability(measured: Measurement) -> list[str]:
+    varies = measured.variability
+    lines = [
+        f"CV {100 * varies.cv:.2f} %, robust {100 * varies.robust_cv:.2f} %; jitter from call to "
+        f"call {100 * varies.jitter:.2f} %"
+    ]
+    if measured.warmup_dropped:
+        lines.append(f"the first {measured.warmup_dropped} samples were warm-up, kept but not used")
+    return lines
+
+
+def _host(process: ProcessMeasurement) -> str:
+    host = process.host
+    overhead = (
+        f"{host.overhead_ns / 1e3:.2f} us ({host.overhead_ns / process.period.median_ns:.2%})"
+    )
+    switches = host.involuntary_switches
+    told = "unknown" if switches is None else f"{switches:,}"
+    collected = f" ({duration(host.gc_ns)})" if host.gc_ns else ""
+    return (
+        f"host: {_counted(host.gc_collections, 'garbage collection')}{collected}, "
+        f"involuntary switches: {told}; the probe adds {overhead}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _device(process: ProcessMeasurement) -> str:
+    device = process.device
+    assert device is not None
+    clock = "unknown" if device.sm_clock_mhz is None else f"{device.sm_clock_mhz:.0f} MHz"
+    power = "unknown" if device.power_watts is None else f"{device.power_watts:.0f} W"
+    held = "unknown" if device.clock_held_by is None else ", ".join(device.clock_held_by) or "none"
+    return f"device: clock {clock}, power {power}, clock held by: {held}"
