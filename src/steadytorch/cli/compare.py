@@ -96,6 +96,7 @@ def compare(
             metric=metric,
             device=resolved,
             seed=seed,
+            limit=limit,
             progress=options.teller(console),
         )
     render_compare(console, result)
