@@ -42,7 +42,7 @@ SIGNATURES = {
     "judge": (
         "(pairs: 'Sequence[tuple[float, float]]', *, "
         "looks: 'Sequence[int]' = (12, 18, 27, 40, 60), "
-        "alpha: 'float' = 0.01, tie: 'float' = 0.005, limit: 'float | None' = None) -> 'Judgement'"
+        "alpha: 'float' = 0.01, tie: 'float' = 0.005) -> 'Judgement'"
     ),
     "load_plan": "(path: 'str | Path') -> 'Plan'",
     "load_workload": (

@@ -194,20 +194,3 @@ def test_machine_interval_is_students_on_logarithms():
 def test_estimates_that_are_no_effects_are_refused(estimates):
     with pytest.raises(UsageError):
         machine_claim(estimates)
-
-
-def test_a_gate_is_answered_by_an_interval_on_one_side_of_its_limit():
-    pairs = _pairs(np.log(1.03), 60, spread=0.012)
-    first, gated = judge(pairs), judge(pairs, limit=0.02)
-    assert first.pairs == LOOKS[0]
-    assert first.low < 0.02 < first.high
-    assert gated.pairs > first.pairs
-    assert gated.low > 0.02
-
-
-def test_a_comparison_with_a_limit_goes_on_until_it_is_answered():
-    without, short = compare(_arm(1.0, 1), _arm(1.03, 2), rng=Random(0))
-    gated, pairs = compare(_arm(1.0, 1), _arm(1.03, 2), rng=Random(0), limit=0.02)
-    assert without.verdict == gated.verdict == "slower"
-    assert len(pairs) > len(short)
-    assert not gated.low <= 0.02 <= gated.high

@@ -96,7 +96,6 @@ def compare(
             metric=metric,
             device=resolved,
             seed=seed,
-            limit=limit,
             progress=options.teller(console),
         )
     render_compare(console, result)

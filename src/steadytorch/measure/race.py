@@ -63,7 +63,6 @@ def judge(
     looks: Sequence[int] = LOOKS,
     alpha: float = ALPHA,
     tie: float = TIE,
-    limit: float | None = None,
 ) -> Judgement:
     """Applies the planned looks in sequence and stops at the first that decides.
 
@@ -72,8 +71,6 @@ def judge(
         looks: numbers of pairs at which to look, rising; pairs between looks wait for the next.
         alpha: false-verdict probability over all looks, divided evenly among them.
         tie: half-width of the tie band as a fraction.
-        limit: an effect that the interval must exclude as well before a look decides, as a
-            fraction: a gate at 2 % is not answered by an interval from 1 to 5 %.
 
     Raises:
         UsageError: not pairs, or a time that is not a positive finite number.
@@ -82,7 +79,7 @@ def judge(
     taken = [look for look in looks if look <= len(differences)]
     for look in taken:
         judgement = _look(differences[:look], alpha / len(looks), tie)
-        if _settles(judgement, limit):
+        if judgement.verdict != "undecided":
             return judgement
     if taken:
         return _look(differences[: taken[-1]], alpha / len(looks), tie)
@@ -149,17 +146,8 @@ def compare(
     rng: Random,
     looks: Sequence[int] = LOOKS,
     stop: Callable[[], bool] = lambda: False,
-    limit: float | None = None,
 ) -> tuple[Judgement, list[tuple[float, float]]]:
     """Takes pairs, the order within each by coin, until a look decides or `stop` says so.
-
-    Args:
-        a: runs one block of A and returns its time.
-        b: likewise of B.
-        rng: decides the order within each pair.
-        looks: numbers of pairs at which to look.
-        stop: asked before each pair; True ends the comparison with what there is.
-        limit: as for `judge`.
 
     Returns:
         The judgement and all pairs (A, B) in the order taken.
@@ -173,17 +161,10 @@ def compare(
             else:
                 time_b = b()
                 pairs.append((a(), time_b))
-        judgement = judge(pairs, looks=looks, limit=limit)
-        if len(pairs) < look or _settles(judgement, limit):
+        judgement = judge(pairs, looks=looks)
+        if judgement.verdict != "undecided" or len(pairs) < look:
             return judgement, pairs
-    return judge(pairs, looks=looks, limit=limit), pairs
-
-
-def _settles(judgement: Judgement, limit: float | None) -> bool:
-    """Whether a look decides, and its interval lies on one side of the limit."""
-    if judgement.verdict == "undecided" or judgement.low is None or judgement.high is None:
-        return False
-    return limit is None or not judgement.low <= limit <= judgement.high
+    return judge(pairs, looks=looks), pairs
 
 
 class RaceResult(msgspec.Struct, frozen=True):

@@ -111,7 +111,6 @@ def compare_live(
     metric: str = "latency",
     device: str | None = None,
     seed: int = 0,
-    limit: float | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CompareResult:
     """Times two workloads against one another in live workers, block by block in random order.
@@ -126,7 +125,6 @@ def compare_live(
         metric: `latency` or `period`.
         device: where to run; None for where A is.
         seed: of the order of blocks.
-        limit: an effect, as a fraction, that a gate asks about: pairs go on until it is answered.
         progress: is told what is going on.
 
     Raises:
@@ -142,7 +140,7 @@ def compare_live(
             save_payload(workload, folder)
         while len(done) < processes and ended is None:
             progress(f"pair of processes {len(done) + 1} of {processes}")
-            taken = _one_pair(folders, (a, b), target, metric, rng, limit)
+            taken = _one_pair(folders, (a, b), target, metric, rng)
             done.append(taken)
             ended = taken.ended
     finally:
@@ -155,7 +153,7 @@ def compare_live(
         a=Side(a[2], float(np.median(times[:, 0]))),
         b=Side(b[2], float(np.median(times[:, 1]))),
         metric=metric,
-        effect=_combined(done, limit),
+        effect=_combined(done),
         note=f"stopped early: {ended}" if isinstance(ended, _Fails) else "",
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,
@@ -175,12 +173,7 @@ class _Taken(NamedTuple):
 
 
 def _one_pair(
-    folders: Sequence[Path],
-    sides: Sequence[Contender],
-    device: str,
-    metric: str,
-    rng: Random,
-    limit: float | None,
+    folders: Sequence[Path], sides: Sequence[Contender], device: str, metric: str, rng: Random
 ) -> _Taken:
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
@@ -197,7 +190,7 @@ def _one_pair(
             times[i].append(float(np.median(_of(sides[i], ask, "block", deadline_s))))
             return times[i][-1]
 
-        compare(partial(block, 0), partial(block, 1), rng=rng, limit=limit)
+        compare(partial(block, 0), partial(block, 1), rng=rng)
     except (_Fails, KeyboardInterrupt) as reason:
         ended = reason
     finally:
@@ -215,10 +208,10 @@ def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
         raise _Fails(f"the workload {side[2]} fails: {fault.reason}") from fault
 
 
-def _combined(done: Sequence[_Taken], limit: float | None) -> Effect:
+def _combined(done: Sequence[_Taken]) -> Effect:
     """One process speaks for itself; several are replicates of one another."""
-    whole = [judge(taken.pairs, limit=limit) for taken in done if taken.ended is None]
-    judgements = whole or [judge(taken.pairs, limit=limit) for taken in done]
+    whole = [judge(taken.pairs) for taken in done if taken.ended is None]
+    judgements = whole or [judge(taken.pairs) for taken in done]
     pairs = sum(judgement.pairs for judgement in judgements)
     if len(judgements) == 1:
         only = judgements[0]
