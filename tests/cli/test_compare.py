@@ -78,9 +78,10 @@ def test_three_times_the_work_fails_the_gate(steady, factories):
     assert only_line(ended.err) == "gate failed (slower than 2.00%)"
     assert "work.py:thrice is slower by" in ended.out
     found = json.loads((factories / "out.json").read_text())
-    assert (found["verdict"], found["claim"], found["gate_failed"]) == ("slower", "process", True)
+    assert (found["verdict"], found["claim"], found["gate_failed"]) == ("slower", "machine", True)
     assert 0.02 < found["effect"]["low"] <= found["effect"]["estimate"] <= found["effect"]["high"]
-    assert len(found["samples_ns"][0]) == found["pairs"] >= 12
+    assert [len(pairs) >= 12 for pairs in found["samples_ns"]] == [True] * 5
+    assert sum(map(len, found["samples_ns"])) == found["pairs"]
     page = (factories / "page.md").read_text()
     assert page.startswith("### work.py:thrice is slower by ")
     assert "| A | work.py:once |" in page
@@ -88,7 +89,10 @@ def test_three_times_the_work_fails_the_gate(steady, factories):
 
 
 def test_the_same_against_itself_passes_the_gate(steady, factories):
-    ended = steady("compare", "work.py:once", "work.py:once", "--fail-slower", "2%", "--quiet")
+    ended = steady(
+        *("compare", "work.py:once", "work.py:once", "--fail-slower", "2%"),
+        *("--processes", "3", "--quiet"),
+    )
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
 
@@ -107,6 +111,23 @@ def test_options_reach_the_comparison(steady, live):
     assert a[0].inputs[0].shape == b[0].inputs[0].shape == (5, 64)
     del arguments["progress"]
     assert arguments == {"processes": 3, "metric": "period", "device": "cpu", "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [((), 1), (("--fail-slower", "2%"), 5), (("--fail-slower", "2%", "--processes", "4"), 4)],
+)
+def test_a_gate_is_replicated_over_processes(steady, live, options, processes):
+    asked = live()
+    steady("compare", "tiny.py:small", "tiny.py:small", *options)
+    assert asked[0][2]["processes"] == processes
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_gate_on_too_few_processes_is_refused(steady, folder, processes):
+    ended = steady("compare", "a.py:f", "b.py:f", "--fail-slower", "2%", "--processes", processes)
+    assert ended.code == 2
+    assert "a gate needs 3 or more" in only_line(ended.err)
 
 
 @pytest.mark.parametrize(

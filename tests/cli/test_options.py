@@ -39,7 +39,7 @@ COMMANDS = {
         ("A", "text", None),
         ("B", "text", None),
         *SHAPING,
-        ("--processes", "integer range", 1),
+        ("--processes", "integer range", None),
         ("--metric", "latency|period", "latency"),
         ("--fail-slower", "text", None),
         ("--markdown", "file", None),

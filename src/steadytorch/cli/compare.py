@@ -12,6 +12,9 @@ import click
 from steadytorch.cli import INTERRUPTED, options
 from steadytorch.errors import UsageError
 
+LEAST_PROCESSES = 3
+GATE_PROCESSES = 5
+
 if TYPE_CHECKING:
     from steadytorch.device.facts import DeviceFacts
     from steadytorch.trial.compare import CompareResult
@@ -23,10 +26,9 @@ if TYPE_CHECKING:
 @options.shaping
 @click.option(
     "--processes",
-    default=1,
-    show_default=True,
     type=click.IntRange(min=1),
-    help="Fresh pairs of processes; 3 or more support a claim for the machine.",
+    help="Fresh pairs of processes; 3 or more support a claim for the machine.  [default: 1, or 5 "
+    "with --fail-slower]",
 )
 @click.option(
     "--metric",
@@ -57,7 +59,7 @@ def compare(
     device: str,
     train: bool,
     seed: int,
-    processes: int,
+    processes: int | None,
     metric: str,
     fail_slower: str | None,
     markdown_path: Path | None,
@@ -74,6 +76,7 @@ def compare(
     from steadytorch.report.documents import compare_document
 
     limit = None if fail_slower is None else _fraction(fail_slower)
+    replicates = _replicates(processes, limit)
     console = options.console(quiet)
     resolved = resolve_device(device)
     facts = load_facts(resolved)
@@ -92,7 +95,7 @@ def compare(
             sides.append((loaded, candidate, name))
         result = compare_live(
             *sides,
-            processes=processes,
+            processes=replicates,
             metric=metric,
             device=resolved,
             seed=seed,
@@ -120,6 +123,18 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
     if failed:
         click.echo(f"steady: gate {gate}", err=True)
         sys.exit(1)
+
+
+def _replicates(asked: int | None, limit: float | None) -> int:
+    """A gate needs replicates: two processes of one and the same program can differ by percents."""
+    if limit is None:
+        return asked or 1
+    if asked is not None and asked < LEAST_PROCESSES:
+        raise UsageError(
+            f"--fail-slower with --processes {asked}: a gate needs {LEAST_PROCESSES} or more, "
+            "because processes of one program differ"
+        )
+    return asked or GATE_PROCESSES
 
 
 def _fraction(text: str) -> float:
