@@ -75,7 +75,7 @@ def test_three_times_the_work_fails_the_gate(steady, factories):
         *("--json", "out.json", "--markdown", "page.md"),
     )
     assert ended.code == 1
-    assert only_line(ended.err) == "gate failed (slower than 2.00%)"
+    assert only_line(ended.err) == "gate failed: slower by more than 2.00%"
     assert "work.py:thrice is slower by" in ended.out
     found = json.loads((factories / "out.json").read_text())
     assert (found["verdict"], found["claim"], found["gate_failed"]) == ("slower", "machine", True)
@@ -85,7 +85,7 @@ def test_three_times_the_work_fails_the_gate(steady, factories):
     page = (factories / "page.md").read_text()
     assert page.startswith("### work.py:thrice is slower by ")
     assert "| A | work.py:once |" in page
-    assert page.endswith("Gate: failed (slower than 2.00%)\n")
+    assert page.endswith("Gate: failed: slower by more than 2.00%\n")
 
 
 def test_the_same_against_itself_passes_the_gate(steady, factories):

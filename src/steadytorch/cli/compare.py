@@ -103,9 +103,7 @@ def compare(
         )
     render_compare(console, result)
     failed = limit is not None and result.effect.slower_than(limit)
-    gate = (
-        None if limit is None else f"{'failed' if failed else 'passed'} (slower than {limit:.2%})"
-    )
+    gate = None if limit is None else _gate(result, limit)
     options.write_json(json_path, compare_document(facts, result, failed))
     options.write("--markdown", markdown_path, markdown(result, gate).encode())
     _leave(result, gate, failed)
@@ -123,6 +121,14 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
     if failed:
         click.echo(f"steady: gate {gate}", err=True)
         sys.exit(1)
+
+
+def _gate(result: CompareResult, limit: float) -> str:
+    if result.effect.low is None:
+        return "not answered: no interval may be claimed"
+    if result.effect.slower_than(limit):
+        return f"failed: slower by more than {limit:.2%}"
+    return f"passed: not shown to be slower by more than {limit:.2%}"
 
 
 def _replicates(asked: int | None, limit: float | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -37,7 +38,9 @@ def demo(budget: str, device: str, store: Path | None, json_path: Path | None, q
     loaded = options.load(_MODEL, batch=_BATCH, inputs=(), train=False, seed=0)
     session = Session(loaded, Options(budget_s=parse_duration(budget)), device, store)
     plan = run(session, "tune", console, json_path)
-    at = "" if store is None else f" --store {plain(store)}"
-    replay, show = f"steady tune {_MODEL} --batch {_BATCH}{at}", f"steady plans show {plan.id}{at}"
+    on = "" if device == "auto" else f" --device {device}"
+    at = "" if store is None else f" --store {shlex.quote(plain(store))}"
+    replay = f"steady tune {_MODEL} --batch {_BATCH}{on}{at}"
+    show = f"steady plans show {plan.id}{at}"
     console.print(Text.assemble("\nNext: ", (replay, "bold"), " replays this plan;"))
     console.print(Text.assemble("      ", (show, "bold"), " shows all of its evidence."))

@@ -74,6 +74,7 @@ class Worker:
         self._memory_limit = memory_limit_bytes
         self._log = directory / f"{name}.log"
         self._pending_since: float | None = None
+        self._gone = False
         ours, theirs = socket.socketpair()
         paths = [os.path.abspath(entry) for entry in sys.path]
         self._connection = connection.Connection(ours.detach())
@@ -176,10 +177,19 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the worker's whole process group at once, stopped processes included."""
+        """Ends the worker's whole process group at once, stopped processes included.
+
+        Only once: later its number may be that of another group.
+        """
+        if self._gone:
+            return
+        self._gone = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in a driver: left to the system
+            self._process.wait(_GRACE_S)
         self._connection.close()
 
     def log_tail(self, limit: int = 2000) -> str:

@@ -136,7 +136,10 @@ class Search:
                 stop=lambda: self._budget.remaining() < reserve_s,
             )
             peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
-            chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
+            if result.times[0]:
+                chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
+            else:  # no time for a single round: the leader of the screening goes to confirmation
+                chosen = arms[1]
         self._confirm(chosen)
 
     def _confirm(self, chosen: LiveTrial) -> None:

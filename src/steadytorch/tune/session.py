@@ -77,6 +77,11 @@ class Session:
                 f"{workload.name} is a training workload: tuning covers inference; "
                 "leave --train out, or pass Workload(model, inputs)"
             )
+        if options.tolerance is not None and options.precision == "same":
+            raise UsageError(
+                f"tolerance {options.tolerance} with precision same: that class is bound by the "
+                "untouched workload's own error; name a lower --precision to use a tolerance"
+            )
         if (norm := _updating_norm(workload)) is not None:
             raise UsageError(
                 f"{workload.name} is in training mode, where each call updates the statistics of "

@@ -184,6 +184,7 @@ def _outputs_in(
     return [_detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
 
 
+@torch.no_grad()
 def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification:
     """Compares a candidate with the reference on every input set.
 

@@ -168,12 +168,18 @@ class Workload:
         """A callable that takes one step: an inference call, or a whole training step.
 
         Returns:
-            A function of no arguments; it returns the model's output (inference) or the detached
-            loss (training). The optimizer is made once, here.
+            A function of no arguments; it returns the model's output (inference, without recording
+            gradients) or the detached loss (training). The optimizer is made once, here.
         """
         model, inputs, kwargs = self.model, self.inputs, dict(self.kwargs)
         if self.training_step is None:
-            return lambda: model(*inputs, **kwargs)
+
+            def infer() -> Any:
+                with torch.no_grad():
+                    return model(*inputs, **kwargs)
+
+            return infer
+
         loss_of, optimizer = self.training_step.loss, self.training_step.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self.untouched.parameters())
