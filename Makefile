@@ -25,8 +25,10 @@ format: $(VENV)/installed-dev
 gpu-test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-bench: $(VENV)/installed
-	$(BIN)/python benchmarks/rivals.py
+bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 15 minutes
+	$(BIN)/python benchmarks/rivals.py resnet50 --batch 64 --precision fp16
+	$(BIN)/python benchmarks/rivals.py resnet50 --batch 1 --precision fp16
+	$(BIN)/python benchmarks/rivals.py vit_b_16 --batch 64 --precision bf16
 
 clean:
 	rm -rf $(VENV)
