@@ -301,3 +301,14 @@ def test_one_saved_and_one_live_are_refused(steady, save, names):
     ended = steady("compare", *names)
     assert (ended.code, ended.out) == (2, "")
     assert "one of A and B is a saved result and the other is not" in only_line(ended.err)
+
+
+@pytest.mark.parametrize(
+    "option", [("--metric", "latency"), ("--processes", "5"), ("--batch", "2")]
+)
+def test_options_of_live_comparisons_are_refused_for_saved_results(steady, folder, save, option):
+    save("a.json", [10e6] * 5)
+    save("b.json", [10e6] * 5)
+    ended = steady("compare", "a.json", "b.json", *option)
+    assert ended.code == 2
+    assert f"{option[0]} is for live comparisons" in only_line(ended.err)

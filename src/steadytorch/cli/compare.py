@@ -82,6 +82,7 @@ def compare(
     facts = load_facts(resolved)
     saved = [name.endswith(".json") for name in (a, b)]
     if all(saved):
+        _refuse_live_options()
         result, facts = _saved(a, b)
     elif any(saved):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
@@ -121,6 +122,17 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
     if failed:
         click.echo(f"steady: gate {gate}", err=True)
         sys.exit(1)
+
+
+def _refuse_live_options() -> None:
+    """Saved results were taken as they were: what shapes a live comparison would be ignored."""
+    context = click.get_current_context()
+    for name in ("metric", "processes", "batch", "inputs", "train", "seed"):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = "--input" if name == "inputs" else f"--{name}"
+            raise UsageError(
+                f"{option} is for live comparisons: saved results are compared as taken"
+            )
 
 
 def _gate(result: CompareResult, limit: float) -> str:

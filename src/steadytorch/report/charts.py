@@ -49,13 +49,19 @@ def histogram(samples_ns: Sequence[float], rows: int = 8, width: int = 40) -> li
             counts[rows] += 1
         else:
             counts[min(rows - 1, int((value - low) / step)) if step else 0] += 1
-    labels = [duration(low + i * step) for i in range(rows)] + ["above"]
+    labels = [_label(low + i * step) for i in range(rows)] + ["above"]
     most = max(counts)
     return [
         f"{label:>10} {_bar(count / most, width)} {count}"
         for label, count in zip(labels, counts, strict=True)
         if count or label != "above"
     ]
+
+
+def _label(nanoseconds: float) -> str:
+    """A time in ten columns: hours where seconds would take more."""
+    text = duration(nanoseconds)
+    return text if len(text) <= 10 else f"{nanoseconds / 3.6e12:.1f} h"
 
 
 def _parts(samples: Sequence[float], width: int) -> list[Sequence[float]]:
