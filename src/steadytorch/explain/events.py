@@ -1,0 +1,122 @@
+"""A trace as columns: one row per event, one NumPy array per field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+
+class Category(IntEnum):
+    """What an event is, whatever the trace's own schema calls it."""
+
+    OTHER = 0
+    CPU_OP = 1
+    ANNOTATION = 2
+    RUNTIME = 3
+    DRIVER = 4
+    KERNEL = 5
+    MEMCPY = 6
+    MEMSET = 7
+    SYNC = 8
+    OVERHEAD = 9
+    PYTHON = 10
+    GPU_ANNOTATION = 11
+    MEMORY = 12
+
+
+ON_GPU = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+"""Events that keep the GPU busy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Columns of equal length, sorted by start, longer events first where starts are equal.
+
+    Attributes:
+        start_ns: int64, from the trace's origin.
+        end_ns: int64; equals the start for instants.
+        category: uint8, a `Category`.
+        name: int32, index into `Trace.names`.
+        thread: int32, index into `Trace.threads`; of the stream for events on the GPU.
+        device: int32, index of the GPU; -1 where none (and for memory events of the host).
+        stream: int32, CUDA stream; -1 where none.
+        correlation: int64, joins a runtime call with the GPU events it launched; -1 where none.
+        external: int64, joins runtime calls and GPU events with the operator; -1 where none.
+        bytes: int64, of copies, fills and memory events (negative when freed); -1 for other rows.
+        inputs: int32, index into `Trace.inputs`; -1 where shapes were not recorded.
+        details: int32, index into `Trace.details`; -1 for events that have none.
+    """
+
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    category: np.ndarray
+    name: np.ndarray
+    thread: np.ndarray
+    device: np.ndarray
+    stream: np.ndarray
+    correlation: np.ndarray
+    external: np.ndarray
+    bytes: np.ndarray
+    inputs: np.ndarray
+    details: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    def of(self, *categories: Category) -> np.ndarray:
+        """Rows of these categories, in order, shape (rows,)."""
+        return np.flatnonzero(np.isin(self.category, categories))
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One trace, whoever captured it.
+
+    Attributes:
+        events: the columns.
+        names: every name once.
+        threads: (process id, thread or stream) as text, every pair once.
+        inputs: recorded inputs of operators, every combination once: dictionaries with the keys
+            `dims`, `types`, `strides`, `concrete`, each a list with one entry per input.
+        details: GPU events' and synchronisations' arguments, every combination once: the trace's
+            own keys (`grid`, `block`, `blocks per SM`, `est. achieved occupancy %`, `kind`, ...)
+            without those that have a column.
+        origin_ns: unix time of time zero, in ns; None where the trace does not say.
+        devices: `deviceProperties` as found.
+        recorded: what was switched on: any of "shapes", "stacks", "memory", "sync".
+        source: file name or "capture".
+    """
+
+    events: Events
+    names: tuple[str, ...]
+    threads: tuple[tuple[str, str], ...]
+    inputs: tuple[dict[str, Any], ...] = ()
+    details: tuple[dict[str, Any], ...] = ()
+    origin_ns: int | None = None
+    devices: tuple[dict[str, Any], ...] = ()
+    recorded: frozenset[str] = frozenset()
+    source: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def on_gpu(self) -> np.ndarray:
+        """Rows that keep a GPU busy, in order, shape (rows,)."""
+        return self.events.of(*ON_GPU)
+
+    def name_of(self, row: int) -> str:
+        """An event's name."""
+        return self.names[self.events.name[row]]
+
+    def inputs_of(self, row: int) -> dict[str, Any] | None:
+        """An operator's recorded inputs; None where there are none."""
+        index = int(self.events.inputs[row])
+        return None if index < 0 else self.inputs[index]
+
+    def details_of(self, row: int) -> dict[str, Any]:
+        """A GPU event's further arguments; empty where there are none."""
+        index = int(self.events.details[row])
+        return {} if index < 0 else self.details[index]
