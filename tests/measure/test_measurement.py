@@ -77,6 +77,17 @@ def test_no_interval_is_claimed_without_a_steady_state_and_it_is_said_why():
     assert found.variability.regimes == 2
 
 
+def test_a_level_taken_up_shortly_before_the_end_supports_no_interval():
+    early, late = _series(400) * 1.03, _series(600, seed=1)
+    assert summarize([*early, *late[:300]]).median_ci_ns is None
+    claimed = summarize([*early[:250], *late])
+    assert claimed.warmup_dropped == pytest.approx(250, abs=20)
+    assert claimed.median_ci_ns is not None
+    said = summarize([*early, *late[:450]])
+    assert (said.steady, said.median_ci_ns) == (True, None)
+    assert "samples before the end: take more" in said.why_no_ci
+
+
 def test_outliers_carry_their_causes():
     samples = _series(1000)
     samples[[300, 600]] = 5_000_000

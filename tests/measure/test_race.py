@@ -178,6 +178,7 @@ def test_one_process_claims_nothing_about_the_machine():
 def test_processes_that_agree_make_a_claim_about_the_machine(estimates, verdict):
     found = machine_claim(estimates)
     assert (found.verdict, found.claim, found.processes) == (verdict, "machine", len(estimates))
+    assert found.mde >= 0
     assert found.low < found.estimate < found.high
 
 

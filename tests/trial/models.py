@@ -5,6 +5,8 @@ Loaded from this file by `load_workload`, as users' own factories are.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -82,3 +84,18 @@ def training():
         lambda out: out.square().mean(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
+
+
+class Dying(Failing):
+    """Sleeps, and takes its whole process with it from one call on."""
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls >= self.call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(SLEEP_S)
+        return x
+
+
+def killed_while_timed():
+    return _fixed(Dying(1000))

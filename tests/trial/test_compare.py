@@ -97,12 +97,15 @@ def test_three_pairs_of_processes_are_three_replicates(sides, scripted):
     assert (found.effect.claim, found.effect.processes) == ("machine", 3)
     assert found.effect.verdict == "slower"
     assert found.effect.estimate == pytest.approx(0.1, abs=0.01)
+    assert 0 < found.effect.mde < 0.1
     assert found.effect.pairs == sum(map(len, found.samples))
 
 
 def test_two_pairs_of_processes_claim_nothing(sides, scripted):
     scripted(module, *[_blocks(2 * MS), _blocks(3 * MS)] * 2)
-    effect = compare_live(*sides, processes=2).effect
+    found = compare_live(*sides, processes=2)
+    effect = found.effect
+    assert "2 pairs of processes support no verdict" in found.note
     assert (effect.verdict, effect.claim, effect.low) == ("undecided", "process", None)
     assert not effect.slower_than(0.02)
 

@@ -74,6 +74,16 @@ def test_a_workload_that_raises_late_keeps_its_samples(workload, no_process_left
     assert not only.resolved
 
 
+def test_a_process_that_is_killed_while_timed_leaves_its_samples(workload, no_process_left):
+    found = measure(workload("killed_while_timed"), budget="60s")
+    (only,) = found.processes
+    assert len(only.period.samples_ns) >= 100
+    assert min(only.period.samples_ns) >= MS
+    assert "SIGKILL" in found.failed
+    assert only.host.overhead_ns is None
+    assert "left no recording" in only.unknown["steal_ns"]
+
+
 def test_a_workload_that_raises_at_once_is_a_usage_error(workload, no_process_left):
     with pytest.raises(UsageError, match="the workload fails: RuntimeError: the data ended"):
         measure(workload("at_once"), budget="1s")

@@ -17,6 +17,9 @@ from steadytorch.measure.variability import (
 )
 from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 
+MOST_WARM_UP = 1 / 3
+"""Where more than this share of a series was warm-up, no interval is claimed: one change of level,
+and little after it, is what a clock with two states looks like in a short series."""
 P99_NEEDS = 1000
 """p99 is reported from this many effective samples on: ten lie beyond it."""
 
@@ -147,6 +150,10 @@ def median_interval(
     """
     if verdict.regimes > 1:
         return None, verdict.note
+    if verdict.dropped > MOST_WARM_UP * (verdict.dropped + len(samples)):
+        return None, (
+            f"the level changed for good only {len(samples)} samples before the end: take more"
+        )
     return quantile_interval(samples, 0.5, confidence)
 
 

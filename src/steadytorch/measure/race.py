@@ -248,6 +248,8 @@ class MachineClaim(msgspec.Struct, frozen=True):
         verdict: faster, slower, tie or undecided, of B.
         processes: how many it rests on.
         claim: `machine` from three processes on, else `process`.
+        mde: the smallest effect that so many processes would have found, as a fraction; None with
+            fewer than three.
     """
 
     estimate: float
@@ -256,6 +258,7 @@ class MachineClaim(msgspec.Struct, frozen=True):
     verdict: Verdict
     processes: int
     claim: Literal["process", "machine"]
+    mde: float | None = None
 
 
 def machine_claim(
@@ -290,6 +293,8 @@ def machine_claim(
         return MachineClaim(estimate, None, None, "undecided", count, "process")
     from scipy.special import stdtrit
 
-    half = stdtrit(count - 1, 1 - alpha / 2) * logs.std(ddof=1) / np.sqrt(count)
-    low, high = (float(np.expm1(logs.mean() + side * half)) for side in (-1, 1))
-    return MachineClaim(estimate, low, high, verdict_of(low, high, tie), count, "machine")
+    error = float(logs.std(ddof=1)) / np.sqrt(count)
+    quantile, power = (float(stdtrit(count - 1, p)) for p in (1 - alpha / 2, POWER))
+    low, high = (float(np.expm1(logs.mean() + side * quantile * error)) for side in (-1, 1))
+    verdict, mde = verdict_of(low, high, tie), float(np.expm1((quantile + power) * error))
+    return MachineClaim(estimate, low, high, verdict, count, "machine", mde)

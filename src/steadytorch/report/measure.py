@@ -131,7 +131,9 @@ def _variability(measured: Measurement) -> list[str]:
 def _host(process: ProcessMeasurement) -> str:
     host = process.host
     overhead = (
-        f"{host.overhead_ns / 1e3:.2f} us ({host.overhead_ns / process.period.median_ns:.2%})"
+        "an unknown time"
+        if host.overhead_ns is None
+        else f"{host.overhead_ns / 1e3:.2f} us ({host.overhead_ns / process.period.median_ns:.2%})"
     )
     switches = host.involuntary_switches
     told = "unknown" if switches is None else f"{switches:,}"

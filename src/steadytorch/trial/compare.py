@@ -154,10 +154,20 @@ def compare_live(
         b=Side(b[2], float(np.median(times[:, 1]))),
         metric=metric,
         effect=_combined(done),
-        note=f"stopped early: {ended}" if isinstance(ended, _Fails) else "",
+        note=f"stopped early: {ended}" if isinstance(ended, _Fails) else _too_few(processes),
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,
         interrupted=isinstance(ended, KeyboardInterrupt),
+    )
+
+
+def _too_few(processes: int) -> str:
+    """Two are more than the one that speaks for itself, and fewer than speak for the machine."""
+    if processes == 1 or processes >= LEAST_PROCESSES:
+        return ""
+    return (
+        f"{processes} pairs of processes support no verdict: one speaks for these processes, "
+        f"{LEAST_PROCESSES} or more for the machine"
     )
 
 
@@ -234,7 +244,7 @@ def _combined(done: Sequence[_Taken]) -> Effect:
         claim=claim.claim,
         pairs=pairs,
         processes=claim.processes,
-        mde=None,
+        mde=claim.mde,
     )
 
 

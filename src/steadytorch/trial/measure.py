@@ -21,7 +21,7 @@ from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.transforms.base import Candidate
-from steadytorch.trial.worker import STOP, BrokenOff, Series, SetUp, save_payload
+from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, Series, SetUp, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.trial.worker:WorkloadHandler"
@@ -37,7 +37,8 @@ class HostBlock(msgspec.Struct, frozen=True):
 
     Attributes:
         enqueue_median_ns: time to enqueue an iteration; on the CPU that is the iteration.
-        overhead_ns: what the probe adds to an iteration, measured on an empty step.
+        overhead_ns: what the probe adds to an iteration, measured on an empty step; None where
+            the workload failed before that was known.
         gc_collections: runs of Python's garbage collector meanwhile.
         gc_ns: their time together.
         involuntary_switches: times a thread was made to give up its core; None where unknown.
@@ -47,7 +48,7 @@ class HostBlock(msgspec.Struct, frozen=True):
     """
 
     enqueue_median_ns: float
-    overhead_ns: float
+    overhead_ns: float | None
     gc_collections: int
     gc_ns: int
     involuntary_switches: int | None
@@ -153,15 +154,19 @@ def measure(
         save_payload(workload, directory)
         while len(done) < processes and failed is None and not interrupted:
             progress(f"process {len(done) + 1} of {processes}")
-            worker = Worker(HANDLER, directory, f"measure-{len(done)}")
+            worker, set_up = Worker(HANDLER, directory, f"measure-{len(done)}"), None
             try:
                 set_up = start(worker, target, candidate)
-                ask = partial(_series, worker, directory / STOP, set_up)
-                taken, failed, interrupted = _one_process(ask, set_up, target, seconds)
+                ask = partial(ask_series, worker, directory / STOP, set_up)
+                taken, failed, interrupted = one_process(ask, set_up, target, seconds)
             except WorkerFault as fault:
                 if done:
                     raise
-                taken, failed = _broken_off(worker, fault, target)
+                taken, failed = (
+                    _broken_off(worker, fault, target)
+                    if set_up is None
+                    else _left_behind(directory, set_up, fault, target)
+                )
             finally:
                 worker.kill()
             done.append(taken)
@@ -213,10 +218,23 @@ def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
     return msgspec.convert(reply, SetUp)
 
 
-def _one_process(
+def one_process(
     ask: Callable[[str, float], Series], set_up: SetUp, device: str, seconds: float
 ) -> tuple[ProcessMeasurement, str | None, bool]:
-    """One process's part, the exception that ended it early, and whether the user did."""
+    """Measures in one process that is set up.
+
+    Args:
+        ask: takes a metric and seconds; has a series timed.
+        set_up: how the process came to be ready.
+        device: where it runs.
+        seconds: for sampling.
+
+    Returns:
+        What was measured, the exception that ended it early, and whether the user did.
+
+    Raises:
+        WorkerFault: no iteration was finished.
+    """
     on_gpu = device.startswith("cuda")
     period = last = ask("period", seconds * (1.0 - LATENCY_SHARE if on_gpu else 1.0))
     if not period.durations_ns:
@@ -232,14 +250,27 @@ def _one_process(
         latency=latency,
         set_up=set_up,
         resolved=period.resolved,
-        host=_host(period, recording),
+        host=_host(np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording),
         device=_device(recording) if on_gpu else None,
         unknown=recording.unknown,
     )
     return taken, last.failed, last.stopped
 
 
-def _series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
+def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
+    """Has a worker that is set up time a series; Ctrl-C asks it for what it has by then.
+
+    Args:
+        worker: times it.
+        stop: file that ends the series early.
+        set_up: how long an iteration takes.
+        metric: `period` or `latency`.
+        seconds: for sampling.
+
+    Raises:
+        KeyboardInterrupt: interrupted, and nothing came back.
+        WorkerFault: the worker died.
+    """
     worker.send("series", metric=metric, seconds=seconds)
     try:
         reply = worker.receive(60.0 + 20.0 * (seconds + set_up.warm_up.iteration_ns * 1e-9))
@@ -262,17 +293,39 @@ def _broken_off(worker: Worker, fault: WorkerFault, device: str) -> tuple[Proces
     if reply is None:
         raise fault
     broken = msgspec.convert(reply, BrokenOff)
+    return _unrecorded(broken.series.durations_ns, "latency", broken.set_up, device), fault.reason
+
+
+def _left_behind(
+    directory: Path, set_up: SetUp, fault: WorkerFault, device: str
+) -> tuple[ProcessMeasurement, str]:
+    """What is left of a process that died, or was killed, while its period was timed.
+
+    Raises:
+        WorkerFault: nothing is.
+    """
+    kept = directory / TAKEN.format(metric="period")
+    samples = kept.read_bytes() if kept.exists() else b""
+    durations = np.frombuffer(samples[: len(samples) // 8 * 8], dtype=np.int64)
+    if not len(durations):
+        raise fault
+    return _unrecorded(durations.tolist(), "period", set_up, device), fault.reason
+
+
+def _unrecorded(
+    durations_ns: list[int], metric: str, set_up: SetUp, device: str
+) -> ProcessMeasurement:
+    """Samples whose recording went with the process, or was never begun."""
     nothing = Recording(device=device.partition(":")[0], interval_ns=0)
-    taken = ProcessMeasurement(
-        period=summarize(broken.series.durations_ns, "latency"),
+    return ProcessMeasurement(
+        period=summarize(durations_ns, metric),
         latency=None,
-        set_up=broken.set_up,
+        set_up=set_up,
         resolved=False,
-        host=_host(broken.series, nothing),
+        host=_host(np.median(durations_ns), None, nothing),
         device=None,
-        unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed before any recording"),
+        unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed and left no recording"),
     )
-    return taken, fault.reason
 
 
 def _summary(series: Series, recording: Recording, metric: str) -> Measurement:
@@ -288,13 +341,13 @@ def _summary(series: Series, recording: Recording, metric: str) -> Measurement:
     return summarize(series.durations_ns, metric, causes=found)
 
 
-def _host(series: Series, recording: Recording) -> HostBlock:
+def _host(enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording) -> HostBlock:
     def rise(column: tuple[int, ...] | None) -> int | None:
         return column[-1] - column[0] if column else None
 
     return HostBlock(
-        enqueue_median_ns=float(np.median(series.host_ns or series.durations_ns)),
-        overhead_ns=series.overhead_ns,
+        enqueue_median_ns=float(enqueue_ns),
+        overhead_ns=overhead_ns,
         gc_collections=len(recording.gc_start_ns),
         gc_ns=sum(recording.gc_duration_ns),
         involuntary_switches=rise(recording.involuntary_switches),

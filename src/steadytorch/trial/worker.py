@@ -40,6 +40,8 @@ RESOLVED = 0.005
 ENOUGH_FOR_P99 = 1200
 STOP = "stop"
 """A file of this name in the worker's directory ends a series before its time."""
+TAKEN = "{metric}.i64"
+"""Samples of a series in ns as they are taken: what is left of them where the process dies."""
 CHUNK_NS = 500e6
 """Longest stretch without looking for that file, and without noting the clock."""
 FIRST_COUNT = 10
@@ -238,11 +240,15 @@ class WorkloadHandler:
         host: list[int] = []
         stretches: list[tuple[int, int]] = []
         failed, ended, stopped, spent = None, False, False, 0.0
-        with Recorder(str(self._workload.device)) as recorder:
+        with (
+            Recorder(str(self._workload.device)) as recorder,
+            (self._directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
+        ):
             start = time.perf_counter_ns()
             while failed is None and not (ended or stopped) and (not durations or spent < seconds):
                 began, taken, enqueued, failed = self._stretch(metric, durations, seconds - spent)
                 stretches.append((began, len(taken)))
+                kept.write(taken.astype(np.int64).tobytes())
                 durations.extend(taken.tolist())
                 host.extend(enqueued.tolist())
                 spent = (time.perf_counter_ns() - start) * 1e-9
