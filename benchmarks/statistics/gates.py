@@ -8,6 +8,10 @@ FEWEST_CLAIMS = 0.10
 """A kind of noise on which fewer runs than this claim an interval is judged with the others only:
 a handful of claims is no rate."""
 
+SHORTEST = 1000
+"""Shorter series are shown, not judged: a clock that stays 200 samples in each of two states shows
+only one of them in a third of the series of 500, and no method sees what is not there."""
+
 
 def _gate(name: str, limit: str, value: float | None, met: bool, worst: str = "") -> dict[str, Any]:
     return {"gate": name, "limit": limit, "value": value, "met": bool(met), "where": worst}
@@ -32,6 +36,7 @@ def judge_all(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _coverage(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    cells = [cell for cell in cells if cell["samples"] >= SHORTEST]
     gates = [_each_kind(cells, length) for length in sorted({c["samples"] for c in cells})]
     together = _pooled(cells, "coverage", "claimed")
     if together is not None:

@@ -33,7 +33,7 @@ from steadytorch.measure.statistics import quantile_interval, signed_rank_cut
 from steadytorch.measure.warmup import steady_part
 
 EFFECTS = (0.0, 0.0025, -0.0025, 0.005, -0.005, 0.01, -0.01, 0.03, -0.03)
-LENGTHS = (500, 2000, 10_000)
+LENGTHS = (500, 1000, 2000, 10_000)
 P99_LENGTH = 10_000
 ARMS = (0.0, 0.003, 0.006, 0.01, 0.02, 0.03, 0.05, 0.10)
 """How much slower than the best the arms of a race are."""

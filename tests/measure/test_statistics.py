@@ -177,3 +177,22 @@ def test_signed_rank_cut_leaves_as_many_out_at_either_end():
     assert s.signed_rank_interval(data, 0.01) == (averages[cut], averages[-1 - cut])
     assert s.signed_rank_cut(0, 0.05) is None
     assert s.signed_rank_cut(9, 0.002) is None
+
+
+def _with_bursts(starts, length=25, count=2000):
+    samples = np.random.default_rng(0).normal(100.0, 1.0, count)
+    for start in starts:
+        samples[start : start + length] += 20.0
+    return samples
+
+
+def test_bursts_count_for_more_the_fewer_they_are():
+    """The same time in bursts: what rests on two events is known less well than on eight."""
+    few = s.corrected_size(_with_bursts([400, 1400], 40), 0.5)
+    many = s.corrected_size(_with_bursts(range(100, 2000, 240), 10), 0.5)
+    assert few < 0.8 * many
+
+
+def test_single_outliers_hardly_count():
+    plain = s.corrected_size(_with_bursts([]), 0.5)
+    assert s.corrected_size(_with_bursts(range(50, 2000, 100), 1), 0.5) > 0.9 * plain
