@@ -17,7 +17,7 @@ from steadytorch.measure.variability import (
 )
 from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 
-MOST_WARM_UP = 1 / 3
+MOST_WARM_UP = 0.4
 """Where more than this share of a series was warm-up, no interval is claimed: one change of level,
 and little after it, is what a clock with two states looks like in a short series."""
 P99_NEEDS = 1000

@@ -125,8 +125,8 @@ def _bursts(samples: np.ndarray) -> float:
 
     Stretches of k bursts of l samples shift every rank by the share of time that they take, whose
     variance, sum l^2 / N^2, is part of tau already; but it rests on k events, and k is a Poisson
-    count with a relative variance of 1/k. It is counted in twice: series that happened to meet few
-    bursts, or none, show too little of it.
+    count with a relative variance of 1/k. It is counted three times, since series that happened to
+    meet few bursts, or none, show too little of it.
     """
     centre = np.median(samples)
     scale = 1.4826 * np.median(np.abs(samples - centre))
@@ -135,7 +135,7 @@ def _bursts(samples: np.ndarray) -> float:
         return 0.0
     edges = np.flatnonzero(np.diff(far) > BURST_GAP) + 1
     lengths = np.array([len(burst) for burst in np.split(far, edges)])
-    return 2.0 / len(lengths) * float((lengths**2).sum()) / len(samples)
+    return 3.0 / len(lengths) * float((lengths**2).sum()) / len(samples)
 
 
 def _claimable(samples: np.ndarray, quantile: float) -> float:
