@@ -19,10 +19,12 @@ NAMES = [
     "UnsupportedError",
     "UsageError",
     "Workload",
+    "explain",
     "judge",
     "load_plan",
     "load_workload",
     "measure",
+    "optimize",
     "summarize",
     "tune",
 ]
@@ -38,7 +40,23 @@ SIGNATURES = {
         "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
         "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
     ),
-    "Plan.apply": "(self, model: 'nn.Module') -> 'TunedModule'",
+    "Plan.apply": (
+        "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False) -> 'TunedModule'"
+    ),
+    "explain": (
+        "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
+        "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
+        "candidate: 'Candidate' = (), "
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'Explanation'"
+    ),
+    "optimize": (
+        "(model: 'nn.Module', mode: 'str' = 'replay', *, store: 'str | Path | None' = None, "
+        "objective: 'str' = 'latency', precision: 'str' = 'same', "
+        "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
+        "max_memory: 'str | int | None' = None, background: 'bool' = False, "
+        "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
+        "alias_outputs: 'bool' = False, seed: 'int' = 0) -> 'TunedModule'"
+    ),
     "judge": (
         "(pairs: 'Sequence[tuple[float, float]]', *, "
         "looks: 'Sequence[int]' = (12, 18, 27, 40, 60), "
@@ -72,7 +90,7 @@ EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanErr
 PLAN_FIELDS = (
     *("name", "signature", "candidate", "evidence", "key", "created", "version", "path"),
 )
-PLAN_EXTRAS = ("apply", "id")
+PLAN_EXTRAS = ("apply", "id", "origin", "resolve")
 
 HEAVY = ("torch", "numpy", "scipy", "rich")
 

@@ -14,10 +14,12 @@ _EXPORTS = {
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "Workload": "workload.workload",
+    "explain": "explain.session",
     "judge": "measure.race",
     "load_plan": "plan.plan",
     "load_workload": "workload.loading",
     "measure": "trial.measure",
+    "optimize": "tune.optimize",
     "summarize": "measure.measurement",
     "tune": "tune.session",
 }
@@ -30,20 +32,24 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "UnsupportedError",
     "UsageError",
     "Workload",
+    "explain",
     "judge",
     "load_plan",
     "load_workload",
     "measure",
+    "optimize",
     "summarize",
     "tune",
 ]
 
 if TYPE_CHECKING:
     from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
+    from steadytorch.explain.session import explain
     from steadytorch.measure.measurement import summarize
     from steadytorch.measure.race import judge
     from steadytorch.plan.plan import Plan, load_plan
     from steadytorch.trial.measure import measure
+    from steadytorch.tune.optimize import optimize
     from steadytorch.tune.session import tune
     from steadytorch.workload.loading import load_workload
     from steadytorch.workload.workload import Workload

@@ -28,3 +28,15 @@ class PlanError(SteadyError):
     """A plan file could not be used: unreadable, of another schema, or for another environment."""
 
     exit_code = 2
+
+
+class TraceError(UsageError):
+    """A trace could not be read: missing, cut short, malformed, or no trace of PyTorch's profiler.
+
+    `offset` is the byte at which it breaks, counted in the JSON text (after decompression); None
+    where no single byte is to blame.
+    """
+
+    def __init__(self, message: str, offset: int | None = None) -> None:
+        super().__init__(message)
+        self.offset = offset

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import create
 from steadytorch.transforms.base import TransformSpec
@@ -64,9 +65,13 @@ class Resolver:
         self.candidate, self.signature = candidate, signature(args, kwargs)
         self.asked = 0
 
-    def __call__(self, found):
+    def __call__(self, arrival):
         self.asked += 1
-        return self.candidate if found == self.signature else None
+        return Resolution(self.candidate if arrival.signature == self.signature else None)
+
+
+def always(candidate):
+    return lambda arrival: Resolution(candidate)
 
 
 @pytest.fixture
@@ -117,8 +122,8 @@ class Failing:
 
 
 def replace_executor(tuned, executor):
-    (key,) = tuned._executors
-    tuned._executors[key] = executor
+    (entry,) = tuned._found.values()
+    entry.call = executor
 
 
 def other_weights(model):

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime import module as module_under_test
+from steadytorch.runtime import entries
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import (
     CANDIDATES,
     NO_PLAN,
     answer,
+    replace_executor,
 )
 
 
@@ -19,31 +20,28 @@ def test_outputs_are_those_of_the_model(model, x, serving, name):
     tuned = TunedModule(model, serving(CANDIDATES[name], x))
     loose = {"rtol": 0.05, "atol": 0.05} if name == "cast_weights" else {}
     torch.testing.assert_close(tuned(x), answer(model, x), **loose)
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
 
 
 def test_it_is_the_executor_that_answers(model, x, tuned):
-    tuned(x)
-    seen = []
-    model.register_forward_hook(lambda *_: seen.append(1))
-    tuned(x)
-    assert seen == []
-    model(x)
-    assert seen == [1]
+    expected = tuned(x)
+    entry = next(iter(tuned._found.values()))
+    replace_executor(tuned, lambda x, call=entry.call: call(x) * 2)
+    assert torch.equal(tuned(x), expected * 2)
 
 
 def test_another_shape_runs_untouched_and_is_counted_with_the_reason(model, x, tuned):
     other = x[:1]
     assert torch.equal(tuned(other), model(other))
-    assert tuned.report() == {NO_PLAN: 1}
+    assert tuned.report().calls == {NO_PLAN: 1}
     tuned(x)
-    assert tuned.report() == {NO_PLAN: 1, "tuned": 1}
+    assert tuned.report().calls == {NO_PLAN: 1, "tuned": 1}
 
 
 def test_another_layout_of_the_same_shape_runs_untouched(model, x, tuned):
     other = x.to(memory_format=torch.channels_last)
     torch.testing.assert_close(tuned(other), model(other))
-    assert tuned.report() == {NO_PLAN: 1}
+    assert tuned.report().calls == {NO_PLAN: 1}
 
 
 def test_another_dtype_raises_what_the_model_raises(model, x, tuned):
@@ -67,21 +65,21 @@ def test_the_empty_candidate_is_the_untouched_model(model, x, serving):
     tuned = TunedModule(model, serving((), x))
     assert torch.equal(tuned(x), model(x))
     assert tuned(x).requires_grad
-    assert tuned.report() == {"untouched: nothing was faster than the untouched model": 2}
+    assert tuned.report().calls == {"untouched: nothing was faster than the untouched model": 2}
 
 
 def test_tuned_outputs_have_no_gradient_history(model, x, serving):
     tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
     output = tuned(x)
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
     assert not output.requires_grad
     assert torch.is_grad_enabled()
 
 
 def test_set_off_from_the_start_it_says_why(model, x, serving, caplog):
-    tuned = TunedModule(model, serving(CANDIDATES["all"], x), "it does not fit here")
+    tuned = TunedModule(model, serving(CANDIDATES["all"], x), lambda model: "it does not fit here")
     assert torch.equal(tuned(x), model(x))
-    assert tuned.report() == {"untouched: it does not fit here": 1}
+    assert tuned.report().calls == {"untouched: it does not fit here": 1}
     assert "running untouched: it does not fit here" in caplog.text
 
 
@@ -95,7 +93,7 @@ def test_nested_inputs_kwargs_and_constants_are_served(flexible, x, serving, nam
     found, expected = tuned({"left": x}, **kwargs), answer(flexible, {"left": x}, **kwargs)
     torch.testing.assert_close(found["pair"], expected["pair"])
     assert [found[k] for k in ("mode", "none", "also")] == ["mean", None, 2]
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
 
 
 def test_the_order_of_keywords_does_not_matter(flexible, x, serving):
@@ -103,7 +101,7 @@ def test_the_order_of_keywords_does_not_matter(flexible, x, serving):
         flexible, serving(CANDIDATES["channels_last"], {"left": x}, times=2, mode="a")
     )
     tuned({"left": x}, mode="a", times=2)
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_another_constant_runs_untouched(flexible, x, serving, changed):
     expected = flexible({"left": x}, **{"times": 2, **changed})
     assert torch.equal(found["x"], expected["x"])
     assert found["mode"] == expected["mode"]
-    assert tuned.report() == {NO_PLAN: 1}
+    assert tuned.report().calls == {NO_PLAN: 1}
 
 
 def test_arguments_without_a_signature_run_untouched(x, serving, caplog):
@@ -127,8 +125,8 @@ def test_arguments_without_a_signature_run_untouched(x, serving, caplog):
     tuned = TunedModule(model, serving(CANDIDATES["inference_mode"], x))
     for _ in range(2):
         assert tuned(x, thing)[1] is thing
-    assert tuned.report() == {"untouched: these inputs have no signature": 2}
-    assert caplog.text == ""
+    assert tuned.report().calls == {"untouched: these inputs have no signature": 2}
+    assert caplog.text.count("input [1] is a object") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -138,7 +136,7 @@ def test_sparse_inputs_run_untouched(serving, layout):
     tuned = TunedModule(model.eval(), serving(CANDIDATES["inference_mode"], dense))
     sparse = dense.to_sparse(layout=layout)
     torch.testing.assert_close(tuned(sparse), model(dense))
-    assert "tuned" not in tuned.report()
+    assert tuned.report().hits == 0
 
 
 def test_a_call_without_arguments_is_served(serving):
@@ -152,17 +150,19 @@ def test_a_call_without_arguments_is_served(serving):
 
     tuned = TunedModule(Constant().eval(), serving(CANDIDATES["inference_mode"]))
     assert tuned().tolist() == [2, 2]
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
 
 
 def test_inputs_that_never_repeat_do_not_fill_the_memory(flexible, x, serving, monkeypatch):
-    monkeypatch.setattr(module_under_test, "_MOST_REMEMBERED", 5)
+    monkeypatch.setattr(entries, "MOST_REMEMBERED", 5)
     tuned = TunedModule(flexible, serving(CANDIDATES["channels_last"], {"left": x}, times=50))
     for times in range(20):
         tuned({"left": x}, times=times)
-    assert len(tuned._executors) == 5
+    assert len(tuned._found) == 5
     tuned({"left": x}, times=50)
-    assert tuned.report() == {NO_PLAN: 20, "tuned": 1}
+    tuned({"left": x}, times=51)
+    assert len(tuned._found) == 5 + 1
+    assert tuned.report().calls == {NO_PLAN: 21, "tuned": 1}
 
 
 # -- when a plan must not serve -------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_switch_to_train_runs_untouched_and_back_serves_again(model, x, tuned)
     assert not model.training
     torch.testing.assert_close(answer(tuned, x), answer(model, x))
     mode = "untouched: the model was switched between train and eval"
-    assert tuned.report()[mode] == 1
+    assert tuned.report().calls[mode] == 1
 
 
 def test_a_mode_switch_behind_the_wrapper_is_seen(model, x, tuned):
@@ -187,7 +187,7 @@ def test_a_mode_switch_behind_the_wrapper_is_seen(model, x, tuned):
     torch.manual_seed(3)
     found = tuned(x)
     assert found.requires_grad
-    assert tuned.report()["tuned"] == 1
+    assert tuned.report().calls["tuned"] == 1
 
 
 def test_training_through_the_wrapper_trains_the_model(model, x, serving):
@@ -207,7 +207,7 @@ def test_autocast_is_the_callers_choice(model, x, tuned, first):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = tuned(x), model(x)
     assert found.dtype == expected.dtype == torch.bfloat16
-    assert tuned.report()["untouched: called under autocast"] == 1
+    assert tuned.report().calls["untouched: called under autocast"] == 1
     assert answer(tuned, x).dtype == torch.float32
 
 
@@ -219,7 +219,7 @@ def test_gradients_of_inputs_reach_them(model, x, serving, keyword):
     x.requires_grad_()
     tuned(*args, **kwargs).sum().backward()
     assert x.grad is not None
-    assert tuned.report() == {"tuned": 1, "untouched: gradients of the inputs are needed": 1}
+    assert tuned.report().calls == {"tuned": 1, "untouched: gradients of the inputs are needed": 1}
 
 
 def test_gradients_of_nested_inputs_reach_them(flexible, x, serving):
@@ -232,4 +232,4 @@ def test_gradients_of_nested_inputs_reach_them(flexible, x, serving):
 def test_inputs_with_gradients_are_served_where_none_are_recorded(model, x, tuned):
     x.requires_grad_()
     answer(tuned, x)
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}

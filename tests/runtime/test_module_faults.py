@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.errors import UsageError
-from steadytorch.runtime import module as module_under_test
+from steadytorch.runtime import entries
+from steadytorch.runtime.executors import build
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.transforms.base import TransformSpec
 
 from .conftest import (
     CANDIDATES,
@@ -27,6 +29,7 @@ from .conftest import (
     Failing,
     Network,
     Resolver,
+    always,
     answer,
     copy_into,
     replace_executor,
@@ -40,7 +43,7 @@ def test_a_raising_executor_is_answered_for_and_not_called_again(model, x, tuned
     for _ in range(3):
         assert torch.equal(tuned(x), model(x))
     assert executor.calls == 1
-    assert tuned.report() == {"tuned": 1, FAILED: 3}
+    assert tuned.report().calls == {"tuned": 1, FAILED: 3}
     assert caplog.text.count("the tuned executor failed: RuntimeError: the executor broke") == 1
 
 
@@ -51,7 +54,7 @@ def test_an_executor_that_fails_in_its_first_call_is_answered_for(model, x, monk
     monkeypatch.setattr("steadytorch.transforms.channels_last.ChannelsLastModel.forward", broken)
     tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
     assert torch.equal(tuned(x), model(x))
-    assert tuned.report() == {FAILED: 1}
+    assert tuned.report().calls == {FAILED: 1}
 
 
 def test_inputs_that_the_model_refuses_do_not_disable_the_executor(serving):
@@ -61,7 +64,7 @@ def test_inputs_that_the_model_refuses_do_not_disable_the_executor(serving):
     with pytest.raises(IndexError):
         tuned(bad)
     assert torch.equal(tuned(good), answer(embedding, good))
-    assert tuned.report() == {FAILED: 1, "tuned": 1}
+    assert tuned.report().calls == {FAILED: 1, "tuned": 1}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
@@ -89,10 +92,10 @@ def test_the_wish_to_stop_is_no_fault(model, x, tuned, error):
 def test_a_candidate_that_cannot_be_applied_leaves_the_model_untouched(model, x, candidate, caplog):
     if torch.cuda.is_available() and candidate[0].name == "cuda_graph":
         pytest.skip("it can be applied where there is CUDA")
-    tuned = TunedModule(model, lambda signature: candidate)
+    tuned = TunedModule(model, always(candidate))
     for _ in range(2):
         assert torch.equal(tuned(x), model(x))
-    assert tuned.report() == {NOT_APPLIED: 2}
+    assert tuned.report().calls == {NOT_APPLIED: 2}
     assert caplog.text.count("the plan could not be applied") == 1
 
 
@@ -110,11 +113,11 @@ def test_a_failing_resolver_leaves_the_model_untouched(model, x, caplog):
 def test_threads_build_an_executor_once_and_get_the_same_answers(model, x, monkeypatch, serving):
     built = []
 
-    def counted(transforms, workload):
+    def counted(*arguments):
         built.append(threading.get_ident())
-        return applied_in_order(transforms, workload)
+        return build(*arguments)
 
-    monkeypatch.setattr(module_under_test, "applied_in_order", counted)
+    monkeypatch.setattr(entries, "build", counted)
     resolver = serving(CANDIDATES["channels_last"] + CANDIDATES["inference_mode"], x)
     tuned, expected = TunedModule(model, resolver), answer(model, x)
     together, faults = threading.Barrier(4), []
@@ -136,7 +139,7 @@ def test_threads_build_an_executor_once_and_get_the_same_answers(model, x, monke
     assert faults == []
     assert len(built) == 1
     assert resolver.asked == 2
-    assert tuned.report() == {"tuned": 100, NO_PLAN: 100}
+    assert tuned.report().calls == {"tuned": 100, NO_PLAN: 100}
 
 
 def test_building_an_executor_leaves_modules_of_other_threads_alone(x):
@@ -155,7 +158,7 @@ def test_building_an_executor_leaves_modules_of_other_threads_alone(x):
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(5):
-            TunedModule(model, lambda signature: CANDIDATES["fold_batch_norm"])(x)
+            TunedModule(model, always(CANDIDATES["fold_batch_norm"]))(x)
     finally:
         sys.setswitchinterval(found)
         done.set()
@@ -173,14 +176,14 @@ def test_closed_it_serves_untouched(model, x, tuned):
     tuned.close()
     tuned.close()
     assert torch.equal(tuned(x), model(x))
-    assert tuned.report() == {"tuned": 1, "untouched: closed": 1}
+    assert tuned.report().calls == {"tuned": 1, "untouched: closed": 1}
 
 
 def test_close_frees_the_executor(model, x, tuned):
     tuned(x)
-    (executor,) = tuned._executors.values()
-    gone = weakref.ref(executor.model)
-    del executor
+    (entry,) = tuned._found.values()
+    gone = weakref.ref(entry.call.model)
+    del entry
     tuned.close()
     gc.collect()
     assert gone() is None
@@ -188,7 +191,8 @@ def test_close_frees_the_executor(model, x, tuned):
 
 def test_a_fault_while_closing_does_not_reach_the_caller(model, x, tuned, caplog):
     tuned(x)
-    tuned._stack.callback(lambda: 1 / 0)
+    (entry,) = tuned._found.values()
+    entry.executor = replace(entry.executor, close=lambda: 1 / 0)
     tuned.close()
     assert "not undone cleanly: ZeroDivisionError" in caplog.text
     assert torch.equal(tuned(x), model(x))
@@ -215,7 +219,7 @@ def test_no_global_setting_is_changed(model, x, serving):
     before = transforms.ambient()
     tuned = TunedModule(spy, serving(FLAG_SETTERS, x))
     tuned(x)
-    assert tuned.report() == {"tuned": 1}
+    assert tuned.report().calls == {"tuned": 1}
     assert seen[0] != before
     assert transforms.ambient() == before
     replace_executor(tuned, Failing(spy))
@@ -242,7 +246,7 @@ def test_a_deep_copy_serves_with_its_own_weights(model, x, tuned):
     copy_into(model, x)
     with torch.no_grad():
         assert not torch.allclose(other(x), model(x))
-    assert other.report() == {"tuned": 1}
+    assert other.report().calls == {"tuned": 1}
     assert not {id(p) for p in other.parameters()} & {id(p) for p in tuned.parameters()}
     assert torch.equal(answer(tuned, x), answer(model, x))
 
@@ -251,7 +255,7 @@ def test_a_deep_copy_of_something_switched_off_is_off(x, tuned):
     tuned.close()
     other = copy.deepcopy(tuned)
     other(x)
-    assert other.report() == {"untouched: closed": 1}
+    assert other.report().calls == {"untouched: closed": 1}
 
 
 @pytest.mark.parametrize("through", ["pickle", "torch.save", "copy"])
@@ -268,7 +272,7 @@ def test_a_pickled_one_serves_untouched_and_says_so(x, serving, through):
         torch.save(tuned, file)
         other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     torch.testing.assert_close(answer(other, x), expected)
-    assert other.report() == {"untouched: it was copied; apply the plan to the copy": 1}
+    assert other.report().calls == {"untouched: it was copied; apply the plan to the copy": 1}
 
 
 def test_half_made_it_raises_attribute_errors():
@@ -279,7 +283,7 @@ def test_half_made_it_raises_attribute_errors():
 
 def test_warnings_go_to_the_logger_of_the_package(model, caplog):
     with caplog.at_level(logging.WARNING, "steadytorch"):
-        TunedModule(model, lambda s: None, "a reason")
+        TunedModule(model, always(None), lambda model: "a reason")
     assert [r.name for r in caplog.records] == ["steadytorch"]
 
 

@@ -20,6 +20,7 @@ INTERRUPTED = 130
 _COMMANDS = {
     "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
     "measure": "how fast and how steady a workload runs, with confidence",
+    "explain": "where time and variability go, with evidence and the fix",
     "compare": "a verdict between two workloads or saved results, for CI gates",
     "tune": "search, verify and store the fastest steady plan for a workload",
     "plans": "list and show stored plans",

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from steadytorch.cli import options
-from steadytorch.errors import PlanError
+from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from rich.console import Console
+
+    from steadytorch.plan.plan import Plan
+    from steadytorch.plan.store import Store
+    from steadytorch.tune.reverify import Reverified
 
 
 @click.group()
 def plans() -> None:
-    """Lists and shows stored plans."""
+    """Lists, shows, verifies, exchanges and removes stored plans.
+
+    An ID is that of a plan as `steady plans list` shows it, or its first digits.
+    """
 
 
 @plans.command("list")
@@ -20,10 +34,9 @@ def plans() -> None:
 def list_plans(store: Path | None) -> None:
     """Lists every stored plan, and every file in the store that is not one."""
     from steadytorch.plan.plan import Plan
-    from steadytorch.plan.store import Store
     from steadytorch.report.plans import render_list
 
-    opened = Store(store)
+    opened = _open(store)
     render_list(options.console(False), list(opened.entries(Plan)), opened.root)
 
 
@@ -31,17 +44,194 @@ def list_plans(store: Path | None) -> None:
 @click.argument("plan_id", metavar="ID")
 @options.store
 def show(plan_id: str, store: Path | None) -> None:
-    """Shows one plan: what it does, its evidence, and what it is valid for.
-
-    ID is a plan's id as `steady plans list` shows it, or the first digits of it.
-    """
-    from steadytorch.plan.plan import Plan
-    from steadytorch.plan.store import Store
+    """Shows one plan: what it does, its evidence, and what it is valid for."""
     from steadytorch.report.plans import render_show
 
-    opened = Store(store)
-    found = [e for e in opened.entries(Plan) if e.key and e.key.digest.startswith(plan_id.lower())]
-    if len(found) != 1:
-        known = "no plan" if not found else f"{len(found)} plans"
-        raise PlanError(f"{known} with id {plan_id!r} in {opened.root}: see steady plans list")
-    render_show(options.console(False), found[0].payload, found[0].path)
+    plan = _plan(_open(store), plan_id)
+    render_show(options.console(False), plan, Path(plan.path or ""))
+
+
+@plans.command("rm")
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@click.option(
+    "--all", "every", is_flag=True, help="All files of the store, and what was moved aside."
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.store
+def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) -> None:
+    """Removes plans, and files in the store that are none, by ID."""
+    from steadytorch.report.text import plain
+
+    _one_of("an ID", bool(plan_ids), every)
+    opened = _open(store)
+    if every:
+        paths = [entry.path for entry in opened.entries()] + opened.quarantined()
+        if paths and not yes and not _agreed(f"Remove {len(paths)} files of {opened.root}?"):
+            click.echo("nothing was removed")
+            return
+    else:
+        paths = list(dict.fromkeys(opened.find(plan_id).path for plan_id in plan_ids))
+    problems = [problem for path in paths if (problem := opened.remove(path))]
+    click.echo(f"{len(paths) - len(problems)} removed from {plain(opened.root)}")
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+@plans.command("export")
+@click.argument(
+    "path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=options.check_writable,
+)
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@options.store
+def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
+    """Writes plans to one FILE that another machine imports; all of them by default."""
+    from steadytorch.plan.exchange import export_plans
+    from steadytorch.report.plans import render_exported
+
+    render_exported(options.console(False), export_plans(path, plan_ids, store), path)
+
+
+@plans.command("import")
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@options.store
+def import_(path: Path, store: Path | None) -> None:
+    """Stores the plans of an exported FILE, and says which of them fit this machine.
+
+    Each is stored under its own key: one that does not fit here is kept, and not used. A plan that
+    is stored already stays as it is.
+    """
+    from steadytorch.plan.exchange import import_plans
+    from steadytorch.report.plans import render_imported
+
+    render_imported(options.console(False), import_plans(path, store))
+
+
+@plans.command("verify")
+@click.argument("plan_id", metavar="[ID]", required=False)
+@click.option("--all", "every", is_flag=True, help="Every plan of a bundled workload.")
+@click.option(
+    "--workload",
+    metavar="WORKLOAD",
+    help="What the plan was tuned for, with the same options; a bundled one needs no naming.",
+)
+@options.shaping
+@click.option(
+    "--processes",
+    type=click.IntRange(min=3),
+    default=5,
+    show_default=True,
+    help="Fresh processes of each side.",
+)
+@options.store
+@options.quiet
+def verify(
+    plan_id: str | None,
+    every: bool,
+    workload: str | None,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    processes: int,
+    store: Path | None,
+    quiet: bool,
+) -> None:
+    """Verifies a plan's numerics anew and times it against the untouched workload, here and now.
+
+    Exits with 1 if it computes something else, or is slower with confidence.
+    """
+    from steadytorch.tune.reverify import rebuilt, reverify
+
+    _one_of("an ID", plan_id is not None, every)
+    if every and workload is not None:
+        raise UsageError("--all and --workload exclude each other: a workload has its own plans")
+    if workload is None and (batch is not None or inputs or train):
+        raise UsageError("--batch, --input and --train say how to make --workload: name it as well")
+    console, opened = options.console(quiet), _open(store)
+
+    def run(plan: Plan) -> Reverified:
+        loaded = (
+            rebuilt(plan)
+            if workload is None
+            else options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
+        )
+        return reverify(
+            plan,
+            loaded,
+            device=None if device == "auto" else device,
+            processes=processes,
+            seed=seed,
+            progress=options.teller(console),
+        )
+
+    results = _run_all(console, opened, run) if every else [run(_plan(opened, plan_id or ""))]
+    _leave(console, results)
+
+
+def _run_all(
+    console: Console, opened: Store, run: Callable[[Plan], Reverified]
+) -> Iterator[Reverified]:
+    """The results one by one; plans that cannot be looked at here are named and passed over."""
+    from steadytorch.plan.plan import Plan
+    from steadytorch.report.plans import render_passed_over
+
+    done = 0
+    for plan in [entry.payload for entry in opened.entries(Plan) if entry.key]:
+        try:
+            result = run(plan)
+        except SteadyError as error:
+            render_passed_over(console, plan, str(error))
+            continue
+        done += 1
+        yield result
+    if not done:
+        raise UnsupportedError(f"none of the plans in {opened.root} can be verified here")
+
+
+def _leave(console: Console, results: Iterable[Reverified]) -> None:
+    """Shows results as they come, and ends with 1 if any failed."""
+    from steadytorch.report.plans import render_reverified
+    from steadytorch.report.text import plain
+
+    failed = False
+    for result in results:
+        render_reverified(console, result)
+        if result.failed is not None:
+            failed = True
+            reason = plain(result.failed)
+            click.echo(f"steady: plan {result.plan.id} failed: {reason}", err=True)
+    if failed:
+        sys.exit(1)
+
+
+def _open(store: Path | None) -> Store:
+    """The local store alone: what these commands show and change is on this machine."""
+    from steadytorch.plan.store import Store
+
+    return Store(store, second="")
+
+
+def _plan(opened: Store, plan_id: str) -> Plan:
+    from msgspec.structs import replace
+
+    from steadytorch.plan.plan import Plan
+
+    found = opened.find(plan_id, Plan)
+    if found.problem is not None:
+        raise PlanError(f"plan file {found.path} {found.problem}: remove it, and tune again")
+    return replace(found.payload, path=str(found.path))
+
+
+def _one_of(what: str, given: bool, every: bool) -> None:
+    if given == every:
+        raise UsageError(f"give either {what} or --all")
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("--all asks before it removes, and nobody can answer here: add --yes")
+    return click.confirm(question)

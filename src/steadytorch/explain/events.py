@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -89,6 +90,9 @@ class Trace:
         devices: `deviceProperties` as found.
         recorded: what was switched on: any of "shapes", "stacks", "memory", "sync".
         source: file name or "capture".
+        notes: what was mended or left out while reading, for people.
+        irregular: how many events were, by kind: `zero_timestamp` (left out), `duration` (negative
+            or absurd; taken as 0), `malformed` (left out), `arguments` (kept without them).
     """
 
     events: Events
@@ -100,7 +104,8 @@ class Trace:
     devices: tuple[dict[str, Any], ...] = ()
     recorded: frozenset[str] = frozenset()
     source: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    irregular: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def on_gpu(self) -> np.ndarray:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from steadytorch.device.facts import DeviceFacts
     from steadytorch.explain.events import Trace
     from steadytorch.explain.ledger import Ledger
-    from steadytorch.explain.roofline import Rates
+    from steadytorch.explain.rates import Rates
     from steadytorch.explain.variability import VarianceShares
     from steadytorch.trial.measure import ProcessMeasurement
     from steadytorch.trial.worker import Series

@@ -12,6 +12,8 @@ from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, differing_fields, make_key
 from steadytorch.plan.store import read_file
+from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
+from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Candidate
@@ -144,14 +146,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The first 12 digits of the key's digest: how people refer to it."""
         return self.key.digest[:12]
 
-    def apply(self, model: nn.Module) -> TunedModule:
+    def apply(self, model: nn.Module, *, alias_outputs: bool = False) -> TunedModule:
         """A module that serves this plan, with the same call signature as `model`.
 
         Where the plan does not fit (another model, device, library version or setting), the module
-        runs `model` untouched and says so, in the log and in its `report()`.
+        runs `model` untouched and says so, in the log and in its `report()`. So it does for all
+        plans where the environment variable `STEADYTORCH_MODE` is `off`.
 
         Args:
             model: the untouched model, on the device it is to run on.
+            alias_outputs: whether outputs may be buffers that the next call overwrites, which saves
+                a copy of them where a CUDA graph serves.
 
         Raises:
             UsageError: `model` is no `nn.Module`.
@@ -161,14 +166,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"a plan is applied to an nn.Module, got {type(model).__name__}: "
                 "call it in the forward of one"
             )
+        return TunedModule(model, self.resolve, self._misfit, Options(alias_outputs))
+
+    @property
+    def origin(self) -> Origin:
+        """What calls that it serves are told to gain."""
+        baseline, winner = self.evidence.baseline, self.evidence.winner
+        return Origin(
+            self.id,
+            max(0.0, baseline.median_ns - winner.median_ns),
+            self.evidence.break_even_calls,
+            self.key.tolerance,
+        )
+
+    def resolve(self, arrival: Arrival) -> Resolution:
+        """Its candidate for inputs of its signature, and nothing for others."""
+        if arrival.signature != self.signature:
+            return Resolution(None)
+        return Resolution(self.candidate, origin=self.origin)
+
+    def _misfit(self, model: nn.Module) -> str | None:
         try:
             reason = self._why_not(model)
         except Exception as error:  # the plan may say anything, and must not stop the caller
             reason = f"a plan could not be compared with what is here: {error}"
-        return TunedModule(model, self._resolve, None if reason is None else clean(reason))
-
-    def _resolve(self, signature: Signature) -> Candidate | None:
-        return self.candidate if signature == self.signature else None
+        return None if reason is None else clean(reason)
 
     def _why_not(self, model: nn.Module) -> str | None:
         workload = Workload(model)

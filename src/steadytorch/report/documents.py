@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.plan.plan import Plan, Trial
 from steadytorch.report.measure import representative
-from steadytorch.trial.compare import CompareResult
-from steadytorch.trial.measure import MeasureResult
-from steadytorch.tune.result import TuneResult
+
+if TYPE_CHECKING:
+    from steadytorch.explain.result import Explanation
+    from steadytorch.plan.plan import Plan, Trial
+    from steadytorch.trial.compare import CompareResult
+    from steadytorch.trial.measure import MeasureResult
+    from steadytorch.tune.result import TuneResult
 
 SCHEMA = 1
 
@@ -185,6 +188,11 @@ def compare_document(facts: DeviceFacts, result: CompareResult, gate_failed: boo
         "interrupted": result.interrupted,
     }
     return _document("compare", f"{result.a.name} / {result.b.name}", facts, fields)
+
+
+def explain_document(workload: str, result: Explanation) -> bytes:
+    """An explanation, all findings and abstentions included; of a workload or a trace file."""
+    return _document("explain", workload, result.environment, msgspec.to_builtins(result))
 
 
 def doctor_document(

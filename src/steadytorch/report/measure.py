@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -10,6 +11,7 @@ from rich.text import Text
 from steadytorch.measure.measurement import Measurement
 from steadytorch.report.charts import histogram, timeline, timeline_scale
 from steadytorch.report.text import (
+    counted,
     duration,
     percent_above,
     plain,
@@ -18,7 +20,9 @@ from steadytorch.report.text import (
     size,
     unit_of,
 )
-from steadytorch.trial.measure import MeasureResult, ProcessMeasurement
+
+if TYPE_CHECKING:
+    from steadytorch.trial.measure import MeasureResult, ProcessMeasurement
 
 _WIDTH = 60
 
@@ -69,7 +73,7 @@ def _outliers(measured: Measurement) -> str:
         return f"no outliers in {len(measured.samples_ns):,}"
     causes = Counter(outlier.cause for outlier in measured.outliers)
     listed = ", ".join(f"{number} {cause}" for cause, number in causes.most_common())
-    return f"{_counted(count, 'outlier')} in {len(measured.samples_ns):,}: {listed}"
+    return f"{counted(count, 'outlier')} in {len(measured.samples_ns):,}: {listed}"
 
 
 def render_measure(console: Console, name: str, result: MeasureResult) -> None:
@@ -139,13 +143,9 @@ def _host(process: ProcessMeasurement) -> str:
     told = "unknown" if switches is None else f"{switches:,}"
     collected = f" ({duration(host.gc_ns)})" if host.gc_ns else ""
     return (
-        f"host: {_counted(host.gc_collections, 'garbage collection')}{collected}, "
+        f"host: {counted(host.gc_collections, 'garbage collection')}{collected}, "
         f"involuntary switches: {told}; the probe adds {overhead}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _device(process: ProcessMeasurement) -> str:

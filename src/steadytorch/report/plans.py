@@ -11,10 +11,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from steadytorch.plan.exchange import Imported
+from steadytorch.plan.fingerprint import told
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Stored
-from steadytorch.report.text import plain
+from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
+from steadytorch.tune.reverify import Reverified
 
 
 def render_list(console: Console, entries: Sequence[Stored], root: Path | None) -> None:
@@ -66,3 +69,73 @@ def render_show(console: Console, plan: Plan, path: Path) -> None:
         ("file", str(path)),
     ):
         console.print(Padding(Text(f"{name:<9} {plain(value)}", "dim"), (0, 0, 0, 2)))
+
+
+def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> None:
+    """How many plans a file holds now, and what was left out of it."""
+    left_out = [entry for entry in entries if entry.problem is not None]
+    console.print(Text(f"{_plans(len(entries) - len(left_out))} in {plain(path)}"))
+    for entry in left_out:
+        console.print(Text(f"left out: {plain(entry.path)}: {plain(entry.problem)}", "yellow"))
+
+
+def render_imported(console: Console, imported: Sequence[Imported]) -> None:
+    """A paragraph per plan: what became of it, and whether it fits this machine."""
+    for each in imported:
+        console.print(_headline(each.plan))
+        done = "was here already, and stays as it is" if each.kept else "stored"
+        print_indented(console, Text(done))
+        if each.misfit:
+            reason = f"does not fit here: {plain(told(each.misfit))}"
+            print_indented(console, Text(reason, "yellow"))
+        else:
+            print_indented(console, Text("fits this machine", "green"))
+    fitting = sum(not each.misfit for each in imported)
+    console.print(Text(f"{_plans(len(imported))}, {fitting} of them for this machine"))
+
+
+def render_passed_over(console: Console, plan: Plan, reason: str) -> None:
+    """A plan that was not looked at, and why."""
+    console.print(_headline(plan))
+    print_indented(console, Text(f"passed over: {plain(reason)}", "yellow"))
+
+
+def render_reverified(console: Console, result: Reverified) -> None:
+    """What a plan is worth here and now, beside what it was worth when it was made."""
+    console.print(_headline(result.plan))
+    for line in _worth(result):
+        print_indented(console, Text(plain(line)))
+    if result.failed is None:
+        print_indented(console, Text("holds", "bold green"))
+    else:
+        advice = f"failed: {plain(result.failed)}; tune again, or remove it with steady plans rm"
+        print_indented(console, Text(advice, "bold red"))
+
+
+def _worth(result: Reverified) -> list[str]:
+    if not result.plan.candidate:
+        return ["leaves the workload untouched: there is nothing to verify"]
+    lines = []
+    if result.error is not None:
+        lines.append(f"relative error {result.error:.1e}")
+    if result.claim is not None and result.baseline_ns and result.plan_ns:
+        claim, before = result.claim, result.plan.evidence.speedup
+        now = f"{1 / (1 + claim.estimate):.2f}x as fast as the untouched workload"
+        if claim.low is not None and claim.high is not None:
+            now += f" (99 % interval {1 / (1 + claim.high):.2f} to {1 / (1 + claim.low):.2f})"
+        rounds = f"{claim.processes} fresh processes a side; claim: {claim.claim}"
+        lines.append(f"{now}, {rounds}; {before.estimate:.2f}x when it was made")
+        lines.append(
+            f"{duration(result.plan_ns)}, untouched {duration(result.baseline_ns)} "
+            "(medians of blocks)"
+        )
+    return lines
+
+
+def _headline(plan: Plan) -> Text:
+    facts = f"{plain(plan.name)}, {plain(plan.key.signature)}: "
+    return Text.assemble((plan.id, "bold"), f" {facts}", (name_of(plan.candidate), "bold green"))
+
+
+def _plans(count: int) -> str:
+    return f"{count} plan{'' if count == 1 else 's'}"

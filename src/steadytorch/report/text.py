@@ -55,8 +55,18 @@ def percent_above(value: float, base: float) -> str:
     return f"{100 * (value / base - 1):+.1f} %"
 
 
-def print_indented(console: Console, text: Text) -> None:
-    """Prints a paragraph two columns in; unlike padding, it leaves no blanks at the ends."""
-    for line in text.wrap(console, max(1, console.width - 2)):
+def share(part: float, whole: float) -> str:
+    """A part of a whole such as `4.1 %`; a dash where there is no whole."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, such as `1,234 calls`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def print_indented(console: Console, text: Text, columns: int = 2) -> None:
+    """Prints a paragraph some columns in; unlike padding, it leaves no blanks at the ends."""
+    for line in text.wrap(console, max(1, console.width - columns)):
         line.rstrip()
-        console.print("  ", line, sep="")
+        console.print(" " * columns, line, sep="")

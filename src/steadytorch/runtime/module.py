@@ -1,269 +1,346 @@
-"""The module that production calls: a tuned executor per signature, or the untouched model."""
+"""The module that production calls: a tuned executor per signature, or the untouched model.
+
+How a call is served. The shapes, strides, types and devices of its arguments are the key to an
+entry, and the entry holds what to call. A served call passes through one look-up, one executor, a
+look at the weights and one counter; no lock, no context manager.
+
+How weights cannot be stale. Executors that call the model itself (`inference_mode`, flags) read
+its weights at each call. For all others (copies, folded or compiled weights, recorded graphs) every
+tensor, submodule, hook and mode of the model is compared with what it was when they were built, at
+every call, after launching, so that a GPU works meanwhile; a result that may be stale is thrown
+away. `Weights` says why nothing cheaper would do, and what cannot be seen.
+"""
 
 from __future__ import annotations
 
 import copy
-import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack
-from threading import Lock, RLock
+from collections.abc import Callable
+from functools import partial
+from threading import Lock
 from typing import Any
 
-import torch
 from torch import nn
 
-from steadytorch import transforms
-from steadytorch.errors import SteadyError, UsageError
-from steadytorch.runtime.weights import Weights
-from steadytorch.transforms.base import Candidate, applied_in_order
-from steadytorch.workload.signature import Signature, signature, tensors_of
-from steadytorch.workload.workload import Workload
+from steadytorch.runtime import settings
+from steadytorch.runtime.buckets import Fitted
+from steadytorch.runtime.dispatch import (
+    NO_PLAN,
+    Arrival,
+    Entry,
+    Gate,
+    Resolution,
+    Resolver,
+    fast_path,
+    obstacle,
+    quick_key,
+    runner,
+)
+from steadytorch.runtime.entries import STALE, Entries, Options, log, one_line
+from steadytorch.runtime.executors import without_gradients
+from steadytorch.runtime.probation import OnTrial, Outcome
+from steadytorch.runtime.report import TUNED, Report
+from steadytorch.runtime.standin import StandIn
+from steadytorch.workload.signature import tensors_of
 
-_log = logging.getLogger("steadytorch")
-_MOST_REMEMBERED = 1000
-"""Signatures without a plan that are kept in mind."""
+SWITCH = "STEADYTORCH_MODE"
+"""Environment variable; `off` makes every tuned module of the process run untouched."""
 
-Executor = Callable[..., Any]
+FAILED = "the tuned executor failed"
+_BUSY = "its executor is being checked in another thread"
+_OPTIONS = Options()
+_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
-Resolver = Callable[[Signature], Candidate | None]
-"""Says which candidate serves a signature; None for the untouched model."""
 
-
-class TunedModule(nn.Module):
+class TunedModule(StandIn):
     """A model that runs tuned where a plan exists for the inputs, and untouched everywhere else.
 
     It has the call signature, attributes, parameters and state dict of the model it wraps; only
-    `report` and `close` are its own. No fault of an executor reaches the caller: the untouched
-    model answers instead, and `report` says why. Tuned outputs have no gradient history.
+    `report`, `refresh`, `static_inputs` and `close` are its own. No fault of an executor reaches
+    the caller: the untouched model answers instead, and `report` says why. Tuned outputs have no
+    gradient history.
 
-    Weights that are written to, moved or replaced after the plan was applied end its use, and so do
-    submodules that are replaced or switched between train and eval. Out of sight are writes through
-    `.data` and to inference tensors, and other attributes of submodules: apply the plan after them.
+    Weights that are written to, moved or replaced after a plan was applied end the use of what was
+    made from them, and so do submodules that are replaced, hooked or switched between train and
+    eval; `refresh` serves tuned again. Out of sight are writes through `.data` and to inference
+    tensors, and other attributes of submodules: call `refresh` after them.
 
     A deep copy serves the plan too, with executors of its own. One that is pickled serves untouched
     where it is opened: what the plan needs was not checked there.
 
     Args:
         model: the untouched model; it is called, never changed.
-        resolve: which candidate serves a signature.
-        untouched_because: set if nothing may be served tuned, with the reason.
+        resolve: what serves a signature.
+        fits: says why nothing may be served tuned for a model, or None; asked here and by
+            `refresh`.
+        options: how to serve.
     """
 
     def __init__(
-        self, model: nn.Module, resolve: Resolver, untouched_because: str | None = None
+        self,
+        model: nn.Module,
+        resolve: Resolver,
+        fits: Callable[[nn.Module], str | None] | None = None,
+        options: Options = _OPTIONS,
     ) -> None:
-        super().__init__()
-        state = self.__dict__  # past nn.Module, which would register the model as a child
-        del state["training"]  # the model's own shows through
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            state[registry] = getattr(model, registry)
-        state["_model"] = model
-        state["_resolve"] = resolve
-        state["_executors"] = {}
-        state["_stack"] = ExitStack()
-        state["_weights"] = Weights(model)
-        state["_built"] = False
-        state["_trained_like"] = model.training
+        super().__init__(model)
+        state = self.__dict__  # past StandIn, which would set these on the model
+        state["_resolve"], state["_fits"], state["_options"] = resolve, fits, options
+        state["_entries"] = Entries(model, resolve, options)
+        state["_found"] = state["_entries"].found
+        state["_gate"] = Gate(model.training)
         state["_calls"] = Counter()
-        state["_lock"] = RLock()
         state["_counting"] = Lock()
-        state["_off"] = untouched_because
-        if untouched_because is not None:
-            _log.warning("running untouched: %s", untouched_because)
+        state["_run"] = runner(self._entries.weights, self._failed, self._stale)
+        serve = fast_path(model, self._gate, self._found, self._run, self._with_care)
+        state["_entrance"] = (
+            serve,
+            [
+                *[state[f"_{kind}_hooks"] for kind in _HOOKS],
+                *[getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS],
+            ],
+        )
+        self._gate.off = self._why_off()
+        if self._gate.off is not None:
+            log.warning("running untouched: %s", self._gate.off)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs hooks, if there are any, around `forward`."""
+        # What `nn.Module` does here takes a microsecond, looking for hooks by name.
+        serve, hooks = self._entrance
+        return super().__call__(*args, **kwargs) if any(hooks) else serve(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the tuned executor for these inputs, or the untouched model."""
-        reason = self._off or self._must_not_serve(args, kwargs)
-        if reason is not None:
-            return self._untouched(reason, args, kwargs)
-        key = _quick_key(args, kwargs)
-        executor = self._executors.get(key)
-        fresh = executor is None
-        if executor is None:
-            executor = self._first_sight(key, args, kwargs)
-        if isinstance(executor, str):
-            return self._untouched(executor, args, kwargs)
-        try:
-            with torch.no_grad():
-                result = executor(*args, **kwargs)
-        except Exception as error:
-            # Where the untouched model raises as well, it is the inputs that are at fault.
-            answer = self._untouched("the tuned executor failed", args, kwargs)
-            self._disable(key, error)
-            return answer
-        # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
-        if self._weights.changed():
-            if not fresh:
-                self._switch_off("weights changed since the plan was applied; apply it again")
-                return self._untouched("weights changed", args, kwargs)
-            # The call itself did that, and must not be made twice.
-            self._switch_off("the model writes to its own buffers when called")
-        self._count("tuned")
-        return result
+        """Calls the tuned executor for these inputs, or the untouched model.
 
-    def report(self) -> dict[str, int]:
-        """How many calls ran tuned, and how many untouched for which reason."""
-        return dict(self._calls)
+        Raises:
+            PlanError: strict mode, and there is no plan for these inputs.
+            Exception: whatever the model raises.
+        """
+        return self._entrance[0](args, kwargs)
+
+    def report(self) -> Report:
+        """What ran tuned and what untouched, by signature, with reasons and gains."""
+        signatures = tuple(self._entries.servings())
+        with self._counting:
+            calls = +self._calls
+        tuned = sum(each.hits for each in signatures) + calls.pop(TUNED, 0)
+        found = {TUNED: tuned, **calls} if tuned else dict(calls)
+        return Report(found, signatures, self._gate.off)
+
+    def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The buffers into which a call with inputs like these copies them, to be written directly.
+
+        A CUDA graph reads its inputs at fixed addresses. Whoever writes the next inputs there, and
+        calls this module with these very tensors, saves the copy::
+
+            (images,), _ = fast.static_inputs(example)
+            loader.read_into(images)
+            outputs = fast(images)
+
+        They belong to one caller at a time, and another call of the same signature overwrites them.
+
+        Args:
+            args: positional arguments of a call.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Positional and keyword arguments to write to and call with. Where no graph serves these
+            inputs they are those that were given, so that the same code runs everywhere.
+        """
+        if self._gate.off is not None or obstacle(args, kwargs) is not None:
+            return args, kwargs
+        try:
+            entry = self._entry_for(args, kwargs)
+            executor = entry.executor
+            if entry.call is None or executor is None or executor.static is None:
+                return args, kwargs
+            same = quick_key(*executor.static) == quick_key(args, kwargs)
+        except Exception:
+            return args, kwargs
+        return executor.static if same else (args, kwargs)
+
+    def refresh(self) -> None:
+        """Makes executors anew, at the next calls, from the model as it is now.
+
+        Call it after a change of weights or of the environment, while no call is running.
+        """
+        self._free("refreshed")
+        self._gate.mode = self._model.training
+        self._gate.off = self._why_off()
 
     def close(self) -> None:
         """Frees the executors; the untouched model serves from then on."""
-        with self._lock:
-            self.__dict__["_off"] = "closed"
-            self._executors.clear()
-            try:
-                self._stack.close()
-            except Exception as error:
-                _log.warning("a plan was not undone cleanly: %s", _line(error))
+        self._free("closed")
 
-    # -- executors ------------------------------------------------------------------------------
+    # -- serving --------------------------------------------------------------------------------
 
-    def _first_sight(self, key: Any, args: Any, kwargs: Any) -> Executor | str:
-        """Builds the executor for a signature, once, whichever thread comes first."""
-        if key is None:
-            return "these inputs have no signature"
-        with self._lock:
-            if self._off is not None:
-                return self._off
-            known = self._executors.get(key)
-            if known is not None:
-                return known
-            try:
-                found = self._executor_for(args, kwargs)
-            except Exception as error:
-                _log.warning("running untouched: the plan could not be applied: %s", _line(error))
-                found = "the plan could not be applied"
-            # Inputs that never repeat must not fill the memory.
-            if not isinstance(found, str) or len(self._executors) < _MOST_REMEMBERED:
-                self._executors[key] = found
-            return found
+    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is not served the plain way, or not known to be."""
+        reason = self._gate.off or obstacle(args, kwargs)
+        if reason is None and self._model.training is not self._gate.mode:
+            reason = "the model was switched between train and eval"
+        if reason is not None:
+            return self._untouched(reason, args, kwargs)
+        try:
+            entry = self._entry_for(args, kwargs)
+        except Exception as error:
+            return self._keyless(error, args, kwargs)
+        if entry.is_padded:
+            return self._padded(entry, args, kwargs)
+        if entry.call is None and self._is_resolved_anew(entry):
+            return self._with_care(args, kwargs)
+        if entry.resolution.error is not None:
+            self._count(f"raised: {entry.reason}")
+            raise entry.resolution.error
+        return self._from(entry, args, kwargs)
 
-    def _executor_for(self, args: Any, kwargs: Any) -> Executor | str:
-        candidate = self._resolve(signature(args, kwargs))
-        if candidate is None:
-            return "no plan for these inputs"
-        if not candidate:
-            return "nothing was faster than the untouched model"
-        if len(candidate) > len(transforms.names()) or transforms.conflict(candidate):
-            raise UsageError("its transforms cannot be combined")
-        if not self._built:
-            self._weights.remember()
-        elif self._weights.changed():  # to take these as unchanged would hide it from the others
-            return "weights changed"
-        workload = Workload(self._model, args, kwargs)
-        context = applied_in_order([transforms.create(spec) for spec in candidate], workload)
-        model = self._stack.enter_context(context).model
-        self.__dict__["_built"] = True
-        return model
+    def _entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        key = quick_key(args, kwargs)
+        return self._found.get(key) or self._entries.first_sight(key, args, kwargs)
 
-    def _disable(self, key: Any, error: Exception) -> None:
-        _log.warning("running untouched from now on: the tuned executor failed: %s", _line(error))
-        with self._lock:
-            self._executors[key] = "the tuned executor failed"
+    def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An answer by what the entry holds."""
+        if entry.call is None:
+            return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
+        if entry.trial is None and not settings.needed.alive:
+            return self._run(entry, args, kwargs)
+        if not settings.TURNS.acquire(blocking=not isinstance(entry.trial, OnTrial)):
+            return self._untouched(_BUSY, args, kwargs, entry)
+        try:
+            on_trial = entry.call is not None and entry.trial is not None
+            return (self._on_trial if on_trial else self._run)(entry, args, kwargs)
+        finally:
+            settings.TURNS.release()
 
-    def _switch_off(self, reason: str) -> None:
-        _log.warning("running untouched: %s", reason)
-        self.__dict__["_off"] = reason
+    def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if entry.is_frozen and self._entries.weights.changed():
+            return self._stale(entry, args, kwargs)
+        tuned = partial(without_gradients, entry.call or self._model, args, kwargs)
+        untouched = partial(self._model, *args, **kwargs)
+        inputs = tensors_of((args, kwargs))
+        try:
+            outcome: Outcome = entry.trial.answer(tuned, untouched, inputs)
+        except Exception as error:
+            return self._failed(entry, error, args, kwargs)
+        self._settle(entry, outcome)
+        return outcome.result
 
-    def _must_not_serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        if self._model.training != self._trained_like:
-            return "the model was switched between train and eval"
-        if torch.is_grad_enabled() and _needs_gradient(args, kwargs):
-            return "gradients of the inputs are needed"
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            return "called under autocast"
-        return None
+    def _settle(self, entry: Entry, outcome: Outcome) -> None:
+        if outcome.finding is not None:
+            entry.finding = outcome.finding.reason
+        if outcome.tuned:
+            entry.hits.tick()
+        else:
+            entry.others.tick()
+            self._count(f"untouched: {outcome.fault or 'the canary is checking the plan'}")
+        if outcome.settled:
+            entry.prove()
+        if outcome.fault is None:
+            return
+        if outcome.of_model:
+            entry.retire(outcome.fault)
+            self._stop(outcome.fault)
+        else:
+            reason = f"demoted: {outcome.fault}"
+            entry.retire(reason)
+            self._entries.warn(f"running untouched from now on: {reason} ({entry.signature})")
 
-    def _untouched(self, reason: str, args: Any, kwargs: Any) -> Any:
+    def _padded(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        buckets = self._options.buckets
+        fitted = "no buckets" if buckets is None else buckets.fit(args, kwargs)
+        if not isinstance(fitted, Fitted):
+            return self._untouched(fitted, args, kwargs, entry)
+        padded_args, padded_kwargs = fitted.args, dict(fitted.kwargs)
+        bucket = self._entry_for(padded_args, padded_kwargs)
+        if bucket.call is None and self._is_resolved_anew(bucket):
+            bucket = self._entry_for(padded_args, padded_kwargs)
+        if bucket.call is None:
+            return self._untouched(bucket.reason or NO_PLAN, args, kwargs, entry)
+        try:
+            return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
+        except Exception:  # what the padded inputs ran into is no concern of the caller's
+            return self._untouched("the padded call failed", args, kwargs, entry)
+
+    def _is_resolved_anew(self, entry: Entry) -> bool:
+        again = entry.resolution.again
+        if again is None or not again():
+            return False
+        self._entries.forget(entry)
+        return True
+
+    def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        self._entries.retire_frozen(STALE)
+        self._entries.warn(f"running untouched: {STALE}; refresh() serves tuned again")
+        return self._untouched(STALE, args, kwargs, entry)
+
+    def _failed(self, entry: Entry, error: Exception | None, args: Any, kwargs: Any) -> Any:
+        if error is None:
+            return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
+        # Where the untouched model raises as well, it is the inputs that are at fault.
+        answer = self._untouched(FAILED, args, kwargs, entry)
+        entry.retire(FAILED)
+        self._entries.warn(f"running untouched from now on: {FAILED}: {one_line(error)}")
+        return answer
+
+    def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        reason = "these inputs have no signature"
+        self._entries.warn(f"running untouched: {reason}: {one_line(error)}")
+        return self._untouched(reason, args, kwargs)
+
+    def _untouched(self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None) -> Any:
         self._count(f"untouched: {reason}")
+        if entry is not None:
+            entry.others.tick()
+        if settings.needed.alive:
+            with settings.TURNS:
+                return self._model(*args, **kwargs)
         return self._model(*args, **kwargs)
 
-    def _count(self, outcome: str) -> None:
+    # -- life -----------------------------------------------------------------------------------
+
+    def _why_off(self) -> str | None:
+        if os.environ.get(SWITCH, "").strip().lower() == "off":
+            return f"{SWITCH} is off"
+        return None if self._fits is None else self._fits(self._model)
+
+    def _stop(self, reason: str) -> None:
+        self._gate.off = reason
+        self._entries.warn(f"running untouched: {reason}")
+
+    def _switch_off(self, reason: str) -> None:
+        if self._gate.off is None:
+            self._stop(f"{reason} after the plan was applied; refresh() serves tuned again")
+
+    def _free(self, reason: str) -> None:
+        self._gate.off = reason
+        self._count(TUNED, sum(each.hits for each in self._entries.servings()))
+        self._entries.close()
+
+    def _count(self, outcome: str, calls: int = 1) -> None:
         with self._counting:
-            self._calls[outcome] += 1
-
-    # -- standing in for the model --------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever is not the wrapper's own is the model's."""
-        model = self.__dict__.get("_model")
-        if model is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it on the model, whose numbers it may change, unless it is the wrapper's own."""
-        if name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-            return
-        setattr(self._model, name, value)
-        if name != "training":
-            self._switch_off(f"{name} was set after the plan was applied; apply it again")
+            self._calls[outcome] += calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
-        return TunedModule(copy.deepcopy(self._model, memo), self._resolve, self._off)
+        made = TunedModule(
+            copy.deepcopy(self._model, memo), self._resolve, self._fits, self._options
+        )
+        made._gate.off = self._gate.off
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TunedModule, (self._model, _nothing, "it was copied; apply the plan to the copy")
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
-        """Those of the model; parameters and buffers follow from it."""
-        yield from self._model.named_modules(*args, **kwargs)
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> TunedModule:
-        """Calls a function with each module of the model; executors built before end with it."""
-        self._switch_off("a function was applied to the model; apply the plan after that")
-        self._model.apply(fn)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
-        return self._model.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads into the model; executors built before are not used again."""
-        self._switch_off("weights were loaded after the plan was applied; apply it again")
-        return self._model.load_state_dict(state_dict, strict, assign)
-
-    def train(self, mode: bool = True) -> TunedModule:
-        """Switches the model; a plan serves only the mode that it was applied in."""
-        self._model.train(mode)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TunedModule:
-        self._switch_off(
-            "the model was moved or converted after the plan was applied; apply it again"
-        )
-        self._model._apply(fn, recurse)
-        return self
+        return _opened, (self._model,)
 
 
-def _nothing(signature: Signature) -> Candidate | None:
+def _opened(model: nn.Module) -> TunedModule:
+    return TunedModule(model, _nothing, _copied)
+
+
+def _nothing(arrival: Arrival) -> Resolution:
     """Has a plan for no inputs."""
-    return None
+    return Resolution(None)
 
 
-def _quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A cheap stand-in for the signature: equal keys imply equal signatures. None if keyless."""
-    try:
-        if not kwargs and all(type(a) is torch.Tensor for a in args):
-            return tuple([(a.shape, a.stride(), a.dtype, a.device) for a in args])
-        return signature(args, kwargs), tuple([t.device for t in tensors_of((args, kwargs))])
-    except Exception:  # tensors without strides, objects of any kind
-        return None
-
-
-def _needs_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if kwargs or not all(type(a) is torch.Tensor for a in args):
-        args = tuple(tensors_of((args, dict(kwargs))))
-    return any(a.requires_grad for a in args)
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    # Compilers announce the cause in one line and name it in the next.
-    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    first = "".join(c if c.isprintable() else "?" for c in text)[:300]
-    return first if isinstance(error, SteadyError) else f"{type(error).__name__}: {first}"
+def _copied(model: nn.Module) -> str:
+    return "it was copied; apply the plan to the copy"

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,11 @@ class CudaGraph(Transform):
     A call copies its tensors into static inputs, replays, and returns copies of the outputs. The
     copies are ordered on the caller's current stream. Arguments that are no tensors are recorded as
     constants, and so is every decision that the model takes on the host. Calls from several threads
-    take turns.
+    take turns. A call within the recording of another graph becomes a part of that one.
+
+    The model that it yields has two attributes besides: `static_inputs`, the arguments at fixed
+    addresses (a tensor of these that is passed itself is not copied), and `aliasing`, the same call
+    returning the graph's own outputs, which the next call overwrites.
     """
 
     name = "cuda_graph"
@@ -58,12 +62,14 @@ class CudaGraph(Transform):
             graph, outputs = _record(workload.model, static, pool)
         pool.graphs += 1
         try:
-            yield workload.with_model(_replayer(graph, static, outputs, pool))
+            recorded = _Recorded(graph, static, outputs, pool, workload.model)
+            yield workload.with_model(_replayer(recorded))
         finally:
-            pool.graphs -= 1
-            # A replay may still be running, in memory that resetting gives back.
-            torch.cuda.synchronize(device)
-            graph.reset()
+            with pool.lock:
+                pool.graphs -= 1
+                # A replay may still be running, in memory that resetting gives back.
+                torch.cuda.synchronize(device)
+                graph.reset()
 
 
 class _Pool:
@@ -159,15 +165,36 @@ def _first_cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _replayer(
-    graph: torch.cuda.CUDAGraph, static: StaticInputs, outputs: Any, pool: _Pool
-) -> Callable[..., Any]:
-    if len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor):
-        return _single_replayer(graph, static.args[0], outputs, pool)
-    feed, replay, collect = feeder(static), graph.replay, collector(outputs)
-    lock, address, index = pool.lock, pool.address, pool.index
+class _Recorded(NamedTuple):
+    """A graph with all that a replay needs; `model` is what was recorded."""
+
+    graph: torch.cuda.CUDAGraph
+    static: StaticInputs
+    outputs: Any
+    pool: _Pool
+    model: Callable[..., Any]
+
+
+def _replayer(recorded: _Recorded) -> Callable[..., Any]:
+    static = recorded.static
+    single = (
+        len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor)
+    )
+    make = _single_replayer if single else _general_replayer
+    call = make(recorded, collector(recorded.outputs))
+    aliasing = make(recorded, lambda: recorded.outputs)
+    vars(call).update(static_inputs=static, aliasing=aliasing)
+    return call
+
+
+def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callable[..., Any]:
+    feed, replay, pool = feeder(recorded.static), recorded.graph.replay, recorded.pool
+    lock, address, index, model = pool.lock, pool.address, pool.index, recorded.model
+    is_recording = torch.cuda.is_current_stream_capturing
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_recording():
+            return model(*args, **kwargs)
         with lock:
             if address(index) != pool.last_address:
                 pool.follow()
@@ -179,19 +206,24 @@ def _replayer(
 
 
 def _single_replayer(
-    graph: torch.cuda.CUDAGraph, static: torch.Tensor, outputs: Any, pool: _Pool
+    recorded: _Recorded, collect: Callable[[], Any]
 ) -> Callable[[torch.Tensor], Any]:
     """The same for the most common call, with nothing on the way that it does not need."""
-    copy, replay, collect, shape = static.copy_, graph.replay, collector(outputs), static.shape
-    lock, address, index = pool.lock, pool.address, pool.index
+    static: torch.Tensor = recorded.static.args[0]
+    copy, shape, pool = static.copy_, static.shape, recorded.pool
+    replay, lock, address, index = recorded.graph.replay, pool.lock, pool.address, pool.index
+    is_recording, model = torch.cuda.is_current_stream_capturing, recorded.model
 
     def call(x: torch.Tensor, /) -> Any:
         if x.shape != shape:
             check_shape(x.shape, shape)
+        if is_recording():
+            return model(x)
         with lock:
             if address(index) != pool.last_address:
                 pool.follow()
-            copy(x.detach() if x.requires_grad else x)
+            if x is not static:
+                copy(x.detach() if x.requires_grad else x)
             replay()
             return collect()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ def static_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StaticInp
 def feeder(static: StaticInputs) -> Feed:
     """Makes the function that copies a call's tensors into the static ones.
 
-    The copy converts element types, layouts and devices as needed. Values that are no tensors are
+    The copy converts element types, layouts and devices as needed; a call with all of the static
+    tensors themselves copies nothing. Values that are no tensors are
     constants of the recorded computation.
 
     Returns:
@@ -97,7 +99,7 @@ def _copier(leaves: list[Any]) -> Callable[[list[Any]], None]:
         sources = [found[place] for place in places]
         if [source.shape for source in sources] != shapes:
             raise _mismatch(f"shapes {[tuple(source.shape) for source in sources]}")
-        if targets:
+        if targets and not all(map(is_, sources, targets)):
             # Where gradients are on, a source that takes part in them would drag its target along.
             sources = [s.detach() if s.requires_grad else s for s in sources]
             torch._foreach_copy_(targets, sources)

@@ -221,20 +221,7 @@ def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
 def one_process(
     ask: Callable[[str, float], Series], set_up: SetUp, device: str, seconds: float
 ) -> tuple[ProcessMeasurement, str | None, bool]:
-    """Measures in one process that is set up.
-
-    Args:
-        ask: takes a metric and seconds; has a series timed.
-        set_up: how the process came to be ready.
-        device: where it runs.
-        seconds: for sampling.
-
-    Returns:
-        What was measured, the exception that ended it early, and whether the user did.
-
-    Raises:
-        WorkerFault: no iteration was finished.
-    """
+    """One process's part, the exception that ended it early, and whether the user did."""
     on_gpu = device.startswith("cuda")
     period = last = ask("period", seconds * (1.0 - LATENCY_SHARE if on_gpu else 1.0))
     if not period.durations_ns:
@@ -258,19 +245,7 @@ def one_process(
 
 
 def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
-    """Has a worker that is set up time a series; Ctrl-C asks it for what it has by then.
-
-    Args:
-        worker: times it.
-        stop: file that ends the series early.
-        set_up: how long an iteration takes.
-        metric: `period` or `latency`.
-        seconds: for sampling.
-
-    Raises:
-        KeyboardInterrupt: interrupted, and nothing came back.
-        WorkerFault: the worker died.
-    """
+    """Has a worker time a series; Ctrl-C asks it, by the file `stop`, for what it has by then."""
     worker.send("series", metric=metric, seconds=seconds)
     try:
         reply = worker.receive(60.0 + 20.0 * (seconds + set_up.warm_up.iteration_ns * 1e-9))

@@ -1,0 +1,158 @@
+"""What a tuned module adds to a call: host time, against calling the executor directly.
+
+The executor is trivially cheap, so that what is timed is the dispatch. Both are timed in blocks
+that take turns, short enough to pass between interruptions, and medians over blocks are compared.
+Then the look at the weights of a ResNet-50, which executors with weights of their own need after
+each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay.
+
+    python benchmarks/dispatch.py [--device cuda] [--json benchmarks/results/dispatch-cpu.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadytorch.runtime.dispatch import Resolution
+from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.base import TransformSpec
+from steadytorch.workload.loading import load_workload
+
+LIMITS_US = {1: 3.0, 4: 6.0}
+GRAPH_LIMIT_US = 10.0
+
+
+def interleaved(calls: dict[str, Any], blocks: int, count: int) -> dict[str, float]:
+    """Median over blocks of the time of one call, in us; the blocks of all calls take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(blocks):
+        for name, call in calls.items():
+            start = time.perf_counter_ns()
+            for _ in range(count):
+                call()
+            times[name].append((time.perf_counter_ns() - start) / count / 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+class Small(nn.Module):
+    """One layer with a weight and a bias; what it computes does not matter here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs[0])
+
+
+def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any) -> TunedModule:
+    """A tuned module after its first calls."""
+    tuned = TunedModule(model.eval(), lambda arrival: Resolution(candidate))
+    for _ in range(3):
+        tuned(*inputs)
+    assert tuned.report().hits == 3, str(tuned.report())
+    return tuned
+
+
+def dispatch(number: int, frozen: bool, blocks: int) -> dict[str, float]:
+    """Added time for so many tensors, in us."""
+    inputs = [torch.zeros(2, 4) for _ in range(number)]
+    tuned = serving(Small(), (TransformSpec("inference_mode"),), *inputs)
+    (entry,) = tuned._found.values()
+    answer = torch.zeros(1)
+    entry.is_frozen = frozen
+
+    def executor(*inputs: torch.Tensor) -> torch.Tensor:
+        return answer
+
+    entry.call = executor
+    found = interleaved(
+        {"direct": lambda: executor(*inputs), "tuned": lambda: tuned(*inputs)}, 20 * blocks, 50
+    )
+    return {**found, "added_us": found["tuned"] - found["direct"]}
+
+
+def weights(blocks: int) -> dict[str, Any]:
+    """The look at the weights of a ResNet-50, in us."""
+    model = load_workload("resnet50", batch=1).model
+    watched = Weights(model)
+    watched.remember()
+    found = interleaved({"changed": watched.changed}, 5 * blocks, 5)
+    tensors = len([*model.parameters(), *model.buffers()])
+    return {"changed_us": found["changed"], "tensors": tensors, "modules": len([*model.modules()])}
+
+
+def graph(blocks: int) -> dict[str, float]:
+    """Latency of a recorded ResNet-50 at batch 1 in us, synchronised, against raw replay."""
+    workload = load_workload("resnet50", batch=1, device="cuda")
+    (x,) = workload.inputs
+    tuned = serving(workload.model, (TransformSpec("cuda_graph"),), x)
+    (entry,) = tuned._found.values()
+    (buffer,), _ = tuned.static_inputs(x)
+    raw = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(3):
+            workload.model(x)
+        with torch.cuda.graph(raw, stream=stream):
+            workload.model(x)
+
+    def waited(call: Any) -> Any:
+        def run() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        return run
+
+    calls = {
+        "replay": raw.replay,
+        "executor": lambda: entry.call(x),
+        "tuned": lambda: tuned(x),
+        "zero_copy": lambda: tuned(buffer),
+    }
+    latency = interleaved({name: waited(call) for name, call in calls.items()}, blocks, 50)
+    added = {f"{name}_added_us": latency[name] - latency["replay"] for name in latency}
+    return {**latency, **added}
+
+
+def main() -> None:
+    """Measures, prints and stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": platform.processor() or platform.machine(),
+        "limits_us": {str(number): limit for number, limit in LIMITS_US.items()},
+        "dispatch": {
+            f"{number} tensors, {kind}": dispatch(number, kind == "own weights", options.blocks)
+            for number in LIMITS_US
+            for kind in ("model's weights", "own weights")
+        },
+        "resnet50": weights(options.blocks),
+    }
+    if options.device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["graph_limit_us"] = GRAPH_LIMIT_US
+        found["graph_resnet50_batch1"] = graph(options.blocks)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""`steady explain`: where time and variability go, with evidence and what it would bring back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from steadytorch.cli import INTERRUPTED, options
+from steadytorch.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from steadytorch.explain.result import Explanation
+
+TRACES = (".json", ".json.gz")
+
+
+@click.command()
+@click.argument("subject", metavar="WORKLOAD|TRACE")
+@options.shaping
+@click.option("--budget", default="20s", show_default=True, help="Time for sampling in all.")
+@click.option(
+    "--steps",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=1, max=1000),
+    help="Steps to profile at the most.",
+)
+@click.option(
+    "--pause",
+    metavar="TIME",
+    help="Time between calls in production, such as 100ms; by default they follow one another.",
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="All findings and evidence, and why rules abstain."
+)
+@options.json_file
+@options.quiet
+def explain(
+    subject: str,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    budget: str,
+    steps: int,
+    pause: str | None,
+    everything: bool,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Explains where the time and the variability of WORKLOAD, or of the steps in TRACE, go.
+
+    WORKLOAD is as for steady measure. TRACE is a file of PyTorch's profiler, .json or .json.gz;
+    it is read without running anything.
+    """
+    from steadytorch.report.documents import explain_document
+    from steadytorch.report.explain import render_explain
+    from steadytorch.report.text import plain
+
+    console = options.console(quiet)
+    if is_trace(subject):
+        _refuse_run_options()
+        result = _read(subject, console)
+    else:
+        shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
+        asked = {"budget": budget, "steps": steps, "pause": pause}
+        result = _run(subject, shape, device, console, asked)
+    name = Path(subject).name if is_trace(subject) else subject
+    render_explain(console, name, result, everything)
+    options.write_json(json_path, explain_document(subject, result))
+    if result.interrupted:
+        click.echo("steady: interrupted; what was complete by then is above", err=True)
+        sys.exit(INTERRUPTED)
+    if result.failed is not None:
+        click.echo(f"steady: the workload failed while timed: {plain(result.failed)}", err=True)
+        sys.exit(1)
+
+
+def is_trace(subject: str) -> bool:
+    """Whether a subject is meant as a trace file: an ending that no workload has."""
+    return subject.endswith(TRACES)
+
+
+def _read(path: str, console: Console) -> Explanation:
+    from steadytorch.explain.session import explain as explained
+
+    return explained(Path(path), progress=options.teller(console))
+
+
+def _run(
+    name: str, shape: dict[str, Any], device: str, console: Console, asked: dict[str, Any]
+) -> Explanation:
+    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.explain.session import explain as explained
+
+    resolved = resolve_device(device)
+    spec, candidate = options.with_transforms(name, load_facts(resolved))
+    loaded = options.load(spec, **shape)
+    tell = options.teller(console)
+    return explained(loaded, device=resolved, candidate=candidate, progress=tell, **asked)
+
+
+def _refuse_run_options() -> None:
+    """A trace is read as it is: what shapes a run would be ignored."""
+    context = click.get_current_context()
+    for name in ("batch", "inputs", "device", "train", "seed", "budget", "steps", "pause"):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = "--input" if name == "inputs" else f"--{name}"
+            raise UsageError(f"{option} is for workloads: a trace file is read as it is")

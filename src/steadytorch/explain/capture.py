@@ -1,0 +1,247 @@
+"""What rules look at, taken from a workload: timed without the profiler first, then with it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from steadytorch.device.facts import parse_device
+from steadytorch.device.recording import Recording
+from steadytorch.device.telemetry import holds_context
+from steadytorch.errors import SteadyError, UnsupportedError, UsageError
+from steadytorch.explain.events import Trace
+from steadytorch.explain.finding import Abstention
+from steadytorch.explain.operands import DTYPES
+from steadytorch.explain.rates import Rates
+from steadytorch.explain.trace import read_trace
+from steadytorch.explain.worker import TRACE_FILE, Profiled
+from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.transforms.base import Candidate
+from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
+from steadytorch.trial.worker import STOP, Series, SetUp, save_payload
+from steadytorch.workload.workload import Workload
+
+HANDLER = "steadytorch.explain.worker:ExplainHandler"
+MEASURED_SHARE = 0.65
+PROFILED_SHARE = 0.2
+PAUSED_SHARE = 0.15
+"""Of the time: for the measurement, for the profiled steps, and for pauses before calls."""
+PAUSE_MS = (10, 100)
+PAUSE_ROUNDS = 10
+MOST_PAUSED_S = 3.0
+PATIENCE_S = 300.0
+"""For stages that take seconds, profiles of a few large steps included."""
+ENVIRONMENT = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""Steps are profiled twice in one process; with CUDA graphs, CUPTI must not be set up twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """What was seen of a workload; what could not be captured is None, with its reason in `gaps`.
+
+    Attributes:
+        measured: the unprofiled measurement.
+        series: its periods, with the recording beside them.
+        trace: the profiled steps.
+        profiled: how they went.
+        rates: what the device reaches.
+        notes: what else was seen, by name: `threads` of the process; `cudnn_benchmark`, whether
+            that mode was on; `clock_offset_ns`, what to add to times of a recording to get those
+            of the trace, in unix time; `profile_recording`, the telemetry beside the profiled
+            steps; `compile_events`, frames that began to be compiled in them (None: not in use);
+            `graph_breaks`, reason to how often, only where torch.compile was used; `pause_probe`,
+            see `ExplainHandler.pauses`, with `asked`, whether calls come with such pauses;
+            `own_contexts`, how many processes beside the worker hold the GPU for this capture.
+        gaps: stages that failed, as abstentions.
+        failed: the exception that ended the measurement early, None if none did.
+        interrupted: whether the user stopped it.
+    """
+
+    measured: ProcessMeasurement
+    series: Series
+    trace: Trace | None = None
+    profiled: Profiled | None = None
+    rates: Rates | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    gaps: tuple[Abstention, ...] = ()
+    failed: str | None = None
+    interrupted: bool = False
+
+    @property
+    def distortion(self) -> float | None:
+        """Median period under the profiler over that without it; None where not profiled."""
+        if self.profiled is None:
+            return None
+        return float(np.median(self.profiled.periods_ns)) / self.measured.period.median_ns
+
+
+def capture(
+    workload: Workload,
+    *,
+    device: str,
+    seconds: float,
+    steps: int,
+    pause_s: float | None = None,
+    candidate: Candidate = (),
+    progress: Callable[[str], None] = lambda message: None,
+) -> Capture:
+    """Measures a workload in a fresh process, then profiles steps of it there.
+
+    Ctrl-C ends it early and keeps what is complete; before the measurement it is raised.
+
+    Args:
+        workload: it is not run in this process.
+        device: where to run, resolved.
+        seconds: for all of it; starting, warming up and reading the trace come on top.
+        steps: how many to profile at the most.
+        pause_s: time between calls in production; None if they follow one another, and pauses of
+            `PAUSE_MS` are tried for information.
+        candidate: transforms to apply.
+        progress: is told what is going on.
+
+    Raises:
+        UsageError: the workload fails before anything was timed.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+    try:
+        save_payload(workload, directory)
+        worker = Worker(HANDLER, directory, "explain", ENVIRONMENT)
+        try:
+            captor = _Captor(worker, directory, device, seconds, progress)
+            return captor.run(candidate, steps, pause_s)
+        except WorkerFault as fault:
+            raise UsageError(f"the workload fails: {fault.reason}") from None
+        finally:
+            worker.kill()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def element_types(trace: Trace) -> list[str]:
+    """Floating-point types of the operators' inputs, as "float32", by name."""
+    kinds = {kind for inputs in trace.inputs for kind in inputs.get("types", ())}
+    return sorted(DTYPES[kind] for kind in kinds if kind in DTYPES)
+
+
+class _Captor:
+    """One capture, stage after stage in one worker.
+
+    Args:
+        worker: fresh.
+        directory: shared with it.
+        device: where it runs.
+        seconds: for all stages.
+        progress: is told what is going on.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        directory: Path,
+        device: str,
+        seconds: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._worker, self._directory, self._device = worker, directory, device
+        self._seconds, self._progress = seconds, progress
+        self._taken: dict[str, Any] = {}
+        self._notes: dict[str, Any] = {}
+        self._gaps: list[Abstention] = []
+
+    def run(self, candidate: Candidate, steps: int, pause_s: float | None) -> Capture:
+        """All stages; those after the measurement may fail.
+
+        Raises:
+            WorkerFault: nothing was measured.
+        """
+        self._progress("measuring without the profiler")
+        set_up = start(self._worker, self._device, candidate)
+        measured, series, failed, interrupted = self._measure(set_up)
+        if failed is None and not interrupted:
+            try:
+                self._look_closer(steps, pause_s)
+            except KeyboardInterrupt:
+                interrupted = True
+        return Capture(
+            measured=measured,
+            series=series,
+            notes=self._notes,
+            gaps=tuple(self._gaps),
+            failed=failed,
+            interrupted=interrupted,
+            **self._taken,
+        )
+
+    def _measure(self, set_up: SetUp) -> tuple[ProcessMeasurement, Series, str | None, bool]:
+        series: list[Series] = []
+
+        def ask(metric: str, seconds: float) -> Series:
+            stop = self._directory / STOP
+            series.append(ask_series(self._worker, stop, set_up, metric, seconds))
+            return series[-1]
+
+        seconds = MEASURED_SHARE * self._seconds
+        measured, failed, interrupted = one_process(ask, set_up, self._device, seconds)
+        return measured, series[0], failed, interrupted
+
+    def _look_closer(self, steps: int, pause_s: float | None) -> None:
+        kind, index = parse_device(self._device)
+        if kind == "cuda":
+            self._notes["own_contexts"] = int(holds_context(index))
+        self._progress("calls after pauses")
+        with self._stage("idle-ramp", "calls after pauses"):
+            self._notes["pause_probe"] = self._pauses(pause_s)
+        self._progress("profiling")
+        with self._stage("profile", "profiled steps"):
+            self._profile(steps)
+        with self._stage("notes", "the state of the process"):
+            self._notes |= self._worker.call("notes", PATIENCE_S)
+        if "trace" in self._taken:
+            self._progress("what the device reaches")
+            with self._stage("roofline", "what the device reaches"):
+                self._taken["rates"] = self._rates()
+
+    def _pauses(self, pause_s: float | None) -> dict[str, Any]:
+        seconds = min(PAUSED_SHARE * self._seconds, MOST_PAUSED_S)
+        pauses = PAUSE_MS if pause_s is None else (1e3 * pause_s,)
+        probe = self._worker.call(
+            "pauses", PATIENCE_S, pause_ms=list(pauses), rounds=PAUSE_ROUNDS, seconds=seconds
+        )
+        return {**probe, "asked": pause_s is not None}
+
+    def _profile(self, steps: int) -> None:
+        seconds = PROFILED_SHARE * self._seconds
+        reply = self._worker.call(
+            "profile", PATIENCE_S + 20 * seconds, steps=steps, seconds=seconds
+        )
+        profiled = msgspec.convert(reply, Profiled)
+        trace = read_trace(self._directory / TRACE_FILE)
+        if self._device != "cpu" and not len(trace.on_gpu):
+            raise UnsupportedError("the profiler recorded no event of the GPU")
+        self._taken |= {"trace": trace, "profiled": profiled}
+        self._notes["profile_recording"] = msgspec.convert(profiled.recording, Recording)
+        self._notes["compile_events"] = profiled.compilations
+
+    def _rates(self) -> Rates:
+        dtypes = element_types(self._taken["trace"])
+        reply = self._worker.call("rates", PATIENCE_S, device=self._device, dtypes=dtypes)
+        return msgspec.convert(reply, Rates)
+
+    @contextmanager
+    def _stage(self, rule: str, what: str) -> Iterator[None]:
+        """A stage without which the measurement is still worth explaining."""
+        try:
+            yield
+        except (WorkerFault, SteadyError) as error:
+            why = f"{what} could not be captured: {error}"
+            self._gaps.append(
+                Abstention(rule, why, "mend what the reason names, then run it again")
+            )

@@ -1,0 +1,152 @@
+"""Calls on the host in a trace: found by name, placed in steps, with the operator around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadytorch.explain.events import Category, Trace
+from steadytorch.explain.evidence import RANGES
+from steadytorch.explain.finding import Abstention, Case
+from steadytorch.explain.ledger import Ledger
+from steadytorch.explain.rules.gpu import PROFILE
+from steadytorch.explain.steps import MARK
+
+
+@dataclass(frozen=True, eq=False)
+class Steady:
+    """Those of some rows that lie in steady steps.
+
+    Attributes:
+        rows: the rows, int64, shape (rows,).
+        steps: how many steps are taken to be steady.
+        hit: how many of these hold such a row.
+        sure: whether the trace marks its steps; else its second half stands for steady ones.
+        early: rows that lie before.
+    """
+
+    rows: np.ndarray
+    steps: int
+    hit: int
+    sure: bool
+    early: int
+
+
+def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
+    """Place in `ledger.steps` of each moment, int64, shape as given; -1 outside of all steps."""
+    starts = np.asarray([step.start_ns for step in ledger.steps], dtype=np.int64)
+    ends = np.asarray([step.end_ns for step in ledger.steps], dtype=np.int64)
+    if not len(starts):
+        return np.full(np.shape(times_ns), -1, dtype=np.int64)
+    places = np.searchsorted(starts, times_ns, side="right") - 1
+    inside = (places >= 0) & (times_ns <= ends[places.clip(min=0)])
+    return np.where(inside, places, -1)
+
+
+def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
+    """Which rows lie in steady steps.
+
+    The first of several marked steps may still warm up and is left out. So is a lone step that is
+    marked as the first of its run. Without marks the second half of the trace stands for them.
+    """
+    begin = trace.events.start_ns[rows]
+    if not ledger.marked or (len(ledger.steps) == 1 and ledger.steps[0].index == 0):
+        middle = _middle(ledger)
+        late = begin >= middle
+        hit = int(bool(late.any()))
+        return Steady(rows[late], 1, hit, False, int((~late).sum()))
+    places = steps_of(ledger, begin)
+    first = 1 if len(ledger.steps) > 1 else 0
+    late = places >= first
+    hit = len(np.unique(places[late]))
+    early = int(((places >= 0) & ~late).sum())
+    return Steady(rows[late], len(ledger.steps) - first, hit, True, early)
+
+
+def enclosing(trace: Trace, row: int, categories: tuple[Category, ...] = RANGES) -> np.ndarray:
+    """Rows of the same thread around this one, outermost first, without marks of steps."""
+    events = trace.events
+    around = (
+        (events.thread == events.thread[row])
+        & (events.start_ns <= events.start_ns[row])
+        & (events.end_ns >= events.end_ns[row])
+        & np.isin(events.category, categories)
+    )
+    around[row] = False
+    found = np.flatnonzero(around)
+    keep = [not MARK.fullmatch(trace.name_of(int(place))) for place in found]
+    return found[np.asarray(keep, dtype=bool)]
+
+
+def caller(trace: Trace, row: int) -> str:
+    """The outermost operator around a call, else the innermost annotation, else its own name."""
+    operators = enclosing(trace, row, (Category.CPU_OP,))
+    if len(operators):
+        return trace.name_of(int(operators[0]))
+    annotations = enclosing(trace, row, (Category.ANNOTATION,))
+    return trace.name_of(int(annotations[-1]) if len(annotations) else row)
+
+
+def tally(trace: Trace, rows: np.ndarray, most: int = 3) -> str:
+    """How often each name occurs among rows: `cudaMalloc (12), cudaFree (3)`."""
+    counts = Counter(trace.name_of(int(row)) for row in rows)
+    listed = [f"{name} ({count})" for name, count in counts.most_common(most)]
+    return ", ".join([*listed, *(["..."] if len(counts) > most else [])])
+
+
+def spent_ns(trace: Trace, rows: np.ndarray) -> int:
+    """Time that rows cover on their threads, nested and repeated ones counted once."""
+    events, total = trace.events, 0
+    for thread in np.unique(events.thread[rows]):
+        mine = rows[events.thread[rows] == thread]
+        order = np.argsort(events.start_ns[mine], kind="stable")
+        starts, ends = events.start_ns[mine][order], events.end_ns[mine][order]
+        reached = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
+        total += int((ends - np.maximum(starts, reached)).clip(min=0).sum())
+    return total
+
+
+def owned_ns(trace: Trace, ledger: Ledger, name: str, rows: np.ndarray) -> int:
+    """Of a slice of the ledger, what these rows own, over all steps."""
+    if name not in ledger.names:
+        return 0
+    owners, lengths = ledger.idle_of(name)
+    return int(lengths[np.isin(owners, rows)].sum())
+
+
+def _middle(ledger: Ledger) -> int:
+    return (ledger.steps[0].start_ns + ledger.steps[-1].end_ns) // 2 if ledger.steps else 0
+
+
+def no_trace(rule: str, what: str) -> Abstention:
+    """What a rule says that needs a trace and has none."""
+    recipe = "run `steady explain WORKLOAD`, which profiles a few steps, or `steady explain TRACE`"
+    return Abstention(rule, f"no steps were profiled: {what} cannot be seen", recipe)
+
+
+def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Abstention:
+    """The trace and its ledger, of a GPU; or why a rule about the GPU cannot tell.
+
+    Args:
+        case: what there is to look at.
+        rule: its name.
+        what: it looks for.
+    """
+    if case.trace is None or case.ledger is None:
+        return no_trace(rule, what)
+    if case.ledger.kind != "gpu":
+        why = f"the trace has no GPU events: {what} cannot be seen"
+        return Abstention(rule, why, PROFILE)
+    return case.trace, case.ledger
+
+
+def unmarked(rule: str, what: str) -> Abstention:
+    """What a rule says of a trace that shows something which only matters in steady steps."""
+    return Abstention(
+        rule,
+        f"{what} occurs early in a trace whose steps are not marked: it may be the warm-up",
+        "profile with torch.profiler.schedule(wait=1, warmup=2, active=5) and call prof.step() "
+        "after every step",
+    )

@@ -1,0 +1,169 @@
+"""The GPU's clock is held down by its power limit or by heat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadytorch.device.recording import REASON_BITS, reasons
+from steadytorch.explain.finding import Case, Finding, Verdict
+from steadytorch.explain.rules.figures import duration, percent
+from steadytorch.explain.rules.growth import Growth, growth
+from steadytorch.explain.rules.samples import Samples, samples_of, unrecorded
+from steadytorch.measure.causes import CLOCK, POWER_CAP, THERMAL
+
+NAME = "clock-throttled"
+LEAST_HELD = 0.5
+"""Of the time, from which on a held clock is the state of the run and not an episode."""
+LEAST_EFFECT = 0.01
+"""Between samples at fast clocks and at slow ones (95th and 5th percentile), over the median."""
+LEAST_READINGS = 10
+"""Different readings of the clock without which nothing is said of how samples follow it."""
+CERTAIN = 4.0
+"""Standard errors that the slope of time over the period of the clock must have."""
+LEAST_VARIANCE = 0.05
+
+_THERMAL = ("thermal_slowdown", "hardware_thermal_slowdown")
+_HOLDS = ("power_cap", "hardware_slowdown", "hardware_power_brake", *_THERMAL)
+_MASK = sum(REASON_BITS[name] for name in _HOLDS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Clock:
+    """What is known of the clock over the steady samples.
+
+    Attributes:
+        held: share of ticks at which power or heat held it.
+        names: what held it.
+        median_mhz: 0 where the clock itself was not recorded.
+        highest_mhz: likewise.
+        share: of the variance of the samples, by how they follow the clock; 0 where they do not.
+        places: outliers put down to it.
+    """
+
+    held: float
+    names: tuple[str, ...]
+    median_mhz: float
+    highest_mhz: float
+    share: float
+    places: np.ndarray
+
+
+def rule(case: Case) -> Verdict:
+    """Clock event reasons of NVML beside the samples, and how samples follow the clock.
+
+    A limit that holds the clock all along costs time, one that comes and goes makes variance. Only
+    the limits of power and heat count: an idle GPU, or clocks that someone set, are no throttling.
+    Where no clock was recorded, steps that only ever get slower are taken as a sign of heat.
+
+    Source: "NvmlClocksEventReasons", NVML API reference.
+    """
+    samples = samples_of(case)
+    recorded = samples is not None and samples.column("clock_event_mask") is not None
+    if samples is None or not recorded:
+        grown = growth(case)
+        if grown is not None:
+            return (_heating(grown),)
+        return unrecorded(NAME, samples, "clock_event_mask", "what holds the clock")
+    clock = _clock(samples)
+    varies = samples.variance_share(clock.places) or 0.0
+    varies = max(clock.share, varies)
+    if not clock.held or (varies < LEAST_VARIANCE and clock.held < LEAST_HELD):
+        return ()
+    return (_finding(samples, clock, varies),)
+
+
+def _clock(samples: Samples) -> _Clock:
+    masks = samples.level("clock_event_mask")
+    masks = np.zeros(0, np.int64) if masks is None else masks & _MASK
+    seen = int(np.bitwise_or.reduce(masks)) if len(masks) else 0
+    clocks = samples.level("sm_clock_mhz")
+    if clocks is None or not clocks.all():
+        clocks = np.zeros(len(samples.durations_ns), np.int64)
+    known = bool(clocks.all())
+    return _Clock(
+        held=float(np.mean(masks != 0)) if len(masks) else 0.0,
+        names=reasons(seen),
+        median_mhz=float(np.median(clocks)) if known else 0.0,
+        highest_mhz=float(clocks.max()) if known else 0.0,
+        share=_followed(samples, clocks) if known else 0.0,
+        places=samples.caused_by(POWER_CAP, THERMAL, CLOCK),
+    )
+
+
+def _followed(samples: Samples, clocks: np.ndarray) -> float:
+    """Share of the variance that the clock explains; 0 where that may be chance.
+
+    A reading holds for several samples, so the readings count, not the samples.
+    """
+    changes = np.flatnonzero(np.diff(clocks)) + 1
+    if len(changes) + 1 < LEAST_READINGS:
+        return 0.0
+    slowness, times = float(np.median(clocks)) / clocks, samples.durations_ns
+    slope, _ = np.polyfit(slowness, times, 1)
+    low, high = np.quantile(slowness, [0.05, 0.95])
+    if slope * (high - low) < LEAST_EFFECT * samples.median_ns:
+        return 0.0
+    fit = float(np.corrcoef(slowness, times)[0, 1])
+    # The error of a mean over a reading, not of a sample: one group for each reading.
+    groups = np.split(np.arange(len(times)), changes)
+    x = np.asarray([slowness[group].mean() for group in groups])
+    y = np.asarray([np.median(times[group]) for group in groups])
+    over = float(np.corrcoef(x, y)[0, 1])
+    error = np.sqrt(max(1e-12, 1 - over**2) / (len(groups) - 2))
+    return fit**2 if over / error >= CERTAIN else 0.0
+
+
+def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
+    step = samples.median_ns / samples.group
+    slower = 1 - clock.median_mhz / clock.highest_mhz if clock.highest_mhz else 0.0
+    cost = round(max(slower * step, samples.excess_ns(clock.places)))
+    what = "heat" if set(clock.names) & set(_THERMAL) else "the power limit"
+    at = f" (median {clock.median_mhz:.0f} MHz)" if clock.median_mhz else ""
+    lines = [f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples{at}"]
+    if clock.share:
+        lines.append(f"the clock explains {percent(clock.share)} of the variance of the samples")
+    if len(clock.places):
+        lines.append(f"{len(clock.places)} outliers fall on a lower clock")
+    if clock.highest_mhz and slower:
+        lines.append(
+            f"the highest clock seen is {clock.highest_mhz:.0f} MHz; a step bound by arithmetic "
+            f"would take {duration(slower * step)} less there"
+        )
+    return Finding(
+        id=NAME,
+        source="hardware contention",
+        title=f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
+        + (f", and makes {percent(varies)} of the variance" if varies >= LEAST_VARIANCE else ""),
+        evidence=tuple(lines),
+        slices=("gpu_kernel",),
+        cost_ns=cost,
+        recoverable_ns=(0, cost),
+        variance_share=varies or None,
+        confidence="high" if varies >= LEAST_VARIANCE else "medium",
+        fix="Better cooling, where it is heat. A power limit is a property of the machine: an "
+        "administrator can raise it, or lock a clock that can be kept, which makes steps even.",
+        check="`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` during `steady explain WORKLOAD`",
+        false_alarm="a step bound by memory hardly follows the clock of the multiprocessors.",
+    )
+
+
+def _heating(grown: Growth) -> Finding:
+    cost = round(grown.last_ns - grown.first_ns)
+    return Finding(
+        id=NAME,
+        source="hardware contention",
+        title=f"steps get slower and slower: {duration(grown.first_ns)} at first, "
+        f"{duration(grown.last_ns)} at the end, as when heat lowers the clock",
+        evidence=(f"{grown.what}: rising over {grown.blocks} parts in a row", "no clock is known"),
+        slices=("gpu_kernel",),
+        cost_ns=cost,
+        recoverable_ns=(0, cost),
+        confidence="low",
+        fix="Watch clocks and temperature over the run; where they do not fall, look for work "
+        "that grows: a list, a cache or a history that each step goes through.",
+        check="`nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE`, or `steady explain WORKLOAD` on a "
+        "machine that shows clocks",
+        false_alarm="the inputs grow from step to step, or the program itself keeps growing.",
+    )

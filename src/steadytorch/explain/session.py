@@ -1,0 +1,196 @@
+"""From a workload or a trace file to an explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
+from steadytorch.errors import UsageError
+from steadytorch.explain.conditions import Conditions, join
+from steadytorch.explain.finding import Case, Finding
+from steadytorch.explain.ledger import Ledger, build_ledger
+from steadytorch.explain.quality import quality
+from steadytorch.explain.regime import regime_of
+from steadytorch.explain.result import Explanation, StepTime
+from steadytorch.explain.roofline import roofline
+from steadytorch.explain.rules import findings
+from steadytorch.explain.trace import read_trace
+from steadytorch.explain.variability import variance_shares
+from steadytorch.quantities import parse_duration
+
+if TYPE_CHECKING:
+    from steadytorch.explain.capture import Capture
+    from steadytorch.explain.events import Trace
+    from steadytorch.transforms.base import Candidate
+    from steadytorch.workload.workload import Workload
+
+MOST_STEPS = 1000
+MOST_LINES = 50
+"""Kernels kept in an explanation."""
+
+
+def explain(
+    subject: Workload | str | Path,
+    *,
+    device: str | None = None,
+    budget: str | float = "20s",
+    steps: int = 5,
+    pause: str | float | None = None,
+    candidate: Candidate = (),
+    progress: Callable[[str], None] = lambda message: None,
+) -> Explanation:
+    """Says where the time of a workload, or of the steps in a trace file, goes.
+
+    A workload is measured without the profiler in a fresh process, then profiled there. A trace
+    file is read, and nothing is run. Ctrl-C keeps what is complete; before anything was timed it
+    is raised as `KeyboardInterrupt`.
+
+    Args:
+        subject: a workload, or the path of a Chrome trace of PyTorch's profiler, `.json` or
+            `.json.gz`.
+        device: where to run a workload; None for where it is.
+        budget: time for sampling and profiling, such as `20s`; starting comes on top.
+        steps: how many steps to profile at the most, 1 to 1,000.
+        pause: time between calls in production, such as `100ms`; None if they follow one another.
+        candidate: transforms to apply; none for the workload as it is.
+        progress: is told what is going on.
+
+    Raises:
+        UsageError: the workload fails before anything was timed, the file is no such trace, or an
+            argument is wrong.
+        UnsupportedError: the device is not there.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise UsageError(f"cannot profile {steps} steps: give 1 to {MOST_STEPS:,}")
+    seconds = parse_duration(budget)
+    pause_s = None if pause is None else parse_duration(pause)
+    if isinstance(subject, str | Path):
+        progress(f"reading {Path(subject).name}")
+        trace = read_trace(Path(subject))
+        facts = facts_of(trace)
+        return _explained(_case(trace, facts=facts), facts, Path(subject).name)
+    # PyTorch takes seconds to load, and a trace file is read without it.
+    from steadytorch.explain.capture import capture
+
+    target = resolve_device(device or str(subject.device))
+    facts = load_facts(target)
+    seen = capture(
+        subject,
+        device=target,
+        seconds=seconds,
+        steps=steps,
+        pause_s=pause_s,
+        candidate=candidate,
+        progress=progress,
+    )
+    case = _case(
+        seen.trace,
+        measured=seen.measured,
+        series=seen.series,
+        workload=subject,
+        facts=facts,
+        rates=seen.rates,
+        notes=seen.notes,
+    )
+    return _with_capture(_explained(case, facts, "capture"), seen)
+
+
+def facts_of(trace: Trace) -> DeviceFacts:
+    """What a trace says of the device that ran it; the rest is unknown."""
+    found = trace.devices[0] if trace.devices else {}
+
+    def given(key: str, kind: type) -> Any:
+        return found[key] if type(found.get(key)) is kind else None
+
+    major, minor = given("computeMajor", int), given("computeMinor", int)
+    known = {
+        "name": given("name", str),
+        "compute_capability": None if None in (major, minor) else f"{major}.{minor}",
+        "sm_count": given("numSms", int),
+        "memory_bytes": given("totalGlobalMem", int),
+    }
+    missing = {
+        field
+        for field in DeviceFacts.__struct_fields__
+        if field not in ("device", "unknown", "mig_profile") and known.get(field) is None
+    }
+    unknown = dict.fromkeys(sorted(missing), "the trace does not say")
+    return DeviceFacts(device="cuda" if len(trace.on_gpu) else "cpu", unknown=unknown, **known)
+
+
+def _case(trace: Trace | None, **known: Any) -> Case:
+    if trace is None:
+        return Case(**known)
+    ledger = build_ledger(trace)
+    variance = variance_shares(trace, ledger, _conditions(trace, ledger, known.get("notes") or {}))
+    return Case(trace=trace, ledger=ledger, variance=variance, **known)
+
+
+def _conditions(trace: Trace, ledger: Ledger, notes: Mapping[str, Any]) -> tuple[Conditions, ...]:
+    """What was recorded beside each step; empty where nothing was, or on another clock."""
+    recording, offset_ns = notes.get("profile_recording"), notes.get("clock_offset_ns")
+    if recording is None or offset_ns is None or trace.origin_ns is None:
+        return ()
+    return join(trace, ledger, recording, offset_ns=offset_ns)
+
+
+def _explained(case: Case, facts: DeviceFacts, source: str) -> Explanation:
+    found, abstained = findings(case)
+    lines = None if case.trace is None else roofline(case.trace, case.rates, case.ledger)
+    return Explanation(
+        source=source,
+        environment=facts,
+        regime=regime_of(case.ledger, lines),
+        findings=_ordered(found),
+        abstained=tuple(abstained),
+        roofline=lines and msgspec.structs.replace(lines, lines=lines.lines[:MOST_LINES]),
+        **_of_ledger(case),
+        **_of_variance(case),
+    )
+
+
+def _ordered(found: Any) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda f: (f.information, -f.recoverable_ns[1])))
+
+
+def _of_ledger(case: Case) -> dict[str, Any]:
+    if case.trace is None or case.ledger is None:
+        return {}
+    judged, ledger = quality(case.trace), case.ledger
+    remarks = (*judged.notes, *ledger.notes)
+    if case.series is not None and ledger.kind == "cpu":
+        remarks = case.trace.notes  # whoever runs it on the CPU expects no GPU in it
+    return {
+        "steps": tuple(StepTime(s.index, s.total_ns, s.slices) for s in ledger.steps),
+        "marked": ledger.marked,
+        "gpu": ledger.gpu,
+        "problems": judged.problems,
+        "remarks": remarks,
+    }
+
+
+def _of_variance(case: Case) -> dict[str, Any]:
+    if case.variance is None:
+        return {}
+    return {
+        "variance_shares": case.variance.shares,
+        "why_no_variance_shares": case.variance.reason,
+        "kernel_variance": case.variance.kernels,
+        "slowest": tuple(case.variance.slowest),
+    }
+
+
+def _with_capture(explanation: Explanation, seen: Capture) -> Explanation:
+    return msgspec.structs.replace(
+        explanation,
+        abstained=(*seen.gaps, *explanation.abstained),
+        measured=seen.measured.period,
+        distortion=seen.distortion,
+        notes=msgspec.to_builtins(seen.notes),
+        failed=seen.failed,
+        interrupted=seen.interrupted,
+    )

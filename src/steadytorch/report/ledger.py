@@ -1,0 +1,92 @@
+"""Where a step goes, in the terminal: a bar of all slices and its legend."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.text import Text
+
+from steadytorch.explain.result import Explanation
+from steadytorch.report.text import duration, plain, print_indented, share
+
+_MOST_SLICES = 8
+_LEAST_SHARE = 0.005
+"""Smaller slices are added up in the bar and its legend."""
+_FILLS = "█▓▒░#=+:-"
+_COLOURS = ("blue", "cyan", "magenta", "green", "red", "yellow", "bright_blue", "white", "dim")
+_NAMES = {
+    "gpu_kernel": "kernels",
+    "gpu_communication": "communication",
+    "gpu_memcpy": "copies",
+    "gpu_memset": "fills",
+    "idle_data_wait": "idle: waiting for data",
+    "idle_synchronisation": "idle: synchronisation",
+    "idle_compile": "idle: compiling, loading",
+    "idle_allocation": "idle: allocation",
+    "idle_gc": "idle: garbage collection",
+    "idle_launch": "idle: launching",
+    "idle_cross_stream": "idle: another stream",
+    "idle_profiler": "idle: the profiler",
+    "cpu_compute": "products, convolutions",
+    "cpu_elementwise": "elementwise operators",
+    "cpu_copy": "copies",
+    "cpu_operator": "other operators",
+    "cpu_communication": "communication",
+    "cpu_data_wait": "waiting for data",
+    "cpu_waiting": "waiting for threads",
+    "cpu_compile": "compiling, loading",
+    "cpu_allocation": "allocation",
+    "cpu_gc": "garbage collection",
+    "cpu_python": "Python, framework",
+    "cpu_profiler": "the profiler",
+    "unknown": "unknown",
+}
+_SLICE = re.compile(r"\b(?:gpu|idle|cpu)_[a-z_]+\b")
+
+
+def render_ledger(console: Console, result: Explanation) -> None:
+    """Prints the bar over the width of the console, and a line for each slice."""
+    slices, total = shown_slices(result), result.step_ns
+    console.print()
+    console.print(Text("Where a step goes", "bold"))
+    bar = Text()
+    for place, columns in enumerate(_columns([t for _, t in slices], console.width - 2)):
+        bar.append(_FILLS[place] * columns, _COLOURS[place])
+    print_indented(console, bar)
+    for place, (label, time_ns) in enumerate(slices):
+        line = Text.assemble(
+            (_FILLS[place], _COLOURS[place]),
+            f" {label:<26}{share(time_ns, total):>7}  {duration(time_ns):>10}",
+        )
+        print_indented(console, line)
+
+
+def shown_slices(result: Explanation) -> list[tuple[str, float]]:
+    """Label and mean time of the slices worth a line, the others added up at the end, in ns."""
+    means = {name: value for name, value in result.mean_slices_ns().items() if value > 0}
+    ranked = sorted(means, key=lambda name: -means[name])[:_MOST_SLICES]
+    large = {name for name in ranked if means[name] >= _LEAST_SHARE * result.step_ns}
+    small = [name for name in means if name not in large]
+    if len(small) == 1:
+        large, small = large | set(small), []
+    slices = [(_NAMES.get(name, plain(name)), means[name]) for name in means if name in large]
+    if small:
+        slices.append((f"{len(small)} others", sum(means[name] for name in small)))
+    return slices
+
+
+def _columns(times: list[float], width: int) -> list[int]:
+    """Columns for each, in proportion, adding up to `width`; the largest remainders round up."""
+    total = sum(times) or 1.0
+    exact = [value / total * width for value in times]
+    whole = [int(value) for value in exact]
+    ranked = sorted(range(len(times)), key=lambda i: whole[i] - exact[i])
+    for place in ranked[: width - sum(whole)]:
+        whole[place] += 1
+    return whole
+
+
+def in_words(text: str) -> str:
+    """The text with names of slices as a reader knows them from the legend."""
+    return _SLICE.sub(lambda found: _NAMES.get(found[0], found[0]), text)

@@ -1,0 +1,345 @@
+"""Shapes that vary, served by few plans: inputs padded to a bucket, outputs cut back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.runtime.agreement import bound, disagreement
+from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
+from steadytorch.transforms.copying import copy_with
+from steadytorch.workload.signature import map_tensors, signature, tensors_of
+
+MOST_REMEMBERED = 1000
+"""Buckets, each with its other dimensions, that are kept in mind."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Sizes = dict[str, tuple[int, int]]
+"""By name of a dimension the size that came and the bucket's, where they differ."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A call brought to its bucket.
+
+    Attributes:
+        args: positional arguments, padded tensors in new memory.
+        kwargs: keyword arguments.
+        slice_outputs: cuts what a call with them returned to the rows that were asked for; raises
+            `UnsupportedError` where the outputs do not have the form that was verified.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    slice_outputs: Callable[[Any], Any]
+
+
+class _Cut(NamedTuple):
+    """Which dimension of which output (in the order of leaves) follows which padded dimension."""
+
+    leaf: int
+    dim: int
+    name: str
+
+
+class _Refused(Exception):  # noqa: N818 - carries a finding, and is no fault of ours
+    """Why a bucket cannot be used, in words."""
+
+
+class _Unverifiable(_Refused):
+    """Why this call cannot tell; another may."""
+
+
+class Buckets:
+    """Pads inputs to the nearest bucket, where that is shown to leave the results alone.
+
+    When a bucket is first needed, the untouched model runs unpadded and padded, on copies of the
+    inputs, with buffers of its own and its random numbers put back, so that nothing of it is seen
+    outside. Each padded dimension is tried alone, which shows which output dimensions move with it:
+    these are cut, whatever their numbers are. Then all are padded together, and the outputs, cut,
+    must equal the unpadded ones in shape, type and values (class `same`). Where nothing was
+    said about the padding of a floating-point input, it is also filled with random values, which
+    must make no difference: zeros alone would let a maximum over the batch pass. A value given as
+    `pad` is taken to mean something to the model, as it does in an attention mask. That makes three
+    or more untouched calls, in which forward hooks of the model run too.
+
+    What fails (statistics, softmax or mean over the batch, randomness) is refused for this bucket
+    with the reason. Verified is the bucket, not each size within it.
+
+    Args:
+        buckets: see `padding.declared`.
+        model: the untouched model.
+
+    Raises:
+        UsageError: the declaration makes no sense.
+    """
+
+    def __init__(self, buckets: Mapping[str, Any], model: Any) -> None:
+        self._dimensions = declared(buckets)
+        self._model = model
+        self._known: dict[Any, tuple[_Cut, ...] | str] = {}
+        self._lock = Lock()
+
+    def fit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fitted | str:
+        """The call brought to its bucket, or the reason to run the model on the inputs as they are.
+
+        Inputs that have a bucket's size already are returned as they came. Reasons are drawn from a
+        bounded set of texts, fit to count calls by.
+        """
+        try:
+            sizes = self._sizes(args, kwargs)
+            if not sizes:
+                return Fitted(args, kwargs, _whole)
+            padded = self._padded(args, kwargs, sizes)
+            cuts = self._cuts_for((args, dict(kwargs)), padded, sizes)
+        except _Refused as refused:
+            return str(refused)
+        except UsageError:
+            return "these inputs have no signature"
+        except Exception as error:  # tensors that cannot be narrowed, values that do not fit
+            return f"the inputs could not be padded: {type(error).__name__}"
+        return Fitted(*padded, functools.partial(_cut, cuts, sizes))
+
+    # -- padding --------------------------------------------------------------------------------
+
+    def _sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sizes:
+        found: dict[str, set[int]] = {dimension.name: set() for dimension in self._dimensions}
+        for place, argument in _by_place(args, kwargs):
+            for tensor in _tensors(argument):
+                for dimension in self._dimensions:
+                    index = dimension.index_in(place, tensor)
+                    if index is not None:
+                        found[dimension.name].add(tensor.shape[index])
+        sizes = {d.name: _grown(d, found[d.name]) for d in self._dimensions}
+        return {name: (size, bucket) for name, (size, bucket) in sizes.items() if size < bucket}
+
+    def _padded(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        sizes: Sizes,
+        noise: bool = False,
+    ) -> Arguments:
+        """Pads along the dimensions in `sizes`; `noise` stands in where no value was stated."""
+        dimensions = [d for d in self._dimensions if d.name in sizes]
+
+        def pad(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+            extensions = []
+            for dimension in dimensions:
+                index = dimension.index_in(place, tensor)
+                if index is not None:
+                    value = dimension.value_for(place)
+                    if value is None and not (noise and tensor.is_floating_point()):
+                        value = 0
+                    extensions.append(Extension(index, sizes[dimension.name][1], value))
+            if extensions and tensor.layout != torch.strided:
+                raise _Refused("an input to be padded is not a dense tensor")
+            return extended(tensor, extensions) if extensions else tensor
+
+        done = {
+            place: pad(place, argument)
+            if type(argument) is torch.Tensor
+            else map_tensors(functools.partial(pad, place), argument)
+            for place, argument in _by_place(args, kwargs)
+        }
+        return tuple(done[i] for i in range(len(args))), {name: done[name] for name in kwargs}
+
+    # -- verification ---------------------------------------------------------------------------
+
+    def _cuts_for(self, given: Arguments, padded: Arguments, sizes: Sizes) -> tuple[_Cut, ...]:
+        key = (_layout(*padded), tuple(sizes), getattr(self._model, "training", None))
+        known = self._known.get(key)
+        if known is None:
+            known = self._first_sight(key, given, sizes)
+        if isinstance(known, str):
+            raise _Refused(known)
+        return known
+
+    def _first_sight(self, key: Any, given: Arguments, sizes: Sizes) -> tuple[_Cut, ...] | str:
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+            if len(self._known) >= MOST_REMEMBERED:
+                return "too many shapes besides the buckets"
+            self._known[key] = "its bucket is being verified"
+        try:
+            found = self._found(given, sizes)
+        except BaseException:  # interrupted, or to be tried with another call
+            del self._known[key]
+            raise
+        self._known[key] = found
+        return found
+
+    def _found(self, given: Arguments, sizes: Sizes) -> tuple[_Cut, ...] | str:
+        try:
+            return self._verified(given, sizes)
+        except _Unverifiable:
+            raise
+        except _Refused as refused:
+            return str(refused)
+        except Exception as error:
+            return f"its bucket could not be verified: {_line(error)}"
+
+    def _tells_padding(self, given: Arguments, sizes: Sizes) -> bool:
+        """Whether real rows differ from padding; a model that mixes them is not seen otherwise."""
+        dimensions = [d for d in self._dimensions if d.name in sizes]
+        for place, argument in _by_place(*given):
+            values = [d.value_for(place) for d in dimensions]
+            for tensor in _tensors(argument):
+                if any(d.index_in(place, tensor) is not None for d in dimensions):
+                    free = tensor.is_floating_point() and None in values
+                    if free or any(bool((tensor != (v or 0)).any()) for v in values):
+                        return True
+        return False
+
+    @torch.no_grad()
+    def _verified(self, given: Arguments, sizes: Sizes) -> tuple[_Cut, ...]:
+        if not self._tells_padding(given, sizes):
+            raise _Unverifiable("nothing but padding in the inputs: other inputs must verify")
+        model = _apart(self._model)
+        devices = {t.device for t in tensors_of(given) if t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
+            expected = _unpadded(model, given)
+            cuts: tuple[_Cut, ...] = ()
+            for name, size in sizes.items():
+                found = _run(model, self._padded(*given, {name: size}))
+                cuts += _moved(expected, found, name, size)
+            _refuse_shared(cuts)
+            limit = bound("same", self._model, given)
+            for noise in (False, True):
+                found = _run(model, self._padded(*given, sizes, noise))
+                fault = disagreement(_cut(cuts, sizes, found), expected, limit)
+                if fault is not None:
+                    raise _Refused(f"padding changes the results: {fault}")
+        return cuts
+
+
+def _unpadded(model: Any, given: Arguments) -> Any:
+    args, kwargs = map_tensors(torch.clone, given)
+    try:
+        expected = model(*args, **kwargs)
+    except Exception as error:
+        raise _Unverifiable("the model raises on these inputs") from error
+    if disagreement((args, kwargs), given, 0.0) is not None:
+        raise _Refused("the model writes to its inputs")
+    return expected
+
+
+def _run(model: Any, padded: Arguments) -> Any:
+    # What is not padded is the caller's own.
+    args, kwargs = map_tensors(torch.clone, padded)
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise _Refused(f"the model fails on padded inputs: {_line(error)}") from error
+
+
+def _apart(model: Any) -> Any:
+    """A copy that shares the weights but has buffers of its own."""
+    if not isinstance(model, nn.Module):
+        return model
+    try:
+        return copy_with(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
+    except Exception as error:
+        raise _Refused(f"the model cannot be copied: {_line(error)}") from error
+
+
+def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple[_Cut, ...]:
+    """Which output dimensions went from `size[0]` to `size[1]` when that input dimension did."""
+    leaves, nesting = pytree.tree_flatten(expected)
+    found_leaves, found_nesting = pytree.tree_flatten(found)
+    if found_nesting != nesting:
+        raise _Refused("padding changes how the outputs are nested")
+    cuts = []
+    for i, (ref, out) in enumerate(zip(leaves, found_leaves, strict=True)):
+        if not isinstance(ref, torch.Tensor):
+            continue
+        if not isinstance(out, torch.Tensor) or out.dim() != ref.dim():
+            raise _Refused(f"padding changes the number of dimensions of output {i}")
+        for dim, (before, after) in enumerate(zip(ref.shape, out.shape, strict=True)):
+            if before == after:
+                continue
+            if (before, after) != size:
+                raise _Refused(
+                    f"dimension {dim} of output {i} follows {name}, but is not of its size"
+                )
+            cuts.append(_Cut(i, dim, name))
+    return tuple(cuts)
+
+
+def _refuse_shared(cuts: tuple[_Cut, ...]) -> None:
+    places = [(cut.leaf, cut.dim) for cut in cuts]
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            raise _Refused(f"dimension {place[1]} of output {place[0]} follows several buckets")
+
+
+def _whole(outputs: Any) -> Any:
+    """Outputs of a call that was not padded."""
+    return outputs
+
+
+def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
+    leaves, nesting = pytree.tree_flatten(outputs)
+    whole = list(leaves)
+    for leaf, dim, name in cuts:
+        size, bucket = sizes[name]
+        tensor = leaves[leaf] if leaf < len(leaves) else None
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[dim : dim + 1] != (bucket,):
+            raise UnsupportedError("the padded call returned outputs other than those verified")
+        leaves[leaf] = tensor.narrow(dim, 0, size)
+    for i, tensor in enumerate(leaves):
+        if tensor is not whole[i] and not tensor.is_contiguous():
+            leaves[i] = tensor.clone()  # strides as the model's own, which `view` relies on
+    return pytree.tree_unflatten(leaves, nesting)
+
+
+def _grown(dimension: Dimension, found: set[int]) -> tuple[int, int]:
+    """The size that came and its bucket's."""
+    name = dimension.name
+    if not found:
+        raise _Refused(f"no input has the dimension of {name}")
+    if len(found) > 1:
+        raise _Refused(f"the inputs differ along {name}")
+    (size,) = found
+    bucket = dimension.bucket(size)
+    if bucket is None:
+        raise _Refused(f"{name} exceeds its largest bucket")
+    if size == 0:
+        raise _Refused(f"{name} is empty")
+    return size, bucket
+
+
+def _by_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Place, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    return [argument] if type(argument) is torch.Tensor else tensors_of(argument)
+
+
+def _layout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a verification is specific to: layouts, devices, constants and nesting."""
+    flat: list[Any] = []
+    for place, value in _by_place(args, kwargs):
+        if type(value) is torch.Tensor:
+            flat.append((place, value.shape, value.stride(), value.dtype, value.device))
+        elif value is None or type(value) in (bool, int, str):
+            flat.append((place, type(value), value))
+        else:  # exact as well, and ten times slower
+            devices = [t.device for t in tensors_of((args, dict(kwargs)))]
+            return signature(args, kwargs), tuple(devices)
+    return tuple(flat)
+
+
+def _line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0][:100]
+    return f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in first)}"

@@ -1,0 +1,306 @@
+"""From the arguments of a call to what serves it: the key, what stands in the way, and the entry.
+
+Everything here that a served call passes through is written for speed. Keys are made of what
+PyTorch hands out without allocation; counters need no lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _set_grad_enabled
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from steadytorch.errors import PlanError
+from steadytorch.runtime.executors import Executor
+from steadytorch.runtime.settings import needed
+from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.base import Candidate
+from steadytorch.workload.signature import Signature, signature, tensors_of
+
+NO_PLAN = "no plan for these inputs"
+NEEDS_GRADIENT = "gradients of the inputs are needed"
+NOT_FASTER = "nothing was faster than the untouched model"
+
+_EXACT = frozenset({bool, int, str, type(None)})
+"""Types whose values are equal only where their `repr` is: floats have two zeros."""
+
+
+class Arrival(NamedTuple):
+    """A call of a signature that is seen for the first time."""
+
+    model: nn.Module
+    signature: Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The plan that a candidate comes from, and what it promised.
+
+    Attributes:
+        plan: its id.
+        saved_ns: what a call was measured to take less than the untouched model, in ns.
+        break_even_calls: after how many calls setting it up is paid back; None if not known.
+        tolerance: relative L2 error that was allowed; None for the default of its precision.
+    """
+
+    plan: str
+    saved_ns: float
+    break_even_calls: int | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What is to serve a signature.
+
+    Attributes:
+        candidate: the transforms to run; None for no plan, empty for a plan to leave it untouched.
+        reason: why the model runs untouched; a fixed text, fit to count calls by.
+        detail: more about that, for the log and the report.
+        origin: where the candidate comes from.
+        again: is asked at each call that this leaves untouched; True resolves anew.
+        error: to raise instead of running the model.
+    """
+
+    candidate: Candidate | None
+    reason: str = NO_PLAN
+    detail: str = ""
+    origin: Origin | None = None
+    again: Callable[[], bool] | None = None
+    error: PlanError | None = None
+
+
+Resolver = Callable[[Arrival], Resolution]
+"""Says what serves a signature. It must not call the model."""
+
+
+class Ticks:
+    """A count that threads raise without a lock, by calling `tick`."""
+
+    __slots__ = ("_lock", "_looks", "tick")
+
+    def __init__(self) -> None:
+        counter = itertools.count()
+        self.tick = counter.__next__
+        self._looks = 0
+        self._lock = Lock()
+
+    def value(self) -> int:
+        """How often `tick` was called."""
+        with self._lock:
+            found = self.tick() - self._looks
+            self._looks += 1
+            return found
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What serves one signature.
+
+    Attributes:
+        signature: of the calls; None where there is none.
+        resolution: what it was made from.
+        reason: why the model runs untouched; None where `executor` serves.
+        executor: what was built.
+        call: of the executor; None runs the model untouched.
+        trial: watches the calls until the executor has proved itself.
+        is_proved: whether it has.
+        is_frozen: whether the executor must not run once weights have changed.
+        is_padded: whether calls are padded to another signature, which serves them.
+        hits: calls that the executor answered.
+        others: calls that the model answered.
+        finding: of the canary.
+    """
+
+    signature: Signature | None
+    resolution: Resolution
+    reason: str | None = None
+    executor: Executor | None = None
+    call: Callable[..., Any] | None = None
+    trial: Any = None
+    is_proved: bool = False
+    is_frozen: bool = False
+    is_padded: bool = False
+    hits: Ticks = field(default_factory=Ticks)
+    others: Ticks = field(default_factory=Ticks)
+    finding: str = ""
+
+    def prove(self) -> None:
+        """Ends the trial."""
+        self.trial, self.is_proved = None, True
+
+    def retire(self, reason: str) -> None:
+        """The model runs untouched from now on; calls on their way end as they began."""
+        self.reason, self.call, self.trial, self.is_proved = reason, None, None, False
+
+
+def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A cheap stand-in for the signature: equal keys imply equal signatures and devices.
+
+    Raises:
+        Exception: these arguments have no signature.
+    """
+    if len(args) == 1 and not kwargs:
+        a = args[0]
+        if type(a) is Tensor:
+            return a.shape, a.stride(), a.dtype, a.device, a.layout
+    key = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(a)
+        if kind is Tensor:
+            key.append((a.shape, a.stride(), a.dtype, a.device, a.layout))
+        elif kind in _EXACT:
+            key.append((kind, a))
+        else:
+            return full_key(signature(args, kwargs), args, kwargs)
+    return (*key, *kwargs) if kwargs else tuple(key)
+
+
+def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The signature with the devices that it leaves out; the same for any order of keywords.
+
+    Raises:
+        TypeError: one of the tensors is sparse, or of a class of its own, which may mean anything.
+    """
+    tensors = tensors_of((args, {name: kwargs[name] for name in sorted(kwargs)}))
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            raise TypeError(f"one of the inputs is a {tensor.layout} {type(tensor).__name__}")
+    return found, tuple([tensor.device for tensor in tensors])
+
+
+def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call must run untouched whatever serves its signature, or None."""
+    if _is_any_autocast_enabled():
+        return "called under autocast"
+    if _is_transformed():
+        return (
+            "called inside of a transformation of PyTorch's (vmap, jvp, compile, a dispatch mode)"
+        )
+    if is_grad_enabled():
+        for a in (*args, *kwargs.values()) if kwargs else args:
+            if type(a) is Tensor:
+                if a.requires_grad:
+                    return NEEDS_GRADIENT
+            elif type(a) not in _EXACT and any(t.requires_grad for t in tensors_of(a)):
+                return NEEDS_GRADIENT
+    return None
+
+
+def _is_transformed() -> bool:
+    return bool(
+        _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or is_compiling()
+    )
+
+
+class Gate:
+    """What keeps calls of all signatures from being served tuned.
+
+    Attributes:
+        off: the reason, or None.
+        mode: train or eval, as the model was when executors were built.
+    """
+
+    __slots__ = ("mode", "off")
+
+    def __init__(self, mode: bool) -> None:
+        self.off: str | None = None
+        self.mode = mode
+
+
+Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def runner(
+    weights: Weights,
+    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any]], Any],
+    stale: Run,
+) -> Run:
+    """Makes the function that calls an entry's executor and looks at the weights.
+
+    Args:
+        weights: of the model.
+        failed: answers a call in which the executor raised, or (None) is gone meanwhile.
+        stale: answers a call whose result may be that of other weights.
+    """
+
+    def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = entry.call
+        if call is None:  # retired by another thread
+            return failed(entry, None, args, kwargs)
+        # What `torch.no_grad` does, at an eighth of its time.
+        records = is_grad_enabled()
+        try:
+            if records:
+                _set_grad_enabled(False)
+            result = call(*args, **kwargs)
+        except Exception as error:
+            _set_grad_enabled(records)  # the untouched model is called as the caller would
+            return failed(entry, error, args, kwargs)
+        finally:
+            if records:
+                _set_grad_enabled(True)
+        # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
+        if entry.is_frozen and weights.changed():
+            return stale(entry, args, kwargs)
+        entry.hits.tick()
+        return result
+
+    return run
+
+
+def fast_path(
+    model: nn.Module, gate: Gate, found: dict[Any, Entry], run: Run, with_care: Serve
+) -> Serve:
+    """The way of a call that nothing stands in: one look-up, one executor, no lock.
+
+    It is a closure because looking up attributes of an `nn.Module` takes a good part of the time
+    that dispatch may take.
+
+    Args:
+        model: the untouched model.
+        gate: where closed, every call is left to `with_care`.
+        found: entry by quick key.
+        run: calls an executor that has proved itself.
+        with_care: answers all other calls.
+    """
+    attributes, get = vars(model), found.get
+    if "training" not in attributes:  # a scripted model
+        return with_care
+
+    def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+                a = args[0]
+                entry = get((a.shape, a.stride(), a.dtype, a.device, a.layout))
+            else:
+                entry = get(quick_key(args, kwargs))
+        except Exception:  # no signature
+            return with_care(args, kwargs)
+        if (
+            entry is None
+            or not entry.is_proved
+            or gate.off is not None
+            or attributes["training"] is not gate.mode
+            or needed.alive
+            or obstacle(args, kwargs) is not None
+        ):
+            return with_care(args, kwargs)
+        return run(entry, args, kwargs)
+
+    return serve

@@ -1,0 +1,249 @@
+"""The table of a tuned module: which signature is served by what, filled at first sight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from steadytorch import transforms
+from steadytorch.errors import SteadyError, UnsupportedError
+from steadytorch.runtime import settings
+from steadytorch.runtime.agreement import bound
+from steadytorch.runtime.buckets import Buckets
+from steadytorch.runtime.canary import Canary
+from steadytorch.runtime.dispatch import (
+    NOT_FASTER,
+    Arrival,
+    Entry,
+    Resolution,
+    Resolver,
+    full_key,
+)
+from steadytorch.runtime.executors import build
+from steadytorch.runtime.probation import FirstCall, OnTrial
+from steadytorch.runtime.report import Serving
+from steadytorch.runtime.state import KEEPS_STATE
+from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.base import Candidate
+from steadytorch.workload.signature import Signature, signature
+from steadytorch.workload.workload import Workload
+
+log = logging.getLogger("steadytorch")
+
+STALE = "weights changed since the plan was applied"
+NOT_APPLIED = "the plan could not be applied"
+MOST_REMEMBERED = 1000
+"""Signatures without an executor that are kept in mind, and texts that are logged once."""
+_PADDED = Resolution(None, "its inputs are padded")
+_CLASSES = ("same", "tf32", "fp16", "bf16")
+"""Classes of precision, from the narrowest tolerance to the widest."""
+
+
+class Options(NamedTuple):
+    """How a tuned module serves.
+
+    Attributes:
+        alias_outputs: whether outputs may be buffers that the next call overwrites.
+        buckets: pads inputs where the user declared how; None for never.
+        canary: whether the first calls of a plan are checked against the untouched model.
+    """
+
+    alias_outputs: bool = False
+    buckets: Buckets | None = None
+    canary: bool = False
+
+
+class Entries:
+    """Resolves each signature once, builds its executor once, whichever thread comes first.
+
+    Args:
+        model: the untouched model.
+        resolve: says what serves a signature.
+        options: how.
+
+    Attributes:
+        found: entry by quick key; read without a lock.
+        weights: of the model, as they were when the first executor was built.
+    """
+
+    def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
+        self._model, self._resolve, self._options = model, resolve, options
+        self.found: dict[Any, Entry] = {}
+        self.weights = Weights(model)
+        self._by_signature: dict[Any, Entry] = {}
+        self._resolutions: dict[Any, Resolution] = {}
+        self._is_built = False
+        self._lock = RLock()
+        self._warned: set[str] = set()
+
+    def first_sight(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """The entry for a call whose key is not among those found.
+
+        Raises:
+            Exception: these arguments have no signature.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return Entry(None, Resolution(None), "called while a CUDA graph is recorded")
+        described = signature(args, kwargs)
+        whole = full_key(described, args, kwargs)
+        # Both this and building run models, which may wait for `TURNS`: no lock may be held then.
+        padded = self._is_padded(args, kwargs)
+        with self._lock:
+            if whole not in self._by_signature and whole not in self._resolutions:
+                arrival = Arrival(self._model, described, args, kwargs)
+                self._resolutions[whole] = _PADDED if padded else self._resolved(arrival)
+        with settings.TURNS, self._lock:
+            entry = self._by_signature.get(whole)
+            resolution = self._resolutions.pop(whole, None)
+            if entry is None and resolution is not None:
+                entry = self._made(described, resolution, args, kwargs)
+            if entry is not None:
+                self._remember(key, whole, entry)
+                return entry
+        # Another thread has used the answer, and forgotten the entry since.
+        return self.first_sight(key, args, kwargs)
+
+    def forget(self, entry: Entry) -> None:
+        """Has the next call of this entry's signature resolved anew."""
+        with self._lock:
+            self._drop(lambda other: other is entry)
+
+    def retire_frozen(self, reason: str) -> None:
+        """The model itself serves from now on what was made from other weights."""
+        for entry in list(self._by_signature.values()):
+            if entry.is_frozen:
+                entry.retire(reason)
+
+    def close(self) -> None:
+        """Frees the executors and forgets the signatures."""
+        with settings.TURNS, self._lock:
+            entries = list(self._by_signature.values())
+            self._drop(lambda entry: True)
+            self._is_built = False
+        for entry in reversed(entries):
+            executor, entry.executor = entry.executor, None
+            entry.retire("closed")
+            try:
+                if executor is not None:
+                    executor.close()
+            except Exception as error:
+                log.warning("a plan was not undone cleanly: %s", one_line(error))
+
+    def servings(self) -> list[Serving]:
+        """What is known of each signature, those with the most calls first."""
+        found = [_serving(entry) for entry in list(self._by_signature.values())]
+        return sorted(found, key=lambda each: -(each.hits + each.others))
+
+    def warn(self, message: str) -> None:
+        """Logs a warning the first time."""
+        if message not in self._warned and len(self._warned) < MOST_REMEMBERED:
+            self._warned.add(message)
+            log.warning("%s", message)
+
+    def _is_padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a bucket has to be looked at before each call."""
+        buckets = self._options.buckets
+        if buckets is None:
+            return False
+        fitted = buckets.fit(args, kwargs)
+        return isinstance(fitted, str) or fitted.args is not args
+
+    def _resolved(self, arrival: Arrival) -> Resolution:
+        try:
+            return self._resolve(arrival)
+        except Exception as error:
+            return Resolution(None, NOT_APPLIED, one_line(error))
+
+    def _made(
+        self,
+        described: Signature,
+        resolution: Resolution,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Entry:
+        if resolution is _PADDED:
+            return Entry(described, resolution, resolution.reason, is_padded=True)
+        entry = Entry(described, resolution, resolution.reason)
+        if resolution.candidate:
+            self._build(entry, resolution.candidate, args, kwargs)
+        elif resolution.candidate is not None:
+            entry.reason = NOT_FASTER
+        if resolution.detail and resolution.error is None:
+            self.warn(f"running untouched: {entry.reason}: {resolution.detail}")
+        return entry
+
+    def _build(
+        self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._is_built:
+            self.weights.remember()
+        elif self.weights.changed():  # to take these as unchanged would hide it from the others
+            entry.reason = STALE
+            return
+        try:
+            executor = build(self._model, args, kwargs, candidate, self._options.alias_outputs)
+        except Exception as error:
+            kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)
+            entry.reason = KEEPS_STATE if kept else NOT_APPLIED
+            self.warn(f"running untouched: the plan could not be applied: {one_line(error)}")
+            return
+        self._is_built = True
+        entry.executor, entry.call, entry.reason = executor, executor.call, None
+        entry.is_frozen = not executor.is_live
+        device = Workload(self._model, args, kwargs).device
+        if not self._options.canary:
+            entry.trial = FirstCall(executor, self.weights, device)
+            return
+        tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
+        limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
+        canary = Canary(limit, alias_outputs=self._options.alias_outputs)
+        entry.trial = OnTrial(executor, self.weights, device, canary)
+
+    def _remember(self, key: Any, whole: Any, entry: Entry) -> None:
+        # Inputs that never repeat must not fill the memory.
+        if entry.executor is None:
+            idle = [e for e in self._by_signature.values() if e.executor is None]
+            if entry not in idle and len(idle) >= MOST_REMEMBERED:
+                self._drop(lambda other: other is idle[0])
+        self.found[key] = self._by_signature[whole] = entry
+
+    def _drop(self, unwanted: Any) -> None:
+        for table in (self.found, self._by_signature):
+            for key in [key for key, entry in list(table.items()) if unwanted(entry)]:
+                del table[key]
+
+
+def _precision(candidate: Candidate) -> str:
+    """The class of the transform that lowers the precision most."""
+    found = {transforms.create(spec).precision for spec in candidate}
+    return max(found, key=_CLASSES.index, default="same")
+
+
+def _serving(entry: Entry) -> Serving:
+    candidate, origin = entry.resolution.candidate, entry.resolution.origin
+    return Serving(
+        signature=str(entry.signature),
+        executor=" + ".join(map(str, candidate or ())) if entry.call is not None else None,
+        reason=entry.reason,
+        detail=entry.resolution.detail,
+        hits=entry.hits.value(),
+        others=entry.others.value(),
+        plan=None if origin is None else origin.plan,
+        saved_per_call_ns=0.0 if origin is None else origin.saved_ns,
+        break_even_calls=None if origin is None else origin.break_even_calls,
+        finding=entry.finding,
+    )
+
+
+def one_line(error: Exception) -> str:
+    """An error as one printable line."""
+    lines = str(error).strip().splitlines()
+    # Compilers announce the cause in one line and name it in the next.
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    first = "".join(c if c.isprintable() else "?" for c in text)[:300]
+    return first if isinstance(error, SteadyError) else f"{type(error).__name__}: {first}"

@@ -1,0 +1,124 @@
+"""Building the executor of a candidate, and what must be known of it to serve it safely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _set_grad_enabled
+
+from steadytorch import transforms
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.runtime.settings import is_process_wide, setting_flags
+from steadytorch.runtime.state import KEEPS_STATE, State
+from steadytorch.transforms.base import Candidate, Scoped, Transform
+from steadytorch.workload.workload import Workload
+
+Call = Callable[..., Any]
+
+_RECORDS = "cuda_graph"
+
+
+@dataclass(frozen=True)
+class Executor:
+    """A candidate, live.
+
+    Attributes:
+        call: takes what the model takes.
+        is_live: whether each call runs the model itself, with its weights and modules as they are.
+        modules: the module trees that calls may run: the model, and its converted copies.
+        static: arguments at fixed addresses that a call need not copy, or None.
+        close: undoes everything.
+    """
+
+    call: Call
+    is_live: bool
+    modules: list[nn.Module]
+    static: tuple[tuple[Any, ...], dict[str, Any]] | None
+    close: Callable[[], None]
+
+
+def build(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    candidate: Candidate,
+    alias_outputs: bool = False,
+) -> Executor:
+    """Applies a candidate to the model for the inputs at hand.
+
+    Args:
+        model: the untouched model; it is left as it was found.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+        candidate: transforms in the order of their application.
+        alias_outputs: whether outputs may be the buffers that the next call overwrites.
+
+    Raises:
+        UsageError: the transforms are unknown or cannot be combined.
+        UnsupportedError: one of them cannot be applied here.
+    """
+    if len(candidate) > len(transforms.names()) or transforms.conflict(candidate):
+        raise UsageError("its transforms cannot be combined")
+    parts = [transforms.create(spec) for spec in candidate]
+    stack = ExitStack()
+    try:
+        return _apply(parts, Workload(model, args, kwargs), stack, alias_outputs)
+    except BaseException:
+        stack.close()
+        raise
+
+
+def _apply(
+    parts: list[Transform], workload: Workload, stack: ExitStack, alias_outputs: bool
+) -> Executor:
+    modules, sets_flags, is_live = [workload.model], False, True
+    for part in parts:
+        before = workload.model
+        workload = stack.enter_context(_unremembered(part, workload, modules))
+        now = workload.model
+        if now is before:
+            continue
+        if isinstance(now, Scoped):
+            sets_flags |= is_process_wide(part.name)
+        else:
+            is_live = False
+            # A recorded graph is replayed without the calls that were recorded.
+            sets_flags &= part.name != _RECORDS
+        if isinstance(now, nn.Module):
+            modules.append(now)
+    if sets_flags:
+        stack.enter_context(setting_flags())
+    call = workload.model
+    static = getattr(call, "static_inputs", None)
+    if alias_outputs:
+        call = getattr(call, "aliasing", call)
+    return Executor(call, is_live, modules, static, stack.close)
+
+
+def without_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Makes a call that records no gradients: `torch.no_grad` at an eighth of its time."""
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    _set_grad_enabled(False)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _set_grad_enabled(True)
+
+
+@contextmanager
+def _unremembered(
+    part: Transform, workload: Workload, modules: list[nn.Module]
+) -> Iterator[Workload]:
+    """Applies a transform; recording runs the model a few times, which it must not remember."""
+    state = State(modules, keep=True) if part.name == _RECORDS else None
+    with part.applied(workload) as changed:
+        if state is not None and state.changed():
+            state.restore()
+            raise UnsupportedError(KEEPS_STATE)
+        yield changed

@@ -1,0 +1,104 @@
+"""What became of the calls, as data and as text."""
+
+from __future__ import annotations
+
+import msgspec
+
+TUNED = "tuned"
+_UNTOUCHED = "untouched: "
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """One signature and what serves it.
+
+    Attributes:
+        signature: the inputs as people read them; padded ones are listed under their bucket too.
+        executor: the transforms in order, None for the untouched model.
+        reason: why the model runs untouched, None where it does not.
+        detail: more about that.
+        hits: calls that the executor answered.
+        others: calls of this signature that the untouched model answered.
+        plan: id of the plan.
+        saved_per_call_ns: what a call was measured to take less than the untouched model, when the
+            plan was made.
+        break_even_calls: calls after which the set-up is paid back; None if it is not known.
+        finding: what the canary found; empty while it is looking, or where there is none.
+    """
+
+    signature: str
+    executor: str | None
+    reason: str | None
+    detail: str
+    hits: int
+    others: int
+    plan: str | None
+    saved_per_call_ns: float
+    break_even_calls: int | None
+    finding: str
+
+    @property
+    def saved_ns(self) -> float:
+        """What the calls so far were spared, going by the plan's own measurement."""
+        return self.hits * self.saved_per_call_ns
+
+    def __str__(self) -> str:
+        head = f"{self.signature}: {self.executor or 'untouched'}, {self.hits + self.others} calls"
+        return ", ".join(part for part in (head, self._why(), self._gain()) if part)
+
+    def _why(self) -> str:
+        said = [part for part in (self.reason, self.detail, self.finding) if part]
+        return "; ".join(dict.fromkeys(said))
+
+    def _gain(self) -> str:
+        if not self.hits or not self.saved_per_call_ns:
+            return ""
+        text = f"{self.saved_ns * 1e-9:.3g} s saved by plan {self.plan}"
+        if self.break_even_calls is None:
+            return text
+        if self.hits >= self.break_even_calls:
+            return f"{text}, set-up paid back"
+        return f"{text}, set-up paid back at {self.break_even_calls} calls"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a tuned module did so far.
+
+    Attributes:
+        calls: how many calls ran `tuned`, and how many `untouched: <reason>`.
+        signatures: the signatures seen and remembered, those with the most calls first.
+        off: why nothing is served tuned, None where something may be.
+    """
+
+    calls: dict[str, int]
+    signatures: tuple[Serving, ...] = ()
+    off: str | None = None
+
+    @property
+    def hits(self) -> int:
+        """Calls that ran tuned."""
+        return self.calls.get(TUNED, 0)
+
+    @property
+    def misses(self) -> int:
+        """Calls of signatures that have no executor, for want of a plan or after its demotion."""
+        return sum(each.others for each in self.signatures if each.executor is None)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Calls that ran untouched, by reason."""
+        untouched = {k: n for k, n in self.calls.items() if k.startswith(_UNTOUCHED)}
+        return {reason.removeprefix(_UNTOUCHED): n for reason, n in untouched.items()}
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that tuned calls were spared, going by the plans' own measurements."""
+        return 1e-9 * sum(each.saved_ns for each in self.signatures)
+
+    def __str__(self) -> str:
+        total = sum(self.calls.values())
+        lines = [f"{self.hits} of {total} calls tuned, {self.saved_s:.3g} s saved"]
+        if self.off is not None:
+            lines.append(f"off: {self.off}")
+        lines += [f"  {count} untouched: {why}" for why, count in self.fallbacks.items()]
+        lines += [f"  {each}" for each in self.signatures]
+        return "\n".join(lines)

@@ -1,0 +1,47 @@
+"""Keeping calls apart that need different process-wide settings of PyTorch.
+
+A plan may set flags around each of its calls (TF32, cuDNN's modes, the attention backend). They
+hold for the whole process: two threads in calls that set them differently would compute under each
+other's, and put back what they found in the wrong order. So while any such executor is alive, the
+calls of all tuned modules take turns. On a GPU a call launches and returns, so that little is lost;
+with none alive there is no lock. Calls of models that no tuned module makes are out of reach: where
+another thread runs those, tune without these transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+
+TURNS = RLock()
+"""Held by every call while `needed`, and while executors are built. Taken before other locks."""
+
+_THREAD_LOCAL = frozenset({"inference_mode", "threads"})
+"""Transforms whose scope is that of the calling thread alone."""
+
+
+class _Needed:
+    """How many live executors set process-wide flags; true if any do."""
+
+    alive = 0
+
+
+needed = _Needed()
+
+
+def is_process_wide(transform: str) -> bool:
+    """Whether a transform that sets something around each call sets it for all threads."""
+    return transform not in _THREAD_LOCAL
+
+
+@contextmanager
+def setting_flags() -> Iterator[None]:
+    """Counts one more live executor that sets flags."""
+    with TURNS:
+        needed.alive += 1
+    try:
+        yield
+    finally:
+        with TURNS:
+            needed.alive -= 1

@@ -1,0 +1,75 @@
+"""Standing in for a model: everything but the call is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Self
+
+from torch import nn
+
+
+class StandIn(nn.Module):
+    """Has the attributes, parameters, buffers, submodules and state dict of a model.
+
+    Args:
+        model: what it stands in for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        state = self.__dict__  # past nn.Module, which would register the model as a child
+        del state["training"]  # the model's own shows through
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            state[registry] = getattr(model, registry)
+        state["_model"] = model
+
+    def _switch_off(self, reason: str) -> None:
+        """Is told what was done to the model through this module."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever is not the wrapper's own is the model's."""
+        model = self.__dict__.get("_model")
+        if model is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets it on the model, whose numbers it may change, unless it is the wrapper's own."""
+        if name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+            return
+        setattr(self._model, name, value)
+        if name != "training":
+            self._switch_off(f"{name} was set")
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
+        """Those of the model; parameters and buffers follow from it."""
+        yield from self._model.named_modules(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Calls a function with each module of the model; executors built before end with it."""
+        self._switch_off("a function was applied to the model")
+        self._model.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads into the model; executors built before are not used again."""
+        self._switch_off("weights were loaded")
+        return self._model.load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switches the model; a plan serves only the mode that it was applied in."""
+        self._model.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._switch_off("the model was moved or converted")
+        self._model._apply(fn, recurse)
+        return self

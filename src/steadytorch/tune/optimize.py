@@ -1,0 +1,233 @@
+"""Benchmark mode at run time: per input shape a stored plan, or a search on first sight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadytorch.errors import PlanError, SteadyError, UsageError
+from steadytorch.plan.plan import Plan
+from steadytorch.quantities import parse_bytes, parse_duration
+from steadytorch.runtime.buckets import Buckets
+from steadytorch.runtime.churn import WITHHELD, ChurnGuard
+from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
+from steadytorch.runtime.entries import Options as Serving
+from steadytorch.runtime.module import TunedModule
+from steadytorch.tune.select import Options
+from steadytorch.tune.session import Session
+from steadytorch.workload.signature import Signature, map_tensors
+from steadytorch.workload.workload import Workload
+
+MODES = ("replay", "tune", "strict", "off")
+TRAINING = "the model is in training mode"
+SEARCHING = "its plan is being searched for"
+FAILED = "the search for a plan failed"
+
+_log = logging.getLogger("steadytorch")
+
+
+def optimize(
+    model: nn.Module,
+    mode: str = "replay",
+    *,
+    store: str | Path | None = None,
+    objective: str = "latency",
+    precision: str = "same",
+    tolerance: float | None = None,
+    budget: str | float = "3m",
+    max_memory: str | int | None = None,
+    background: bool = False,
+    buckets: Mapping[str, Any] | None = None,
+    canary: bool = True,
+    alias_outputs: bool = False,
+    seed: int = 0,
+) -> TunedModule:
+    """A module that serves `model` by the plans for it: benchmark mode for the whole model.
+
+    Each signature of inputs is looked up once: in memory, then in the store. What has no plan runs
+    untouched; in mode `tune` it is searched for a plan first. The environment variable
+    `STEADYTORCH_MODE=off` leaves everything untouched.
+
+    Args:
+        model: the untouched model, on the device it is to run on, in evaluation mode.
+        mode: `replay` serves stored plans; `tune` also searches where there is none, as long as
+            signatures repeat often enough for that to pay; `strict` raises where there is none;
+            `off` runs the model untouched.
+        store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
+        objective: `latency`, `p99` or `throughput`.
+        precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
+        tolerance: relative L2 error allowed for a lower precision; None for the class's default.
+        budget: wall-clock time of each search, such as `"3m"`, `"90s"` or seconds.
+        max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
+        background: whether to search in a thread, the untouched model serving meanwhile; otherwise
+            the first call of a signature waits for its search. Either way candidates run in worker
+            processes.
+        buckets: dimensions of the inputs that may be padded, such as `{"batch": [1, 8, 32]}`; only
+            the padded signatures have plans then.
+        canary: whether the first calls of each plan are checked and timed against the untouched
+            model, on the real inputs; a plan that is wrong or slower is not served.
+        alias_outputs: whether outputs may be buffers that the next call overwrites.
+        seed: of verification inputs and block order.
+
+    Returns:
+        A module with the call signature, attributes and state of `model`.
+
+    Raises:
+        UsageError: `model` is no `nn.Module`, or an argument is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"optimize takes an nn.Module, got {type(model).__name__}: "
+            "call it in the forward of one"
+        )
+    if isinstance(model, TunedModule):
+        raise UsageError("optimize takes the untouched model, got a tuned one: pass what it wraps")
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
+    asked = Options(
+        objective=objective,
+        precision=precision,
+        tolerance=tolerance,
+        budget_s=parse_duration(budget),
+        max_memory_bytes=None if max_memory is None else parse_bytes(max_memory),
+        seed=seed,
+    )
+    if tolerance is not None and precision == "same":
+        raise UsageError(
+            f"tolerance {tolerance} with precision same: name a lower precision to use a tolerance"
+        )
+    serving = Serving(alias_outputs, None if buckets is None else Buckets(buckets, model), canary)
+    source = PlanSource(asked, mode, store, background)
+    return TunedModule(model, source, _off if mode == "off" else None, serving)
+
+
+def _off(model: nn.Module) -> str:
+    return "mode is off"
+
+
+class PlanSource:
+    """Finds the plan for an arrival: in the store, else by a search where the mode says so.
+
+    Args:
+        options: what is asked of plans.
+        mode: replay, tune or strict.
+        store: folder of the plan store; None for the default one.
+        background: whether searches run in a thread.
+    """
+
+    def __init__(
+        self, options: Options, mode: str, store: str | Path | None, background: bool
+    ) -> None:
+        self._options, self._mode, self._store = options, mode, store
+        self._guard = ChurnGuard()
+        self._searches = _Searches() if background else None
+        self._found: dict[Any, Resolution] = {}
+
+    def __call__(self, arrival: Arrival) -> Resolution:
+        """What serves these inputs.
+
+        Raises:
+            KeyboardInterrupt: a search was interrupted; its workers are gone.
+        """
+        if arrival.model.training:
+            return Resolution(None, TRAINING)
+        workload = Workload(arrival.model, arrival.args, arrival.kwargs)
+        try:
+            session = Session(workload, self._options, None, self._store)
+        except SteadyError as error:
+            return Resolution(None, NO_PLAN, str(error))
+        plan, reason = session.look_up()
+        if plan is not None:
+            return _served(plan)
+        if self._mode == "strict":
+            error = PlanError(f"no stored plan for {workload.name} ({arrival.signature}): {reason}")
+            return Resolution(None, NO_PLAN, reason, error=error)
+        if self._mode != "tune":
+            return Resolution(None, NO_PLAN, reason)
+        return self._tuned(session, arrival.signature)
+
+    def _tuned(self, session: Session, signature: Signature) -> Resolution:
+        key = session.key.digest
+        if key in self._found:  # a search in the background that has ended
+            return self._found.pop(key)
+        if self._guard.observe(key) is not None:
+            return Resolution(
+                None,
+                WITHHELD,
+                self._guard.why(),
+                again=lambda: self._guard.observe(key) is None,
+            )
+        if self._searches is None:
+            return self._search(session)
+        # The caller may write to its inputs while the search is on.
+        session.workload = _with_own_inputs(session.workload)
+        done = self._searches.start(lambda: self._found.__setitem__(key, self._search(session)))
+        return Resolution(None, SEARCHING, again=done.is_set)
+
+    def _search(self, session: Session) -> Resolution:
+        try:
+            result = session.search()
+            if result.interrupted:
+                raise KeyboardInterrupt
+            plan = session.keep(result)
+        except SteadyError as error:
+            return Resolution(None, FAILED, str(error))
+        except Exception as error:
+            return Resolution(None, FAILED, f"{type(error).__name__}: {error}")
+        served = _served(plan)
+        saved_ns = 0.0 if served.origin is None or not plan.candidate else served.origin.saved_ns
+        self._guard.paid(plan.evidence.search_s, 1e-9 * saved_ns)
+        return served
+
+
+def _served(plan: Plan) -> Resolution:
+    return Resolution(plan.candidate, origin=plan.origin)
+
+
+def _with_own_inputs(workload: Workload) -> Workload:
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    inputs, kwargs = map_tensors(own, (workload.inputs, dict(workload.kwargs)))
+    return Workload(workload.model, inputs, kwargs, workload.name)
+
+
+class _Searches:
+    """One search after another, in a thread that ends when there is none left."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Any, Event]] = SimpleQueue()
+        self._lock = Lock()
+        self._is_running = False
+
+    def start(self, search: Any) -> Event:
+        """Queues a search; the event is set when it is over."""
+        done = Event()
+        with self._lock:
+            self._waiting.put((search, done))
+            if not self._is_running:
+                self._is_running = True
+                # The process may end meanwhile: workers end with it.
+                Thread(target=self._run, name="steadytorch-search", daemon=True).start()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._waiting.empty():
+                    self._is_running = False
+                    return
+                search, done = self._waiting.get()
+            try:
+                search()
+            except BaseException as error:  # the thread serves those that wait
+                _log.warning("a search in the background ended: %s", type(error).__name__)
+            finally:
+                done.set()

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.errors import PlanError
+from steadytorch.runtime.dispatch import Resolution
+from steadytorch.runtime.entries import Options, one_line
+from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms.base import TransformSpec
+
+from .conftest import CANDIDATES, NO_PLAN, answer, copy_into
+
+LIVE = (TransformSpec("inference_mode"),)
+
+
+class Script:
+    """Resolves by a list of answers, the last one for good."""
+
+    def __init__(self, *answers):
+        self.answers, self.seen = list(answers), []
+
+    def __call__(self, arrival):
+        self.seen.append(arrival)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+def test_an_answer_that_asks_to_be_asked_again_is(model, x):
+    ready = iter([False, False, True])
+    waiting = Resolution(None, "not yet", again=lambda: next(ready))
+    script = Script(waiting, Resolution(LIVE))
+    tuned = TunedModule(model, script)
+    for _ in range(5):
+        assert torch.equal(answer(tuned, x), answer(model, x))
+    assert tuned.report().calls == {"untouched: not yet": 2, "tuned": 3}
+    assert len(script.seen) == 2
+
+
+def test_the_resolver_is_told_the_whole_call(model, x):
+    script = Script(Resolution(None))
+    TunedModule(model, script)(x, scale=2.0)
+    (arrival,) = script.seen
+    assert arrival.model is model
+    assert arrival.args[0] is x
+    assert arrival.kwargs == {"scale": 2.0}
+
+
+def test_an_error_is_raised_at_each_call_and_the_model_not_run(x):
+    class Never(nn.Module):
+        def forward(self, x):
+            raise AssertionError
+
+    tuned = TunedModule(Never().eval(), Script(Resolution(None, error=PlanError("none"))))
+    for _ in range(2):
+        with pytest.raises(PlanError, match="none"):
+            tuned(x)
+    assert tuned.report().hits == 0
+
+
+def test_details_are_logged_once_and_shown(model, x, caplog):
+    tuned = TunedModule(model, Script(Resolution(None, detail="torch was 1, is 2")))
+    for batch in (x, x[:1], x):
+        tuned(batch)
+    assert caplog.text.count("torch was 1, is 2") == 1
+    assert [s.detail for s in tuned.report().signatures] == ["torch was 1, is 2"] * 2
+
+
+def test_keywords_in_another_order_share_one_executor(flexible, x):
+    tuned = TunedModule(flexible, Script(Resolution(LIVE)))
+    tuned({"left": x}, times=2, mode="a")
+    tuned({"left": x}, mode="a", times=2)
+    (served,) = tuned.report().signatures
+    assert served.hits == 2
+
+
+def test_refreshed_it_serves_the_new_weights(model, x, serving):
+    tuned = TunedModule(model, serving(CANDIDATES["all"], x))
+    tuned(x)
+    copy_into(model, x)
+    tuned(x)
+    tuned.refresh()
+    torch.testing.assert_close(tuned(x), answer(model, x))
+    assert tuned.report().hits == 2
+
+
+def test_refreshing_asks_anew_whether_anything_fits(model, x):
+    reasons = iter(["it does not fit", None])
+    tuned = TunedModule(model, Script(Resolution(LIVE)), lambda model: next(reasons))
+    tuned(x)
+    tuned.refresh()
+    tuned(x)
+    assert tuned.report().calls == {"untouched: it does not fit": 1, "tuned": 1}
+
+
+def test_refreshing_follows_the_mode_of_the_model(model, x):
+    tuned = TunedModule(model.train(), Script(Resolution(None)))
+    tuned.eval()
+    tuned(x)
+    tuned.refresh()
+    tuned(x)
+    assert tuned.report().calls[NO_PLAN] == 1
+
+
+def test_options_default_to_the_safe_ones():
+    assert Options() == (False, None, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "ValueError: a"),
+        (RuntimeError("why:\nbecause\nmore"), "RuntimeError: why: because"),
+        (PlanError("tune again"), "tune again"),
+        (OSError("\x1b[2Jgone"), "OSError: ?[2Jgone"),
+        (KeyError(), "KeyError: "),
+    ],
+)
+def test_errors_become_one_printable_line(error, line):
+    assert one_line(error) == line

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.runtime import executors
+from steadytorch.runtime.executors import build, without_gradients
+from steadytorch.transforms.base import TransformSpec
+
+from .conftest import CANDIDATES, answer
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_an_executor_answers_like_the_model_and_knows_its_weights(model, x, name):
+    executor = build(model, (x,), {}, CANDIDATES[name])
+    loose = {"rtol": 0.05, "atol": 0.05} if name == "cast_weights" else {}
+    torch.testing.assert_close(answer(executor.call, x), answer(model, x), **loose)
+    assert executor.is_live == (name == "inference_mode")
+    assert executor.modules[0] is model
+    assert len(executor.modules) == {"all": 3, "inference_mode": 1}.get(name, 2)
+    assert executor.static is None
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [(TransformSpec("channels_last"),) * 2, (TransformSpec("nothing_known"),)],
+)
+def test_what_cannot_be_combined_is_refused(model, x, candidate):
+    with pytest.raises(UsageError):
+        build(model, (x,), {}, candidate)
+
+
+class Recording(executors.Transform):
+    """Runs the model while it is applied, as recording a graph does."""
+
+    name, risk = executors._RECORDS, None
+
+    def applies_to(self, workload, facts):
+        raise AssertionError
+
+    @contextmanager
+    def applied(self, workload):
+        for _ in range(3):
+            workload.model(*workload.inputs)
+
+        def replay(x):
+            return workload.model(x)
+
+        vars(replay).update(static_inputs=((1,), {}), aliasing=lambda x: "aliased")
+        yield workload.with_model(replay)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    monkeypatch.setattr(executors.transforms, "create", lambda spec: Recording())
+    monkeypatch.setattr(executors.transforms, "conflict", lambda candidate: None)
+    return (TransformSpec(executors._RECORDS),)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.total += 1
+        self.calls += 1
+        return x + self.total
+
+
+def test_recording_a_model_with_a_memory_is_refused_and_undone(recording):
+    model = Counting().eval()
+    with pytest.raises(UnsupportedError, match="keeps state"):
+        build(model, (torch.ones(1),), {}, recording)
+    assert (model.calls, model.total.item()) == (0, 0)
+
+
+def test_static_inputs_and_aliased_outputs_are_there_where_they_were_asked_for(recording):
+    model, x = nn.ReLU().eval(), torch.ones(1)
+    executor = build(model, (x,), {}, recording)
+    assert executor.static == ((1,), {})
+    assert not executor.is_live
+    assert executor.call(x).item() == 1
+    assert build(model, (x,), {}, recording, alias_outputs=True).call(x) == "aliased"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_not_recorded_and_the_mode_is_put_back(enabled):
+    layer = nn.Linear(2, 2)
+    with torch.set_grad_enabled(enabled):
+        assert not without_gradients(layer, (torch.ones(2),), {}).requires_grad
+        assert torch.is_grad_enabled() == enabled
+        with pytest.raises(RuntimeError):
+            without_gradients(layer, (torch.ones(3),), {})
+        assert torch.is_grad_enabled() == enabled

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.canary import Canary
+from steadytorch.runtime.executors import build
+from steadytorch.runtime.probation import WRITES, FirstCall, OnTrial
+from steadytorch.runtime.state import DRAWS, KEEPS_STATE
+from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.base import TransformSpec
+
+LIVE = (TransformSpec("inference_mode"),)
+COPY = (TransformSpec("channels_last"),)
+CPU = torch.device("cpu")
+X = torch.ones(1, 3, 4, 4)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 2, 1)
+        self.register_buffer("total", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.before()
+        return self.layer(x) * 0 + self.total + self.calls
+
+    def before(self):
+        pass
+
+
+class Writes(Base):
+    def before(self):
+        self.total += 1
+
+
+class Replaces(Base):
+    def before(self):
+        self.total = self.total + 1
+
+
+class Counts(Base):
+    def before(self):
+        self.calls += 1
+
+
+class Draws(Base):
+    def before(self):
+        torch.rand(1)
+
+
+FAULTS = [(Base, None), (Writes, WRITES), (Counts, KEEPS_STATE), (Draws, DRAWS)]
+
+
+def watched(model, candidate, canary=None):
+    weights = Weights(model)
+    weights.remember()
+    executor = build(model, (X,), {}, candidate)
+    if canary is None:
+        watch = FirstCall(executor, weights, CPU)
+    else:
+        watch = OnTrial(executor, weights, CPU, canary)
+
+    def answer():
+        with torch.no_grad():
+            return watch.answer(lambda: executor.call(X), lambda: model(X), [X])
+
+    return answer
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_the_first_call_shows_what_the_model_does(kind, fault, candidate):
+    model = kind().eval()
+    outcome = watched(model, candidate)()
+    assert (outcome.fault, outcome.settled, outcome.of_model) == (fault, True, fault is not None)
+    assert outcome.result.max() == model.total + model.calls
+    assert model.total + model.calls == (kind in (Writes, Counts))
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_a_buffer_that_is_replaced_stays_an_ordinary_tensor(candidate):
+    model = Replaces().eval()
+    outcome = watched(model, candidate)()
+    assert outcome.fault in (WRITES, KEEPS_STATE)
+    assert outcome.result.max() == model.total == 1
+    assert not model.total.is_inference()
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_random_numbers_are_those_that_the_untouched_model_would_draw(candidate):
+    answer, other = watched(Draws().eval(), candidate), Draws().eval()
+    torch.manual_seed(2)
+    answer()
+    found = torch.rand(1)
+    torch.manual_seed(2)
+    other(X)
+    assert torch.equal(found, torch.rand(1))
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_the_canary_runs_a_model_with_a_memory_once_a_call(kind, fault):
+    model = kind().eval()
+    outcome = watched(model, COPY, Canary(1e-4))()
+    assert (outcome.fault, outcome.of_model) == (fault, fault is not None)
+    assert outcome.tuned == (fault is None)
+    assert outcome.result.max() == model.total + model.calls
+    assert model.total + model.calls == (kind in (Writes, Counts))
+
+
+def test_on_trial_it_goes_on_until_the_canary_has_found_something():
+    answer = watched(Base().eval(), COPY, Canary(1e-4, looks=(12,), spacing=1))
+    outcomes = [answer() for _ in range(13)]
+    assert [outcome.settled for outcome in outcomes] == [False] * 12 + [True]
+    assert outcomes[-1].finding is not None
+    assert outcomes[-1].finding.judgement.pairs == 12
+
+
+def test_what_is_wrong_is_answered_by_the_model():
+    model = Base().eval()
+    executor = build(model, (X,), {}, LIVE)
+    weights = Weights(model)
+    weights.remember()
+    trial = OnTrial(executor, weights, CPU, Canary(1e-4))
+    outcome = trial.answer(lambda: model(X) + 1, lambda: model(X), [X])
+    assert torch.equal(outcome.result, model(X))
+    assert outcome.fault.startswith("wrong")
+    assert not outcome.of_model

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.state import Draws, State
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("memory", torch.zeros(2))
+        self.calls, self.rate = 0, 0.5
+        self.cache, self.table, self.hidden = [], {}, torch.zeros(1)
+
+
+CHANGES = {
+    "number": lambda m: setattr(m, "calls", m.calls + 1),
+    "new attribute": lambda m: setattr(m, "fresh", 1),
+    "gone": lambda m: delattr(m, "rate"),
+    "list": lambda m: m.cache.append(1),
+    "dictionary": lambda m: m.table.update(a=1),
+    "tensor replaced": lambda m: setattr(m, "hidden", torch.zeros(1)),
+    "tensor written": lambda m: m.hidden.add_(1),
+    "buffer replaced": lambda m: setattr(m, "memory", m.memory + 1),
+    "buffer written": lambda m: m.memory.add_(1),
+    "of a submodule": lambda m: setattr(m.layer, "last", 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_call_leaves_behind_is_seen_and_put_back(change):
+    model = Model()
+    memory = model.memory
+    state = State([model], keep=True)
+    assert not state.changed()
+    CHANGES[change](model)
+    assert state.changed()
+    state.restore()
+    assert model.memory is memory
+    assert memory.tolist() == [0, 0]
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.layer(torch.ones(2)),
+        lambda m: setattr(m, "rate", float("0.5")),
+        lambda m: m.zero_grad(),
+    ],
+)
+def test_a_call_that_leaves_nothing_behind_changes_nothing(call):
+    model = Model()
+    state = State([model])
+    call(model)
+    assert not state.changed()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_weights_that_are_computed_anew_at_each_call_are_no_state():
+    model = nn.utils.weight_norm(nn.Linear(2, 2))
+    state = State([model])
+    model(torch.ones(2))
+    assert not state.changed()
+
+
+def test_tensors_that_inference_mode_left_behind_become_ordinary():
+    model = Model()
+    state = State([model])
+    with torch.inference_mode():
+        model.memory = model.memory + 1
+        model.hidden = model.hidden + 1
+    state.mend()
+    assert not model.memory.is_inference()
+    assert not model.hidden.is_inference()
+    assert model.memory.tolist() == [1, 1]
+
+
+def test_random_numbers_that_were_drawn_are_seen_and_drawn_again():
+    draws = Draws(torch.device("cpu"))
+    assert not draws.happened()
+    first = torch.rand(3)
+    assert draws.happened()
+    draws.undo()
+    assert not draws.happened()
+    assert torch.equal(torch.rand(3), first)

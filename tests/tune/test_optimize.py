@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from faulty import Slow
+from torch import nn
+
+from steadytorch import transforms
+from steadytorch.device.facts import load_facts
+from steadytorch.errors import PlanError, UsageError
+from steadytorch.plan.fingerprint import make_key
+from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
+from steadytorch.plan.store import Store
+from steadytorch.runtime.churn import WITHHELD
+from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms.base import TransformSpec
+from steadytorch.tune import optimize as module_under_test
+from steadytorch.tune import trial
+from steadytorch.tune.optimize import SEARCHING, TRAINING, optimize
+from steadytorch.tune.session import Session
+from steadytorch.workload.workload import Workload
+
+CANDIDATE = (TransformSpec("inference_mode"),)
+NO_PLAN = "untouched: no plan for these inputs"
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8)
+
+
+def evidence():
+    slow, fast = (Timing("latency", ns, None, ns, None, 10) for ns in (2e6, 1e6))
+    return Evidence(
+        baseline=slow,
+        winner=fast,
+        speedup=Speedup(2.0, 1.9, 2.1, "process", "faster", 12),
+        break_even_calls=3,
+        regime="launch-bound",
+        reference="float64",
+        trials=(),
+        not_applicable={},
+        not_tried={},
+        search_s=1.0,
+    )
+
+
+def make_plan(model, x, candidate=CANDIDATE, **asked):
+    workload = Workload(model, (x,))
+    asked = {
+        "objective": "latency",
+        "precision": "same",
+        "tolerance": None,
+        "max_memory_bytes": None,
+        **asked,
+    }
+    signature = workload.signature()
+    key = make_key(workload, signature, load_facts("cpu"), ambient=transforms.ambient(), **asked)
+    return Plan(
+        name="net",
+        signature=signature,
+        candidate=candidate,
+        evidence=evidence(),
+        key=key,
+        created="2026-01-01T00:00:00+00:00",
+        version="0.1.0",
+    )
+
+
+def store_plan(folder, plan):
+    assert Store(folder).put(plan.key, plan)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path, model, x):
+    """One plan, for `x`."""
+    return store_plan(tmp_path / "store", make_plan(model, x))
+
+
+def equal(tuned, model, x):
+    with torch.no_grad():
+        return torch.equal(tuned(x), model(x))
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Searches that end at once, or when they are let; counts them."""
+    made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
+    made.may_end.set()
+
+    def search(self, watcher=None):
+        made.threads.append(threading.current_thread())
+        made.keys.append(self.key.digest)
+        assert made.may_end.wait(60)
+        if made.error is not None:
+            raise made.error
+        return SimpleNamespace(interrupted=False, chosen=CANDIDATE, evidence=evidence)
+
+    monkeypatch.setattr(Session, "search", search)
+    return made
+
+
+# -- modes --------------------------------------------------------------------------------------
+
+
+def test_a_stored_plan_is_replayed_for_its_signature_and_no_other(model, x, store):
+    tuned = optimize(model, store=store, canary=False)
+    assert isinstance(tuned, TunedModule)
+    for _ in range(3):
+        assert equal(tuned, model, x)
+        assert equal(tuned, model, x[:1])
+    assert tuned.report().calls == {"tuned": 3, NO_PLAN: 3}
+
+
+def test_the_report_names_the_plan_and_sets_the_gain_against_the_break_even(model, x, store):
+    tuned = optimize(model, store=store, canary=False)
+    for _ in range(2):
+        tuned(x)
+    (served,) = tuned.report().signatures
+    assert (served.executor, served.plan) == ("inference_mode", make_plan(model, x).id)
+    assert served.saved_ns == 2e6
+    assert "paid back at 3 calls" in str(tuned.report())
+    tuned(x)
+    assert "set-up paid back" in str(tuned.report())
+
+
+def test_a_miss_is_logged_once_with_the_fields_that_differ(model, x, tmp_path, caplog):
+    plan = make_plan(model, x, objective="p99")
+    tuned = optimize(model, store=store_plan(tmp_path, plan), canary=False)
+    for _ in range(3):
+        tuned(x)
+    assert tuned.report().calls == {NO_PLAN: 3}
+    assert caplog.text.count("objective was p99, is latency") == 1
+
+
+def test_a_plan_to_leave_it_untouched_does_so(model, x, tmp_path):
+    tuned = optimize(model, store=store_plan(tmp_path, make_plan(model, x, ())))
+    tuned(x)
+    assert tuned.report().calls == {"untouched: nothing was faster than the untouched model": 1}
+
+
+def test_strict_raises_on_a_miss_each_time_and_serves_a_hit(model, x, store):
+    tuned = optimize(model, "strict", store=store, canary=False)
+    assert equal(tuned, model, x)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="no stored plan for Sequential"):
+            tuned(x[:1])
+    assert tuned.report().hits == 1
+
+
+def test_off_is_always_untouched(model, x, store):
+    tuned = optimize(model, "off", store=store)
+    assert equal(tuned, model, x)
+    assert tuned.report().calls == {"untouched: mode is off": 1}
+
+
+@pytest.mark.parametrize("value", ["off", " OFF "])
+@pytest.mark.parametrize("how", ["optimize", "strict", "apply"])
+def test_the_environment_switches_everything_off(model, x, store, monkeypatch, value, how):
+    monkeypatch.setenv("STEADYTORCH_MODE", value)
+    plan = make_plan(model, x)
+    mode = "strict" if how == "strict" else "replay"
+    tuned = plan.apply(model) if how == "apply" else optimize(model, mode, store=store)
+    assert equal(tuned, model, x)
+    assert equal(tuned, model, x[:1])
+    tuned.refresh()
+    tuned(x)
+    assert tuned.report().calls == {"untouched: STEADYTORCH_MODE is off": 3}
+
+
+# -- tuning -------------------------------------------------------------------------------------
+
+
+def test_a_new_signature_is_searched_for_once_and_served(model, x, tmp_path, searches):
+    tuned = optimize(model, "tune", store=tmp_path, canary=False)
+    for _ in range(3):
+        assert equal(tuned, model, x)
+    assert len(searches.keys) == 1
+    assert tuned.report().calls == {"tuned": 3}
+    again = optimize(model, "strict", store=tmp_path, canary=False)
+    assert equal(again, model, x)
+
+
+def test_in_the_background_the_untouched_model_serves_meanwhile(model, x, tmp_path, searches):
+    searches.may_end.clear()
+    tuned = optimize(model, "tune", store=tmp_path, canary=False, background=True)
+    for inputs in (x, x, x[:1]):
+        assert equal(tuned, model, inputs)
+    assert tuned.report().calls == {f"untouched: {SEARCHING}": 3}
+    searches.may_end.set()
+    deadline = time.monotonic() + 60
+    while tuned.report().hits < 2 and time.monotonic() < deadline:
+        assert equal(tuned, model, x)
+        assert equal(tuned, model, x[:1])
+    assert tuned.report().hits >= 2
+    assert len(set(searches.keys)) == len(searches.keys) == 2
+    assert threading.current_thread() not in searches.threads
+
+
+def test_what_is_searched_with_is_not_what_the_caller_writes_to(model, x, tmp_path, monkeypatch):
+    seen, may_look = [], threading.Event()
+
+    def search(self, watcher=None):
+        assert may_look.wait(60)
+        seen.append(self.workload.inputs[0].clone())
+        raise UsageError("enough")
+
+    monkeypatch.setattr(Session, "search", search)
+    tuned, before = optimize(model, "tune", store=tmp_path, background=True), x.clone()
+    tuned(x)
+    x.zero_()
+    may_look.set()
+    deadline = time.monotonic() + 60
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert torch.equal(seen[0], before)
+
+
+@pytest.mark.parametrize("error", [UsageError("the budget is too small"), OSError("disk")])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_search_that_fails_leaves_the_model_untouched_and_says_why(
+    model, x, tmp_path, searches, caplog, error, background
+):
+    searches.error = error
+    tuned = optimize(model, "tune", store=tmp_path, background=background)
+    deadline = time.monotonic() + 60
+    while str(error) not in caplog.text and time.monotonic() < deadline:
+        assert equal(tuned, model, x)
+    assert caplog.text.count(str(error)) == 1
+    assert tuned.report().hits == 0
+    assert len(searches.keys) == 1
+
+
+def test_ctrl_c_during_a_search_is_the_callers(model, x, tmp_path, searches):
+    searches.error = KeyboardInterrupt()
+    tuned = optimize(model, "tune", store=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(x)
+    searches.error = None
+    assert equal(tuned, model, x)
+
+
+def test_signatures_that_churn_are_not_searched_for(model, tmp_path, searches, caplog):
+    tuned = optimize(model, "tune", store=tmp_path, canary=False)
+    inputs = [torch.randn(size, 8) for size in range(1, 13)]
+    for x in inputs:
+        assert equal(tuned, model, x)
+    withheld = len(inputs) - len(searches.keys)
+    assert 0 < len(searches.keys) < len(inputs)
+    assert tuned.report().calls[f"untouched: {WITHHELD}"] == withheld
+    assert "signatures in" in caplog.text
+
+
+@pytest.mark.usefixtures("faulty_transforms", "no_process_left")
+def test_a_real_search_in_worker_processes(tmp_path, monkeypatch):
+    quick = TransformSpec("quick")
+    monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
+    monkeypatch.setattr(Session, "_options_that_apply", lambda self: ([quick], {}))
+    torch.manual_seed(0)
+    model, x = Slow().eval(), torch.randn(2, 8)
+    tuned = optimize(model, "tune", store=tmp_path, budget="10m", canary=False)
+    assert equal(tuned, model, x)
+    assert tuned.report().calls == {"tuned": 1}
+    assert tuned.report().signatures[0].executor == "quick"
+
+
+# -- the first calls ----------------------------------------------------------------------------
+
+
+def test_the_canary_lets_a_sound_plan_pass(model, x, store):
+    tuned = optimize(model, store=store)
+    for _ in range(200):
+        assert equal(tuned, model, x)
+    (served,) = tuned.report().signatures
+    assert served.finding
+    assert "wrong" not in served.finding
+
+
+def test_the_canary_demotes_a_plan_that_is_wrong(model, x, store, monkeypatch, caplog):
+    monkeypatch.setattr(
+        "steadytorch.transforms.base.Scoped.__call__",
+        lambda self, *args: self.model(*args) * 1.01,
+    )
+    tuned = optimize(model, store=store)
+    for _ in range(3):
+        assert equal(tuned, model, x)
+    assert tuned.report().hits == 0
+    (served,) = tuned.report().signatures
+    assert "demoted: wrong" in served.reason
+    assert caplog.text.count("demoted: wrong") == 1
+
+
+class Remembering(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * 0 + self.calls
+
+
+@pytest.mark.parametrize("canary", [True, False])
+def test_a_model_with_a_memory_runs_untouched_and_each_call_counts_once(x, tmp_path, canary):
+    model = Remembering().eval()
+    tuned = optimize(model, store=store_plan(tmp_path, make_plan(model, x)), canary=canary)
+    assert [tuned(x).max().item() for _ in range(4)] == [1, 2, 3, 4]
+    assert "untouched: the model keeps state between its calls" in tuned.report().calls
+
+
+class Noisy(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 4)
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn(4)
+
+
+@pytest.mark.parametrize("canary", [True, False])
+def test_a_model_that_draws_random_numbers_draws_the_same_ones(x, tmp_path, canary):
+    model = Noisy().eval()
+    tuned = optimize(model, store=store_plan(tmp_path, make_plan(model, x)), canary=canary)
+    torch.manual_seed(4)
+    found = [tuned(x) for _ in range(3)]
+    torch.manual_seed(4)
+    for each in found:
+        torch.testing.assert_close(each, model(x), rtol=0, atol=0)
+
+
+# -- buckets ------------------------------------------------------------------------------------
+
+
+def test_shapes_in_between_are_served_by_the_plan_of_their_bucket(model, tmp_path):
+    store_plan(tmp_path, make_plan(model, torch.randn(8, 8)))
+    tuned = optimize(model, store=tmp_path, buckets={"batch": [8]}, canary=False)
+    for size in (3, 8, 5, 3):
+        x = torch.randn(size, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(tuned(x), model(x))
+    assert tuned.report().calls == {"tuned": 4}
+
+
+def test_what_fits_no_bucket_and_what_has_no_plan_run_untouched(model, tmp_path):
+    store_plan(tmp_path, make_plan(model, torch.randn(8, 8)))
+    tuned = optimize(model, store=tmp_path, buckets={"batch": [4, 8]}, canary=False)
+    for size in (3, 9):
+        x = torch.randn(size, 8)
+        assert equal(tuned, model, x)
+    assert tuned.report().hits == 0
+    assert NO_PLAN in tuned.report().calls
+
+
+# -- misuse -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"mode": "fast"}, "unknown mode 'fast'"),
+        ({"budget": "soon"}, "soon"),
+        ({"max_memory": "much"}, "much"),
+        ({"objective": "glory"}, "glory"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"tolerance": 0.1}, "lower precision"),
+        ({"buckets": {"batch": []}}, "batch"),
+    ],
+)
+def test_a_wrong_argument_is_named(model, arguments, hint):
+    with pytest.raises(UsageError, match=hint):
+        optimize(model, **arguments)
+
+
+@pytest.mark.parametrize("thing", [lambda x: x, None, 3, "resnet50"])
+def test_what_is_no_module_is_a_misuse_that_is_named(thing):
+    with pytest.raises(UsageError, match=f"nn.Module, got {type(thing).__name__}"):
+        optimize(thing)
+
+
+def test_a_tuned_module_is_not_tuned_again(model):
+    with pytest.raises(UsageError, match="untouched model"):
+        optimize(optimize(model))
+
+
+def test_a_model_in_training_mode_runs_untouched(x, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout())
+    tuned = optimize(model, store=tmp_path)
+    torch.manual_seed(1)
+    found = tuned(x)
+    torch.manual_seed(1)
+    assert torch.equal(found, model(x))
+    assert found.requires_grad
+    assert tuned.report().calls == {f"untouched: {TRAINING}": 1}
+
+
+def test_a_resolver_that_breaks_leaves_the_model_untouched(model, x, tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(module_under_test, "Session", broken)
+    tuned = optimize(model, store=tmp_path)
+    assert equal(tuned, model, x)
