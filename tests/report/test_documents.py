@@ -13,6 +13,7 @@ from steadytorch.report.documents import (
     SCHEMA,
     compare_document,
     doctor_document,
+    explain_document,
     measure_document,
     read_measure,
     replay_document,
@@ -20,6 +21,7 @@ from steadytorch.report.documents import (
 )
 
 from .conftest import FACTS, HOSTILE, TRIALS, evidence, plan, result, trial
+from .explained import explained
 from .measured import DEVICE, MS, compared, measured, process, series
 
 HEAD = {"schema", "kind", "workload", "environment", "created"}
@@ -306,3 +308,31 @@ def test_what_cannot_be_read_says_why(tmp_path):
         read_measure(tmp_path / "none.json")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_measure(tmp_path)
+
+
+# -- explain ------------------------------------------------------------------------------------
+
+EXPLAIN = {"steps", "gpu", "variance_shares", "findings", "abstained"}
+FINDING = {
+    *("id", "source", "evidence", "recoverable_ns", "variance_share", "confidence", "fix"),
+    "transforms",
+}
+
+
+def test_an_explanation_has_the_promised_keys():
+    document = _read(explain_document("resnet50", explained()))
+    assert document.keys() >= HEAD | EXPLAIN
+    assert (document["kind"], document["workload"]) == ("explain", "resnet50")
+    assert document["environment"]["name"] == "H200"
+    for step in document["steps"]:
+        assert sum(step["slices_ns"].values()) == step["total_ns"]
+    for finding in document["findings"]:
+        assert finding.keys() >= FINDING
+        assert len(finding["recoverable_ns"]) == 2
+    for abstention in document["abstained"]:
+        assert abstention.keys() == {"rule", "why", "recapture"}
+
+
+def test_an_explanation_of_a_trace_without_gpu_has_nulls():
+    document = _read(explain_document("a.json", explained(gpu=None, measured=None)))
+    assert (document["gpu"], document["measured"]) == (None, None)

@@ -2,8 +2,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from steadytorch.measure.race import MachineClaim
+from steadytorch.plan.exchange import Imported
+from steadytorch.plan.fingerprint import Difference
 from steadytorch.plan.store import Stored
-from steadytorch.report.plans import render_list, render_show
+from steadytorch.report.plans import (
+    render_exported,
+    render_imported,
+    render_list,
+    render_passed_over,
+    render_reverified,
+    render_show,
+)
+from steadytorch.tune.reverify import Reverified
 
 from .conftest import HOSTILE, LONG, evidence, key, plan, spec, trial
 
@@ -82,4 +93,79 @@ def test_hostile_plans_are_shown_harmlessly(screen):
     render_list(screen.console, [_stored(hostile), bad], Path(HOSTILE))
     render_list(screen.console, [], Path(HOSTILE))
     render_show(screen.console, hostile, Path(HOSTILE))
+    assert screen.text.count("[red]") >= 10
+
+
+# -- exchange -----------------------------------------------------------------------------------
+
+
+def test_an_export_says_how_many_and_what_was_left_out(screen):
+    bad = Stored(ROOT / "0" / "2.json", None, None, "was cut or altered")
+    render_exported(screen.console, [_stored(plan()), bad], Path("plans.steady"))
+    assert "1 plan in plans.steady" in screen.flat
+    assert "left out: /home/user/plans/0/2.json: was cut or altered" in screen.flat
+
+
+def test_an_import_says_of_each_plan_whether_it_fits(screen):
+    misfit = (Difference("driver", "570.1", "590.44"),)
+    imported = [Imported(plan(), False, ()), Imported(plan(name="vit"), True, misfit)]
+    render_imported(screen.console, imported)
+    for fact in (
+        "resnet50, 8x3x224x224:float32: channels_last + inference_mode",
+        "stored",
+        "fits this machine",
+        "was here already, and stays as it is",
+        "does not fit here: driver was 570.1, is 590.44",
+        "2 plans, 1 of them for this machine",
+    ):
+        assert fact in screen.flat
+
+
+# -- verified anew ------------------------------------------------------------------------------
+
+CLAIM = MachineClaim(-0.5, -0.52, -0.48, "faster", 5, "machine")
+
+
+def _reverified(**fields):
+    found = {"plan": plan(), "error": 1e-7, "claim": CLAIM, "baseline_ns": 20e6, "plan_ns": 10e6}
+    return Reverified(**{**found, **fields})
+
+
+def test_a_plan_that_holds_is_shown_beside_what_it_was(screen):
+    render_reverified(screen.console, _reverified())
+    for fact in (
+        "relative error 1.0e-07",
+        "2.00x as fast as the untouched workload (99 % interval 1.92 to 2.08)",
+        "5 fresh processes a side; claim: machine; 2.02x when it was made",
+        "10.00 ms, untouched 20.00 ms",
+        "holds",
+    ):
+        assert fact in screen.flat
+
+
+def test_a_plan_that_fails_says_why_and_what_to_do(screen):
+    render_reverified(screen.console, _reverified(failed="output 0 holds NaN", claim=None))
+    assert "failed: output 0 holds NaN; tune again, or remove it" in screen.flat
+    assert "holds\n" not in screen.text
+
+
+def test_too_few_processes_show_no_interval(screen):
+    claim = MachineClaim(-0.5, None, None, "undecided", 1, "process")
+    render_reverified(screen.console, _reverified(claim=claim))
+    assert "2.00x as fast as the untouched workload, 1 fresh processes" in screen.flat
+    assert "interval" not in screen.text
+
+
+def test_the_empty_plan_has_nothing_to_verify(screen):
+    render_reverified(screen.console, Reverified(plan=plan(candidate=())))
+    assert "leaves the workload untouched: there is nothing to verify" in screen.flat
+
+
+def test_hostile_plans_are_exchanged_and_verified_harmlessly(screen):
+    hostile = plan(name=HOSTILE, candidate=spec(HOSTILE), key=key(signature=HOSTILE))
+    misfit = (Difference(HOSTILE, HOSTILE, HOSTILE),)
+    render_exported(screen.console, [Stored(Path(HOSTILE), None, None, HOSTILE)], Path(HOSTILE))
+    render_imported(screen.console, [Imported(hostile, False, misfit)])
+    render_passed_over(screen.console, hostile, HOSTILE)
+    render_reverified(screen.console, _reverified(plan=hostile, failed=HOSTILE))
     assert screen.text.count("[red]") >= 10

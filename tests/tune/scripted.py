@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import nn
 
+from steadytorch.explain.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
@@ -67,6 +68,7 @@ class Stage:
         acts: per candidate; the untouched workload is `()`.
         reference: how the untouched workload verifies.
         spread: relative noise of a sample.
+        findings: what profiling the untouched workload shows.
         interrupt_at: number of the exchange with a worker at which Ctrl-C is pressed.
     """
 
@@ -78,7 +80,9 @@ class Stage:
         regime: str = "memory-bound",
         spread: float = 0.002,
         interrupt_at: int | None = None,
+        findings: Sequence[Finding] = (),
     ) -> None:
+        self.findings = list(findings)
         self.acts = dict(acts or {})
         self.reference = reference or Reference(OWN_ERROR, "float64", True, True)
         self.regime, self.spread, self.interrupt_at = regime, spread, interrupt_at
@@ -186,6 +190,9 @@ class ScriptedWorker:
 
     def _reference(self, seed: int) -> Any:
         return msgspec.to_builtins(self._stage.reference)
+
+    def _findings(self, seconds: float) -> Any:
+        return msgspec.to_builtins(self._stage.findings)
 
     def _characterise(self) -> Any:
         return msgspec.to_builtins(Character(self._stage.regime, 0.0, 0.1))

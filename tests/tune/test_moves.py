@@ -6,8 +6,9 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import TransformSpec
-from steadytorch.tune.moves import ALLOWED, PRECISIONS, Moves, describe, precision_of
+from steadytorch.tune.moves import ALLOWED, PRECISIONS, Moves, describe, precision_of, suggested_by
 from steadytorch.workload.workload import Workload
 
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
@@ -135,3 +136,42 @@ def test_a_candidate_in_one_line():
     compiled = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
     assert describe((compiled, GRAPH)) == "compile(default, freezing) + cuda_graph"
     assert describe(()) == "untouched"
+
+
+def _finding(name, recoverable_ns, *names):
+    return Finding(
+        id=name,
+        source="compiler",
+        title="",
+        evidence=(),
+        recoverable_ns=(0, recoverable_ns),
+        fix="",
+        transforms=names,
+        check="",
+        false_alarm="",
+    )
+
+
+LAUNCHES = _finding("launch-bound", 900, "cuda_graph", "compile")
+LAYOUTS = _finding("layout-conversion", 5000, "channels_last")
+
+
+def test_a_candidate_names_the_findings_that_speak_for_it():
+    assert suggested_by((LAYOUT, GRAPH), [LAUNCHES, LAYOUTS]) == (
+        *("launch-bound", "layout-conversion"),
+    )
+    assert suggested_by((BF16,), [LAUNCHES, LAYOUTS]) == ()
+    assert suggested_by((), [LAUNCHES, LAYOUTS]) == ()
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_what_would_recover_more_is_tried_first(regime):
+    found = Moves(ALL, WORKLOAD, "same", regime, [LAUNCHES, LAYOUTS]).seeds()
+    mended = [bool({"channels_last"} & {s.name for s in candidate}) for candidate in found]
+    assert mended == sorted(mended, reverse=True)
+    assert 0 < sum(mended) < len(mended)
+
+
+def test_without_findings_the_regime_alone_orders():
+    plain = Moves(ALL, WORKLOAD, "same", "launch-bound").seeds()
+    assert Moves(ALL, WORKLOAD, "same", "launch-bound", [_finding("x", 9)]).seeds() == plain

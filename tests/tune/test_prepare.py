@@ -46,6 +46,15 @@ def test_the_process_of_the_reference_does_not_stay():
     assert preparation.reference.repeatable
 
 
+def test_a_workload_that_cannot_be_profiled_is_tuned_without_findings():
+    stage = Stage({(): Act(faults={"findings": [died()]})})
+    notes = Notes()
+    preparation = Preparation(stage, "cpu", {}, Options(), notes)
+    assert preparation.baseline(lambda: 60.0).ok
+    assert preparation.findings == ()
+    assert any("profiling failed (segmentation fault" in phase for phase in notes.phases)
+
+
 @pytest.mark.parametrize("method", ["load", "set_up", "reference", "characterise"])
 def test_a_fault_of_the_baseline_is_passed_on(method):
     stage = Stage({(): Act(faults={method: [died()]})})

@@ -54,7 +54,7 @@ assert trial.error < 1e-5, trial
 served = plan.apply(model)
 with torch.no_grad():
     torch.testing.assert_close(served(x), model(x))
-assert served.report() == {{"tuned": 1}} or not plan.candidate, served.report()
+assert served.report().calls == {{"tuned": 1}} or not plan.candidate, served.report()
 print(plan.path)
 """
 _HOOK = "model.linear.register_forward_pre_hook(trusts_its_weights)"

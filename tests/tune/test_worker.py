@@ -5,6 +5,8 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.errors import UsageError
+from steadytorch.explain.finding import Finding
+from steadytorch.explain.worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
 from steadytorch.trial import worker as base
@@ -140,6 +142,14 @@ def test_the_regime_follows_from_the_share_of_the_matrix_rate(loaded, monkeypatc
     assert found.regime == regime
     assert found.host_share == 0.0
     assert (found.matrix_share >= 0.3) == (regime == "compute-bound")
+
+
+def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
+    found = msgspec.convert(loaded.findings(0.5), list[Finding])
+    assert (loaded._directory / TRACE_FILE).stat().st_size > 1000
+    for finding in found:
+        assert set(finding.transforms) <= set(transforms.names())
+        assert not finding.information
 
 
 def test_every_answer_fits_into_a_message(loaded):

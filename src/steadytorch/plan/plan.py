@@ -43,7 +43,7 @@ class Speedup(msgspec.Struct, frozen=True):
         low: lower end of its 99 % interval, None where none may be claimed.
         high: upper end.
         claim: `process`: it holds for the processes that were timed.
-        verdict: faster, slower, tie or undecided.
+        verdict: faster; or untouched, where nothing was shown to be and the plan changes nothing.
         pairs: how many it rests on.
     """
 
@@ -61,6 +61,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         transforms: the candidate; empty for the untouched workload.
         precision: its class: same, tf32, bf16 or fp16.
+        suggested_by: ids of the findings of `steady explain` that speak for it.
         status: ok, rejected (broke a rule, or its process died), failed (could not be applied) or
             skipped.
         reason: why it is not ok, or what it would need.
@@ -77,6 +78,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     transforms: Candidate
     precision: str = "same"
+    suggested_by: tuple[str, ...] = ()
     status: str = "ok"
     reason: str | None = None
     allowed: bool = True

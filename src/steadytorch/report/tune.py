@@ -72,6 +72,8 @@ def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
         label = trial.reason or trial.status
         label = label if trial.status == "ok" else f"{trial.status}: {label}"
         name.append(f"\n{plain(label)}", "yellow")
+    if trial.suggested_by:
+        name.append(f"\nfor {plain(', '.join(trial.suggested_by))}", "dim")
     return name
 
 

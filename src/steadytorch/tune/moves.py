@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from steadytorch import transforms
+from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.workload.workload import Workload
 
@@ -33,6 +34,12 @@ def describe(candidate: Candidate) -> str:
     return " + ".join(map(str, candidate)) or "untouched"
 
 
+def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Ids of the findings that one of the candidate's transforms is to mend."""
+    names = {spec.name for spec in candidate}
+    return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
+
+
 class Moves:
     """The options that apply to one workload, and how to combine them.
 
@@ -41,6 +48,8 @@ class Moves:
         workload: what is tuned; some exclusions depend on it.
         precision: the class the user allows.
         regime: launch-, memory- or compute-bound; orders the seeds.
+        findings: what was seen of the untouched workload: candidates that would recover more of its
+            time come first.
     """
 
     def __init__(
@@ -49,10 +58,12 @@ class Moves:
         workload: Workload,
         precision: str,
         regime: str,
+        findings: Sequence[Finding] = (),
     ) -> None:
         self._available, self._workload = tuple(available), workload
         self._precision = precision
         self._regime = regime
+        self._findings = tuple(findings)
 
     def seeds(self) -> list[Candidate]:
         """Combinations known to be strong, the most promising for the regime first."""
@@ -104,7 +115,12 @@ class Moves:
 
     def _allowed(self, combinations: Iterable[Iterable[TransformSpec | None]]) -> list[Candidate]:
         allowed = ALLOWED[self._precision]
-        return [c for c in self._ordered(combinations) if precision_of(c) in allowed]
+        found = [c for c in self._ordered(combinations) if precision_of(c) in allowed]
+        return sorted(found, key=self._recoverable_ns, reverse=True)
+
+    def _recoverable_ns(self, candidate: Candidate) -> int:
+        ids = suggested_by(candidate, self._findings)
+        return sum(f.recoverable_ns[1] for f in self._findings if f.id in ids)
 
     def _ordered(
         self, combinations: Iterable[Iterable[TransformSpec | None]]

@@ -7,13 +7,18 @@ from typing import Any, Protocol
 
 import msgspec
 
+from steadytorch.explain.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms.base import Candidate
-from steadytorch.tune.moves import ALLOWED, describe
+from steadytorch.tune.moves import ALLOWED, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.verify import Reference, decide
 from steadytorch.tune.worker import Character
+
+EXPLAIN_S = 2.0
+"""For the steps that are profiled before the search; three are taken however long they last."""
+EXPLAIN_DEADLINE_S = 60.0
 
 
 class Watcher(Protocol):
@@ -61,6 +66,8 @@ class Preparation:
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
         self.character: Character | None = None
+        self.findings: tuple[Finding, ...] = ()
+        """What a few profiled steps of the untouched workload suggest to try."""
         self.retry: list[Candidate] = []
         """Candidates that ran out of memory beside others and are owed a trial on their own."""
         self.under_way: list[LiveTrial] = []
@@ -82,11 +89,24 @@ class Preparation:
         reference.receive(remaining())
         found = reference.call("reference", remaining(), seed=self._options.seed)
         self.reference = msgspec.convert(found, Reference)
+        self.findings = self._explained(reference, remaining())
         reference.kill()
         character = worker.call("characterise", remaining())
         self.character = msgspec.convert(character, Character)
         self._watcher.trial("untouched", "verified")
         return trial
+
+    def _explained(self, worker: Worker, deadline_s: float) -> tuple[Finding, ...]:
+        """Findings that name transforms; none where the workload cannot be profiled.
+
+        In the process of the reference: one that was profiled is not timed any more.
+        """
+        try:
+            found = worker.call("findings", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
+        except WorkerFault as fault:
+            self._watcher.phase(f"no findings: profiling failed ({fault.reason})")
+            return ()
+        return tuple(msgspec.convert(found, list[Finding]))
 
     def prepare(
         self, candidates: Sequence[Candidate], slots: int, deadline_s: float, others: int
@@ -135,7 +155,8 @@ class Preparation:
 
     def _new_trial(self, candidate: Candidate) -> LiveTrial:
         self._watcher.trial(describe(candidate), "set-up")
-        return LiveTrial(candidate, self._started(f"trial-{len(self._workers)}"))
+        worker = self._started(f"trial-{len(self._workers)}")
+        return LiveTrial(candidate, worker, suggested_by(candidate, self.findings))
 
     def _advance(self, trial: LiveTrial, deadline_s: float, crowded: bool) -> None:
         """Takes the answer of a trial's worker and asks for its next stage."""

@@ -82,6 +82,15 @@ def speedup_of(judgement: Judgement) -> Speedup:
     )
 
 
+def untouched_speedup(pairs: int) -> Speedup:
+    """Where the plan is to leave the workload untouched: it is as fast as itself.
+
+    Args:
+        pairs: how many did not show any candidate to be faster.
+    """
+    return Speedup(1.0, None, None, "process", "untouched", pairs)
+
+
 def reference_text(reference: Reference | None) -> str:
     """The precision of the reference, and why it is not float64 where it is not."""
     if reference is None:

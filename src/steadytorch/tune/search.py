@@ -19,16 +19,21 @@ from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.plan import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
-from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
-from steadytorch.tune.moves import ALLOWED, Moves, describe
+from steadytorch.tune.budget import Budget
+from steadytorch.tune.field import Field
+from steadytorch.tune.moves import Moves, describe
 from steadytorch.tune.prepare import Preparation, Watcher
-from steadytorch.tune.result import TuneResult, break_even_calls, reference_text, speedup_of
-from steadytorch.tune.select import Options, block_shape, block_statistic, choose
+from steadytorch.tune.result import (
+    TuneResult,
+    break_even_calls,
+    reference_text,
+    speedup_of,
+    untouched_speedup,
+)
+from steadytorch.tune.select import Options, block_shape, choose
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
-NEAR = 1.10
-"""Only candidates within this factor of the leader stay for the final race."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
@@ -64,7 +69,7 @@ class Search:
         self._options, self._watcher, self._slots = options, watcher, slots
         self._budget = Budget(options.budget_s, now)
         self._rng = Random(options.seed)
-        self._trials: list[LiveTrial] = []
+        self._field = Field(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
         self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
 
@@ -94,7 +99,7 @@ class Search:
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
-        self._trials.append(baseline)
+        self._field.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         least = self._budget.confirmation_s()
         if self._budget.remaining() < least:
@@ -105,25 +110,28 @@ class Search:
             )
 
     def _explore(self) -> None:
-        character = self._preparation.character
+        character, findings = self._preparation.character, self._preparation.findings
         assert character is not None
-        moves = Moves(self._available, self._workload, self._options.precision, character.regime)
-        self._watcher.phase(f"{character.regime}: known-strong combinations")
+        moves = Moves(
+            self._available, self._workload, self._options.precision, character.regime, findings
+        )
+        named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
+        self._watcher.phase(f"{character.regime}{named}: known-strong combinations")
         seeds = moves.seeds()
         while taken := self._affordable(seeds):
             self._round(taken)
-        if beyond := self._affordable(moves.beyond(self._leader().candidate)):
+        if beyond := self._affordable(moves.beyond(self._field.leader().candidate)):
             self._watcher.phase("what other precisions would bring")
             self._round(beyond)
         while taken := self._affordable(self._neighbours(moves)):
-            self._watcher.phase(f"variations of {describe(self._leader().candidate)}")
+            self._watcher.phase(f"variations of {describe(self._field.leader().candidate)}")
             self._round(taken)
         for candidate in [*seeds, *self._neighbours(moves)]:
-            if not self._known(candidate):
+            if not self._field.known(candidate):
                 self._not_tried[describe(candidate)] = "the budget ended"
 
     def _decide(self) -> None:
-        arms = [self._baseline, *self._finalists()]
+        arms = [self._field.baseline, *self._field.finalists()]
         chosen = arms[-1]
         if len(arms) > 2:
             self._watcher.phase(
@@ -131,7 +139,7 @@ class Search:
             )
             reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
             result = race(
-                [self._arm(trial) for trial in arms],
+                [self._field.arm(trial) for trial in arms],
                 rng=self._rng,
                 stop=lambda: self._budget.remaining() < reserve_s,
             )
@@ -148,17 +156,17 @@ class Search:
         A winner that dies meanwhile is rejected, and the choice is made anew among the others.
         """
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
-        marks = {id(t): len(t.blocks) for t in (self._baseline, chosen)}
-        if chosen is self._baseline:
+        marks = {id(t): len(t.blocks) for t in (self._field.baseline, chosen)}
+        if chosen is self._field.baseline:
             for _ in range(LOOKS[0]):
-                self._arm(chosen)()
+                self._field.arm(chosen)()
             alone = self._measured(chosen, marks)
-            self._final = (alone, alone, chosen, Speedup(1.0, None, None, "process", "tie", 0))
+            self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
             return
         try:
             judgement, _ = compare(
-                lambda: self._timed_block(self._baseline),
-                lambda: self._timed_block(chosen),
+                lambda: self._field.timed_block(self._field.baseline),
+                lambda: self._field.timed_block(chosen),
                 rng=self._rng,
                 stop=lambda: False,
                 looks=LOOKS if self._budget.remaining() > 0 else LOOKS[:1],
@@ -168,20 +176,20 @@ class Search:
             self._decide()
             return
         faster = judgement.verdict == "faster"
-        winner = chosen if faster else self._baseline
+        winner = chosen if faster else self._field.baseline
         if not faster:
             chosen.status = "ok"
             chosen.reason = f"not shown to be faster on fresh pairs ({judgement.verdict})"
         self._final = (
-            self._measured(self._baseline, marks),
+            self._measured(self._field.baseline, marks),
             self._measured(winner, marks),
             winner,
-            speedup_of(judgement) if faster else Speedup(1.0, None, None, "process", "tie", 0),
+            speedup_of(judgement) if faster else untouched_speedup(judgement.pairs),
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
         """Takes samples until p99, or an interval at least, may be claimed at little cost."""
-        both = (self._baseline, chosen)
+        both = (self._field.baseline, chosen)
         taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
         for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
             missing = target - taken
@@ -191,115 +199,33 @@ class Search:
             size = min(missing, 50)
             for _ in range(-(-missing // size)):
                 for trial in self._rng.sample(both, 2):
-                    self._timed_block(trial, size)
+                    self._field.timed_block(trial, size)
             return
 
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Sets the candidates up side by side, then screens them one at a time."""
-        deadline_s = self._budget.deadline_s(candidates, self._trials)
-        others = len(self._alive())
+        deadline_s = self._budget.deadline_s(candidates, self._field.trials)
+        others = len(self._field.alive())
         fresh = self._preparation.prepare(candidates, self._slots, deadline_s, others)
-        again = {trial.candidate for trial in fresh}
-        self._trials = [t for t in self._trials if t.candidate not in again] + fresh
-        self._screen([trial for trial in fresh if trial.ok])
-
-    def _screen(self, fresh: list[LiveTrial]) -> None:
-        """A few interleaved blocks of the newcomers, the leaders and the baseline."""
-        arms = self._alive()
-        for _ in range(SCREEN_BLOCKS):
-            for trial in self._rng.sample(arms, len(arms)):
-                self._arm(trial)()
-        for trial in fresh:
-            if trial.ok:
-                self._watcher.timed(describe(trial.candidate), trial.screened_ns)
-            else:
-                self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
-        keep = {id(t) for t in [self._baseline, *self._finalists()]}
-        for trial in self._alive():
-            if id(trial) not in keep:
-                trial.worker.close()
-
-    def _timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
-        """The statistic of one more block.
-
-        Raises:
-            WorkerFault: the candidate died, now or before; it is rejected.
-            UsageError: the untouched workload died.
-        """
-        if trial.status != "ok":
-            raise WorkerFault(Fault.EXIT, trial.reason or "")
-        count = count or self._budget.shape.count
-        deadline_s = 30.0 + 20e-9 * (count + 2) * self._budget.shape.iteration_ns
-        try:
-            times = trial.block(self._options.metric, count, deadline_s)
-        except WorkerFault as fault:
-            if trial is self._baseline:
-                raise self._workload_fails(fault) from fault
-            raise
-        self._watcher.tick()
-        return block_statistic(self._options, times)
-
-    def _arm(self, trial: LiveTrial) -> Callable[[], float]:
-        """Blocks of a trial for a race; one that died takes for ever."""
-
-        def block() -> float:
-            try:
-                return self._timed_block(trial)
-            except WorkerFault:
-                return float("inf")
-
-        return block
-
-    # -- state ----------------------------------------------------------------------------------
-
-    @property
-    def _baseline(self) -> LiveTrial:
-        return self._trials[0]
-
-    def _alive(self) -> list[LiveTrial]:
-        return [trial for trial in self._trials if trial.ok]
-
-    def _allowed(self, trial: LiveTrial) -> bool:
-        return trial.precision in ALLOWED[self._options.precision]
-
-    def _ranked(self) -> list[LiveTrial]:
-        """Every timed candidate that may be chosen, fastest first."""
-        timed = [t for t in self._trials if t.blocks and t.status == "ok" and self._allowed(t)]
-        return sorted(timed, key=self._score)
-
-    def _score(self, trial: LiveTrial) -> float:
-        if self._options.objective != "p99":
-            return trial.screened_ns
-        return trial.measured(self._options.metric).p90_ns
-
-    def _leader(self) -> LiveTrial:
-        ranked = self._ranked()
-        return ranked[0] if ranked else self._baseline
-
-    def _finalists(self) -> list[LiveTrial]:
-        ranked = [t for t in self._ranked() if t.worker.alive and t is not self._baseline]
-        if not ranked:
-            return []
-        fastest = self._score(ranked[0])
-        return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
-
-    def _known(self, candidate: Candidate) -> bool:
-        return any(t.candidate == candidate for t in self._trials)
+        self._field.join(fresh)
+        self._field.screen([trial for trial in fresh if trial.ok])
 
     def _neighbours(self, moves: Moves) -> list[Candidate]:
         """Variations of the two leaders, and whatever is owed a second try."""
         found = list(self._preparation.retry)
-        for leader in self._ranked()[:2]:
+        for leader in self._field.ranked()[:2]:
             found.extend(c for c in moves.neighbours(leader.candidate) if c not in found)
         return found
 
     def _affordable(self, batch: Sequence[Candidate]) -> list[Candidate]:
         """The first few untried ones whose expected set-up fits beside the reserve."""
         left_s, retry = self._budget.left_to_explore(), self._preparation.retry
-        untried = [c for c in batch if c in retry or not self._known(c)]
-        fitting = (c for c in untried if self._budget.expected_setup_s(c, self._trials) < left_s)
+        untried = [c for c in batch if c in retry or not self._field.known(c)]
+        fitting = (
+            c for c in untried if self._budget.expected_setup_s(c, self._field.trials) < left_s
+        )
         return list(islice(fitting, self._slots))
 
     # -- outcome --------------------------------------------------------------------------------
@@ -321,18 +247,20 @@ class Search:
         if self._final is not None:
             baseline, winner, live, speedup = self._final
             chosen = live.candidate
-            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._baseline)]
-            if live is not self._baseline:
+            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._field.baseline)]
+            if live is not self._field.baseline:
                 break_even = break_even_calls(baseline.median_ns - winner.median_ns, *setups)
-        elif self._trials and self._baseline.blocks:
-            baseline = self._baseline.measured(self._options.metric)
+        elif self._field.trials and self._field.baseline.blocks:
+            baseline = self._field.baseline.measured(self._options.metric)
         character = self._preparation.character
         return TuneResult(
             baseline=baseline,
             winner=winner,
             chosen=chosen,
             regime=character.regime if character else "unknown",
-            candidates=tuple(map(self._frozen, [*self._trials, *self._preparation.under_way])),
+            candidates=tuple(
+                map(self._frozen, [*self._field.trials, *self._preparation.under_way])
+            ),
             not_applicable=self._not_applicable,
             not_tried=self._not_tried,
             speedup=speedup,
@@ -345,6 +273,6 @@ class Search:
     def _frozen(self, trial: LiveTrial) -> Trial:
         if trial.status == "ok" and not trial.blocks:
             trial.status, trial.reason = "skipped", "stopped before it was timed"
-        if trial.status == "ok" and not self._allowed(trial):
+        if trial.status == "ok" and not self._field.allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"
-        return trial.frozen(self._allowed(trial))
+        return trial.frozen(self._field.allowed(trial))

@@ -59,11 +59,15 @@ class LiveTrial:
         candidate: the transforms.
         precision: its class.
         status, reason: as in `result.Trial`.
+        suggested_by: ids of the findings that speak for it.
         blocks: its blocks in the order taken, each a list of iterations in ns.
     """
 
-    def __init__(self, candidate: Candidate, worker: Worker) -> None:
+    def __init__(
+        self, candidate: Candidate, worker: Worker, suggested_by: tuple[str, ...] = ()
+    ) -> None:
         self.candidate = candidate
+        self.suggested_by = suggested_by
         self.precision = precision_of(candidate)
         self.worker = worker
         self.status = "ok"
@@ -140,6 +144,7 @@ class LiveTrial:
         return Trial(
             transforms=self.candidate,
             precision=self.precision,
+            suggested_by=self.suggested_by,
             status=self.status,
             reason=self.reason,
             allowed=allowed,

@@ -8,8 +8,14 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
-from steadytorch.trial.worker import WorkloadHandler, own_errors
+from steadytorch.explain.finding import Case
+from steadytorch.explain.ledger import build_ledger
+from steadytorch.explain.rules import findings
+from steadytorch.explain.trace import read_trace
+from steadytorch.explain.worker import FEWEST_STEPS, TRACE_FILE, ExplainHandler
+from steadytorch.trial.worker import own_errors
 from steadytorch.tune.verify import make_reference, verify
 
 REFERENCE = "reference.pt"
@@ -34,7 +40,7 @@ class Character(msgspec.Struct, frozen=True):
     matrix_share: float | None
 
 
-class TuningHandler(WorkloadHandler):
+class TuningHandler(ExplainHandler):
     """Answers a tuning parent. Methods take and return msgpack types."""
 
     def reference(self, seed: int) -> dict[str, Any]:
@@ -67,6 +73,21 @@ class TuningHandler(WorkloadHandler):
         else:
             regime = "compute-bound" if matrix_share >= _COMPUTE_BOUND else "memory-bound"
         return msgspec.to_builtins(Character(regime, host_share, matrix_share))
+
+    @own_errors()
+    def findings(self, seconds: float) -> list[Any]:
+        """What a few profiled steps of the untouched workload suggest to try, as `Finding`s.
+
+        Rules that need more than a trace abstain. The process is not fit to be timed afterwards.
+        """
+        self.set_up([])
+        self.profile(FEWEST_STEPS, seconds)
+        trace = read_trace(self._directory / TRACE_FILE)
+        facts = load_facts(str(self._workload.device))
+        ledger = build_ledger(trace)
+        case = Case(trace=trace, ledger=ledger, workload=self._workload, facts=facts)
+        found, _ = findings(case)
+        return msgspec.to_builtins([f for f in found if f.transforms and not f.information])
 
     def _matrix_share(self, period_s: float) -> float | None:
         from torch.utils.flop_counter import FlopCounterMode

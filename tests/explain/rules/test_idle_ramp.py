@@ -67,6 +67,14 @@ def test_a_difference_that_chance_explains_is_none():
     assert rule(case) == ()
 
 
+def test_too_few_calls_to_rule_chance_out_are_no_acquittal():
+    probe = _probe(0.5, rounds=3, asked=True)
+    found = rule(Case(notes={"pause_probe": probe}))
+    assert isinstance(found, Abstention)
+    assert "time for 3" in found.why
+    assert rule(Case(notes={"pause_probe": _probe(0.0, rounds=3, asked=True)})) == ()
+
+
 def test_a_program_that_pauses_and_was_not_probed_cannot_be_judged():
     said = rule(traced(_steps(20 * MS)))
     assert isinstance(said, Abstention)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +41,17 @@ def test_a_counter_is_read_over_the_steady_part_alone():
     assert samples is not None
     assert samples.elapsed_ns < times[90:].sum()
     assert samples.rise("compilations") <= warm_up // MS * 0.1 + TICK // MS
+
+
+def test_a_rate_is_of_the_time_that_the_counter_was_read_over():
+    """Ticks that lie far outside of the samples count what happened there."""
+    samples = samples_of(timed([MS] * 60, wait_ns=steadily(900_000_000)))
+    assert samples is not None
+    far = (-500 * MS, 700 * MS)
+    spread = msgspec.structs.replace(samples.recording, at_ns=far, wait_ns=(0, 600 * MS))
+    assert replace(samples, recording=spread).rate("wait_ns") == pytest.approx(0.5)
+    assert samples.rate("wait_ns") == pytest.approx(0.9, rel=0.05)
+    assert samples.rate("steal_ns") is None
 
 
 def test_a_level_is_that_of_the_latest_tick():

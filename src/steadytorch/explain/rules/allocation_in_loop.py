@@ -102,12 +102,12 @@ def _on_gpu(case: Case, samples: Samples | None, segments: int) -> Finding:
 
 
 def _on_cpu(samples: Samples) -> Verdict:
-    faults = samples.rise("minor_faults")
-    if faults is None:
+    rate = samples.rate("minor_faults")
+    if rate is None:
         return unrecorded(NAME, samples, "minor_faults", _FAULTS)
-    per_step = faults / samples.steps
+    share = rate * MINOR_FAULT_NS
+    per_step = rate * samples.elapsed_ns / samples.steps
     cost = round(per_step * MINOR_FAULT_NS)
-    share = faults * MINOR_FAULT_NS / samples.elapsed_ns
     if share < LEAST_FAULTS:
         return ()
     size = per_step * PAGE_BYTES / 2**20
@@ -119,7 +119,7 @@ def _on_cpu(samples: Samples) -> Verdict:
             f"at least {duration(cost)} ({percent(share)})",
             evidence=(
                 f"{per_step:.0f} page faults a step, at {duration(MINOR_FAULT_NS)} each at least",
-                f"{many(faults, 'fault')} in {many(samples.steps, 'step')}",
+                f"{many(per_step * samples.steps, 'fault')} in {many(samples.steps, 'step')}",
             ),
             cost_ns=cost,
             recoverable_ns=(0, cost),

@@ -97,9 +97,9 @@ def rule(case: Case) -> Verdict:
 def _load(samples: Samples, cores: int | None) -> _Load:
     elapsed = samples.elapsed_ns
     places = samples.caused_by(CONTEXT_SWITCH, CPU_STEAL)
-    wait, steal = samples.rise("wait_ns"), samples.rise("steal_ns")
-    waited = wait / elapsed if wait is not None and samples.host_bound else None
-    stolen = steal / (elapsed * cores) if steal is not None and cores else None
+    wait, steal = samples.rate("wait_ns"), samples.rate("steal_ns")
+    waited = wait if samples.host_bound else None
+    stolen = steal / cores if steal is not None and cores else None
     return _Load(waited, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
 
 
@@ -115,7 +115,6 @@ def _lines(samples: Samples, load: _Load) -> tuple[str, ...]:
         )
     if load.steal:
         lines.append(f"other virtual machines took {percent(load.steal)} of all cores' time")
-    if switches := samples.rise("involuntary_switches"):
-        per_second = switches / (samples.elapsed_ns * 1e-9)
-        lines.append(f"made to give up a core {per_second:.0f} times a second")
+    if switches := samples.rate("involuntary_switches"):
+        lines.append(f"made to give up a core {1e9 * switches:.0f} times a second")
     return tuple(lines)

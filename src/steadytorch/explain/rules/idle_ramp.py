@@ -21,6 +21,8 @@ LEAST_PAUSE_NS = 10_000_000
 """An idle stretch that counts as a pause of the program: the shortest that was tried there."""
 CERTAIN = 0.01
 """Chance of so clear a difference between samples that do not differ."""
+FEWEST = 5
+"""Calls of either kind: the clearest difference among four and four is chance once in 70."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def rule(case: Case) -> Verdict:
         return ()
     steady = float(probe["steady_ns"])
     slow = [a for a in _after(probe) if a.after_ns > (1 + LEAST_SLOWDOWN) * steady]
+    if slow and 0 < int(probe.get("rounds", 0)) < FEWEST:
+        return _too_few(int(probe["rounds"]))
     slow = [a for a in slow if not a.by_chance]
     if not slow:
         return ()
@@ -93,6 +97,14 @@ def _not_probed(case: Case, pauses: np.ndarray) -> Verdict:
         if len(pauses)
         else "calls after pauses were not measured",
         "run `steady explain WORKLOAD`, which times calls after pauses",
+    )
+
+
+def _too_few(rounds: int) -> Abstention:
+    return Abstention(
+        NAME,
+        f"calls after pauses look slower, but chance may explain it: there was time for {rounds}",
+        "run `steady explain WORKLOAD` with a larger --budget or a shorter --pause",
     )
 
 

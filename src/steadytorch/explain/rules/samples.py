@@ -102,16 +102,32 @@ class Samples:
         column = self.column(channel)
         if column is None:
             return None
-        at = np.asarray(self.recording.at_ns, dtype=np.int64)
-        end = self.starts_ns[-1] + int(self.durations_ns[-1])
-        first = max(0, int(np.searchsorted(at, self.starts_ns[0], side="right")) - 1)
-        last = int(np.searchsorted(at, end, side="left"))
+        first, last = self._ticks()
         return np.diff(column[first : last + 1]).clip(min=0)
 
     def rise(self, channel: str) -> int | None:
         """What a counter rose by while steady; None where it was not recorded."""
         rises = self.rises(channel)
         return None if rises is None else int(rises.sum())
+
+    def rate(self, channel: str) -> float | None:
+        """What a counter rose by per ns while steady; None where it was not recorded.
+
+        Of the time between the same ticks: on a busy machine these may lie far outside the samples.
+        """
+        rise = self.rise(channel)
+        if rise is None:
+            return None
+        first, last = self._ticks()
+        elapsed = self.recording.at_ns[last] - self.recording.at_ns[first]
+        return rise / elapsed if elapsed else 0.0
+
+    def _ticks(self) -> tuple[int, int]:
+        """The last tick before the steady part, and the first after it where there is one."""
+        at = np.asarray(self.recording.at_ns, dtype=np.int64)
+        end = self.starts_ns[-1] + int(self.durations_ns[-1])
+        first = max(0, int(np.searchsorted(at, self.starts_ns[0], side="right")) - 1)
+        return first, min(int(np.searchsorted(at, end, side="left")), len(at) - 1)
 
     @property
     def elapsed_ns(self) -> int:
