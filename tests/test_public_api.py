@@ -20,11 +20,14 @@ NAMES = [
     "UsageError",
     "Workload",
     "explain",
+    "export_plans",
+    "import_plans",
     "judge",
     "load_plan",
     "load_workload",
     "measure",
     "optimize",
+    "reverify",
     "summarize",
     "tune",
 ]
@@ -40,9 +43,7 @@ SIGNATURES = {
         "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
         "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
     ),
-    "Plan.apply": (
-        "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False) -> 'TunedModule'"
-    ),
+    "Plan.apply": ("(self, model: 'nn.Module', *, alias_outputs: 'bool' = False) -> 'TunedModule'"),
     "explain": (
         "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
@@ -56,6 +57,19 @@ SIGNATURES = {
         "max_memory: 'str | int | None' = None, background: 'bool' = False, "
         "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
         "alias_outputs: 'bool' = False, seed: 'int' = 0) -> 'TunedModule'"
+    ),
+    "export_plans": (
+        "(path: 'str | os.PathLike[str]', ids: 'Sequence[str]' = (), "
+        "store: 'str | os.PathLike[str] | None' = None) -> 'list[Stored]'"
+    ),
+    "import_plans": (
+        "(path: 'str | os.PathLike[str]', store: 'str | os.PathLike[str] | None' = None) "
+        "-> 'list[Imported]'"
+    ),
+    "reverify": (
+        "(plan: 'Plan', workload: 'Workload', *, device: 'str | None' = None, "
+        "processes: 'int' = 5, seed: 'int' = 0, "
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'Reverified'"
     ),
     "judge": (
         "(pairs: 'Sequence[tuple[float, float]]', *, "

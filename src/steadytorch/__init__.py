@@ -15,11 +15,14 @@ _EXPORTS = {
     "UsageError": "errors",
     "Workload": "workload.workload",
     "explain": "explain.session",
+    "export_plans": "plan.exchange",
+    "import_plans": "plan.exchange",
     "judge": "measure.race",
     "load_plan": "plan.plan",
     "load_workload": "workload.loading",
     "measure": "trial.measure",
     "optimize": "tune.optimize",
+    "reverify": "tune.reverify",
     "summarize": "measure.measurement",
     "tune": "tune.session",
 }
@@ -33,11 +36,14 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "UsageError",
     "Workload",
     "explain",
+    "export_plans",
+    "import_plans",
     "judge",
     "load_plan",
     "load_workload",
     "measure",
     "optimize",
+    "reverify",
     "summarize",
     "tune",
 ]
@@ -47,9 +53,11 @@ if TYPE_CHECKING:
     from steadytorch.explain.session import explain
     from steadytorch.measure.measurement import summarize
     from steadytorch.measure.race import judge
+    from steadytorch.plan.exchange import export_plans, import_plans
     from steadytorch.plan.plan import Plan, load_plan
     from steadytorch.trial.measure import measure
     from steadytorch.tune.optimize import optimize
+    from steadytorch.tune.reverify import reverify
     from steadytorch.tune.session import tune
     from steadytorch.workload.loading import load_workload
     from steadytorch.workload.workload import Workload

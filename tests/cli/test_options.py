@@ -35,6 +35,16 @@ COMMANDS = {
         JSON,
         QUIET,
     ],
+    "explain": [
+        ("WORKLOAD|TRACE", "text", None),
+        *SHAPING,
+        ("--budget", "text", "20s"),
+        ("--steps", "integer range", 5),
+        ("--pause", "text", None),
+        ("--all", "flag", False),
+        JSON,
+        QUIET,
+    ],
     "compare": [
         ("A", "text", None),
         ("B", "text", None),
@@ -56,12 +66,30 @@ COMMANDS = {
         ("--max-memory", "text", None),
         STORE,
         ("--mode", "replay|tune|strict", "replay"),
+        ("--bundle", "flag", False),
         JSON,
         QUIET,
     ],
     "plans": [],
+    "plans export": [("FILE", "file", None), ("[ID]...", "text", None), STORE],
+    "plans import": [("FILE", "path", None), STORE],
     "plans list": [STORE],
+    "plans rm": [
+        ("[ID]...", "text", None),
+        ("--all", "flag", False),
+        ("--yes", "flag", False),
+        STORE,
+    ],
     "plans show": [("ID", "text", None), STORE],
+    "plans verify": [
+        ("[ID]", "text", None),
+        ("--all", "flag", False),
+        ("--workload", "text", None),
+        *SHAPING,
+        ("--processes", "integer range", 5),
+        STORE,
+        QUIET,
+    ],
     "doctor": [DEVICE, JSON, QUIET],
 }
 
@@ -106,9 +134,9 @@ def test_options_types_defaults_and_choices_are_frozen(words):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_the_workload_and_the_id_are_required(words):
+def test_arguments_are_required_unless_shown_in_brackets(words):
     arguments = [p for p in _command(words).params if isinstance(p, click.Argument)]
-    assert all(argument.required for argument in arguments)
+    assert all(argument.required != argument.metavar.startswith("[") for argument in arguments)
 
 
 @pytest.mark.parametrize(

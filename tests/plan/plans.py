@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from steadytorch.device.facts import load_facts
 from steadytorch.plan.files import encoded
-from steadytorch.plan.fingerprint import Key, make_key
+from steadytorch.plan.fingerprint import canonical_json, make_key
 from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, Trial
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import TransformSpec
@@ -66,13 +67,22 @@ def make_plan(model, x, candidate=CANDIDATE):
     )
 
 
-def write(folder: Path, plan: Plan, key: Key | None = None) -> Path:
+def write(folder: Path, plan: Plan) -> Path:
     path = folder / "plan.json"
-    path.write_bytes(encoded(key or plan.key, plan))
+    path.write_bytes(encoded(plan.key, plan))
     return path
+
+
+def sealed(payload: object, key: object) -> bytes:
+    """A file whose digest holds, whatever it says: what an attacker would write."""
+    return digested(canonical_json({"key": key, "payload": payload, "schema": 1}))
+
+
+def digested(body: bytes) -> bytes:
+    return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
 def reason_untouched(tuned, model, x):
     assert torch.equal(tuned(x), model(x))
-    (reason,) = tuned.report()
+    (reason,) = tuned.report().calls
     return reason.removeprefix("untouched: ")

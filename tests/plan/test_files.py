@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from steadytorch.plan.files import (
     BrokenError,
+    bounded,
     clean,
     decoded,
     encoded,
     make_private,
     open_folder,
     read,
+    read_bytes,
     why,
     write_whole,
 )
@@ -203,3 +205,28 @@ def test_text_to_show_is_one_short_printable_line() -> None:
 def test_reasons_are_words() -> None:
     assert why(OSError(28, "No space left on device")) == "No space left on device"
     assert why(ValueError("embedded null byte")) == "embedded null byte"
+
+
+def test_a_payload_that_names_another_key_is_refused(key: Key) -> None:
+    class Keyed(msgspec.Struct):
+        key: Key
+
+    assert decoded(encoded(key, Keyed(key)), Keyed).payload.key == key
+    with pytest.raises(BrokenError, match="another key"):
+        encoded(key, Keyed(msgspec.structs.replace(key, torch="9.9")))
+
+
+def test_any_file_of_our_own_is_read_up_to_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5) == b"12345"
+    with pytest.raises(BrokenError, match="larger than 4 bytes"):
+        read_bytes(path, 4)
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="link"):
+        read_bytes(tmp_path / "link", 5)
+
+
+def test_a_reader_without_end_is_cut_off() -> None:
+    with pytest.raises(BrokenError, match="larger than 100 bytes"):
+        bounded(lambda most: b"0" * min(most, 7), 100)

@@ -23,7 +23,10 @@ from steadytorch.plan.fingerprint import (
     Key,
     canonical_json,
     differing_fields,
+    in_environment,
     make_key,
+    nearest,
+    told,
     workload_fingerprint,
 )
 from steadytorch.workload.signature import signature
@@ -219,3 +222,39 @@ def test_settings_and_inputs_are_compared_one_by_one(key: Key) -> None:
         Difference("ambient.cudnn.benchmark", "False", "True"),
         Difference("ambient.new", None, "1"),
     ]
+
+
+# -- near misses --------------------------------------------------------------------------------
+
+
+def test_the_nearest_key_differs_least(key: Key) -> None:
+    near, far = replace(key, torch="2.12"), replace(key, torch="2.11", cuda="12.9")
+    assert nearest([far, near], key) == (Difference("torch", "2.12", key.torch),)
+
+
+def test_a_key_of_another_workload_is_near_if_all_else_is_alike(key: Key) -> None:
+    changed = replace(key, workload="1" * 64)
+    assert nearest([changed], key) == (Difference("workload", "1" * 64, key.workload),)
+    assert nearest([replace(changed, torch="2.12")], key) == ()
+
+
+def test_a_key_stored_while_it_was_looked_for_is_no_near_miss(key: Key) -> None:
+    assert nearest([key], key) == ()
+
+
+def test_differences_are_told_with_both_values_and_counted(key: Key) -> None:
+    other = replace(key, torch="1", cuda="2", cudnn="3", triton="4", driver="5")
+    assert told(differing_fields(other, key)[:1]) == f"torch was 1, is {key.torch}"
+    assert told(differing_fields(other, key)).endswith("; and 1 more")
+    assert told([]) == ""
+
+
+def test_values_are_told_far_enough_to_differ(key: Key) -> None:
+    strides = "[64, 3, 224, 224] float32 strides [150528, 50176, 224, 1] on "
+    old, new = (replace(key, inputs={"[0]": strides + device}) for device in ("cpu", "cuda"))
+    assert "on cpu, is" in told(differing_fields(old, new))
+
+
+def test_a_key_in_another_environment_keeps_what_was_asked(key: Key) -> None:
+    moved = in_environment(replace(key, rules=RULES_VERSION - 1, sm_count=16), FACTS)
+    assert moved == replace(key, rules=RULES_VERSION)

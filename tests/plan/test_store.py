@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,64 @@ def test_a_file_that_is_no_plan_gives_one_line_and_stays(tmp_path: Path, content
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 600
     assert path.read_bytes() == content
+
+
+def test_a_plan_is_found_by_the_first_digits_of_its_id(store: Store, key: Key, path: Path) -> None:
+    for digits in (key.digest[:4], key.digest[:12].upper(), key.digest):
+        found = store.find(digits, Payload)
+        assert (found.path, found.key, found.payload) == (path, key, Payload(1))
+
+
+def test_an_id_of_no_plan_and_one_of_several_are_refused(store: Store, key: Key) -> None:
+    digests: dict[str, Key] = {}
+    for number in range(17):  # of 17 digests, two begin with the same digit
+        other = replace(key, sm_count=number)
+        store.put(other, Payload(number))
+        twin = digests.setdefault(other.digest[0], other)
+        if twin is not other:
+            break
+    with pytest.raises(PlanError, match=r"2 plans with id"):
+        store.find(other.digest[0])
+    for nothing in ("", "x", "0" * 64):
+        with pytest.raises(PlanError, match="no plan with id"):
+            store.find(nothing)
+
+
+def test_a_file_that_is_no_plan_is_found_by_its_name(store: Store, path: Path) -> None:
+    path.write_bytes(b"garbage")
+    found = store.find(path.stem[:8])
+    assert (found.path, found.key) == (path, None)
+    assert "digest does not match" in str(found.problem)
+
+
+def test_what_was_moved_aside_is_listed(store: Store, key: Key, path: Path) -> None:
+    assert store.quarantined() == []
+    path.write_bytes(b"garbage")
+    miss(store, key)
+    (bad,) = store.quarantined()
+    assert bad.read_bytes() == b"garbage"
+    assert Store(None if store.root is None else store.root / "none").quarantined() == []
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+def test_a_clock_that_is_wrong_has_no_effect(
+    store: Store, key: Key, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    for name in ("time", "time_ns"):
+        real, unit = getattr(time, name), 10**9 if name == "time_ns" else 1
+        shift = years * 365 * 86400 * unit
+        monkeypatch.setattr(time, name, lambda real=real, shift=shift: real() + shift)
+    path = store.put(key, Payload(1))
+    monkeypatch.undo()
+    assert store.get(key, Payload) == Found(Payload(1), path)
+    assert store.put(key, Payload(2)) == path
+    assert store.get(key, Payload) == Found(Payload(2), path)
+
+
+def test_a_payload_with_a_key_of_its_own_must_name_the_same(store: Store, key: Key) -> None:
+    class Keyed(msgspec.Struct):
+        key: Key
+
+    assert store.put(key, Keyed(key)) is not None
+    assert store.put(replace(key, sm_count=1), Keyed(key)) is None
+    assert store.get(key, Keyed) == Found(Keyed(key), store.find(key.digest).path)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -101,6 +103,42 @@ def test_a_file_size_limit(store: Store, key: Key, caplog: pytest.LogCaptureFixt
     assert [each.name for each in store.root.rglob("*") if each.is_file()] == []
 
 
+# Folders are made at the first write only.
+CALLS = [(each, first) for each in ("open", "write", "fsync", "rename") for first in (True, False)]
+TROUBLES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+
+
+@pytest.mark.parametrize("number", TROUBLES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(("call", "first"), [("mkdir", True), *CALLS])
+def test_trouble_at_any_call_leaves_the_plan_in_memory_and_the_old_file_alone(
+    store: Store,
+    key: Key,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    call: str,
+    first: bool,
+) -> None:
+    assert store.root is not None
+    path = None if first else store.put(key, Payload(7))
+    real = getattr(os, call)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if call == "open" and not arguments[1] & os.O_CREAT:
+            return real(*arguments, **options)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        check_memory_only(store, key, caplog)
+    assert os.strerror(number) in store.trouble
+    fresh = Store(store.root)
+    if path is not None:
+        assert fresh.get(key, Payload) == Found(Payload(7), path)
+    assert [each.problem for each in fresh.entries() if each.problem] == []
+    assert not [each for each in store.root.rglob("*.tmp")]
+
+
 def test_no_home(
     key: Key, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +200,74 @@ def test_a_store_without_the_right_to_read_it(tmp_path: Path, key: Key) -> None:
     assert (put, number) == ("None", "1")
     assert "Permission denied" in problems
     assert "memory only" in done.stderr
+
+
+READ_ONLY = """
+import os, shutil, sys, tempfile, msgspec
+from steadytorch.plan.fingerprint import Key
+from steadytorch.plan.store import Store
+
+class Payload(msgspec.Struct):
+    number: int
+
+key = msgspec.json.decode(sys.argv[1], type=Key)
+if os.geteuid() == 0:  # who may write anywhere
+    os.setuid(65534)
+folder = tempfile.mkdtemp()
+try:
+    path = Store(folder, second="").put(key, Payload(1))
+    path.parent.chmod(0o500)
+    store = Store(folder, second="")
+    print(store.get(key, Payload).payload.number, store.put(key, Payload(2)))
+    print(store.get(key, Payload).payload.number, Store(folder).get(key, Payload).payload.number)
+finally:
+    path.parent.chmod(0o700)
+    shutil.rmtree(folder)
+"""
+
+
+def test_a_folder_without_the_right_to_write(key: Key) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ONLY, msgspec.json.encode(key).decode()],
+        env={**os.environ, "TMPDIR": "/tmp"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["1 None", "2 1"]
+    assert done.stderr.count("plans are kept in memory only") == 1
+    assert "Permission denied" in done.stderr
+
+
+HOMELESS = """
+import os, sys, msgspec
+from steadytorch.plan.fingerprint import Key
+from steadytorch.plan.store import Store
+
+class Payload(msgspec.Struct):
+    number: int
+
+os.setuid(54321)  # a user whom no data base knows
+key, store = msgspec.json.decode(sys.argv[1], type=Key), Store()
+print(store.root, store.get(key, Payload).reason, sep="; ")
+print(store.put(key, Payload(1)), store.get(key, Payload).payload.number)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without a home")
+def test_a_user_without_a_home(key: Key) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS, msgspec.json.encode(key).decode()],
+        env={k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert first.startswith("None; no plan is kept in memory")
+    assert "no home directory" in first
+    assert second == "None 1"
+    assert done.stderr.count("plans are kept in memory only") == 1
 
 
 def test_a_payload_too_large_is_kept_in_memory(

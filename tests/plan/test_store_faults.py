@@ -51,18 +51,28 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_a_flipped_bit_is_noticed(key: Key, data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(folder)
-        path = store.put(key, Payload(1))
-        assert path is not None
-        content = path.read_bytes()
-        at = data.draw(st.integers(0, len(content) - 1))
-        path.write_bytes(flipped(content, at, data.draw(st.integers(0, 7))))
-        miss(store, key)
-        assert len(quarantined(store)) == 1
+def test_a_flipped_bit_anywhere_is_noticed(store: Store, key: Key, path: Path) -> None:
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(flipped(data, at, bit))
+            assert "digest does not match" in miss(store, key).reason
+            assert not path.exists()
+    assert quarantined(store) == [flipped(data, len(data) - 1, 7)]
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"\xff", b'"', b"}", b"\n"])
+def test_a_byte_overwritten_or_inserted_anywhere_is_noticed(
+    store: Store, key: Key, path: Path, byte: bytes
+) -> None:
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for after in (at, at + 1):
+            content = data[:at] + byte + data[after:]
+            path.write_bytes(content)
+            if content != data:
+                assert "digest does not match" in miss(store, key).reason
+                assert not path.exists()
 
 
 @given(st.binary(max_size=2000))
@@ -242,3 +252,50 @@ def test_a_link_is_removed_not_its_target(store: Store, path: Path) -> None:
     assert store.remove(path) is None
     assert not path.is_symlink()
     assert path.with_suffix(".target").exists()
+
+
+def test_writing_does_not_follow_a_hard_link(
+    store: Store, key: Key, path: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    path.rename(victim)
+    os.link(victim, path)
+    before = victim.read_bytes()
+    assert store.get(key, Payload) == Found(Payload(1), path)
+    assert store.put(key, Payload(2)) == path
+    assert victim.read_bytes() == before
+    assert store.get(key, Payload) == Found(Payload(2), path)
+
+
+def test_a_hard_link_to_something_else_is_moved_aside_and_what_it_links_to_stays(
+    store: Store, key: Key, path: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"a diary")
+    path.unlink()
+    os.link(victim, path)
+    miss(store, key)
+    assert not path.exists()
+    assert victim.read_bytes() == b"a diary"
+
+
+HOSTILE = ("\x1b[2J\x1b]0;title\x07.json", "two\nlines.json", "\u202egnp.json", "\udcff.json")
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_a_hostile_name_in_the_store_is_listed_and_can_be_removed(
+    store: Store, key: Key, path: Path, name: str
+) -> None:
+    bad = path.with_name(name)
+    bad.write_bytes(b"garbage")
+    (entry,) = [each for each in store.entries() if each.problem]
+    assert entry.path == bad
+    assert store.get(key, Payload) == Found(Payload(1), path)
+    assert store.remove(bad) is None
+    assert not bad.exists()
+
+
+def test_a_folder_with_a_hostile_name_is_no_part_of_the_store(store: Store, path: Path) -> None:
+    (path.parent.with_name("\x1b[2J")).mkdir()
+    (path.parent.with_name("\x1b[2J") / path.name).write_bytes(path.read_bytes())
+    assert [entry.path for entry in store.entries()] == [path]

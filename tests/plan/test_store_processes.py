@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,38 +123,120 @@ def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new(
 RACE = (
     DRIVER
     + """
-def child(number, gate):
-    os.close(gate[1])
-    os.read(gate[0], 1)
-    store = Store(root)
-    for turn in range(20):
-        if store.put(key, Payload(number)) is None:
-            return 2
-        found = store.get(key, Payload)
-        if not isinstance(found, Found) or found.path is None or found.payload.number >= 16:
-            return 3
-    return 0
+import multiprocessing
+from msgspec.structs import replace
 
-gate = os.pipe()
-children = []
-for number in range(16):
-    if (pid := os.fork()) == 0:
-        os._exit(child(number, gate))
-    children.append(pid)
-os.close(gate[1])
-codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-seen = [Store(root).get(key, Payload).payload.number for _ in range(3)]
+keys = [replace(key, signature=str(number)) for number in range(3)]
+
+def found_by(store):
+    found = [store.get(each, Payload) for each in keys]
+    good = all(isinstance(each, Found) and each.path is not None for each in found)
+    return [each.payload.number for each in found] if good else None
+
+def child(number, barrier, answers):
+    store = Store(root)
+    barrier.wait()
+    for turn in range(10):
+        put = [store.put(each, Payload(number)) for each in keys]
+        if None in put or found_by(store) is None:
+            break
+    barrier.wait()
+    answers.put((turn, found_by(store)))
+
+fork = multiprocessing.get_context("fork")
+barrier, answers = fork.Barrier(16), fork.SimpleQueue()
+children = [fork.Process(target=child, args=(n, barrier, answers)) for n in range(16)]
+for each in children:
+    each.start()
+told = [answers.get() for _ in children]
+for each in children:
+    each.join()
 left = sorted(str(each.relative_to(root)) for each in root.rglob("*") if each.is_file())
-print(json.dumps({"codes": codes, "seen": seen, "left": left}))
+expected = sorted(f"{each.environment_digest}/{each.digest}.json" for each in keys)
+print(json.dumps({"told": told, "left": left, "expected": expected}))
 """
 )
 
 
-def test_sixteen_processes_write_and_read_one_key(tmp_path: Path, key: Key) -> None:
+def test_sixteen_processes_write_and_read_the_same_keys(tmp_path: Path, key: Key) -> None:
     done = driven(RACE, str(tmp_path / "plans"), msgspec.json.encode(key).decode())
-    assert done["codes"] == [0] * 16
-    assert len(set(done["seen"])) == 1
-    assert done["left"] == [f"{key.environment_digest}/{key.digest}.json"]
+    turns, numbers = zip(*done["told"], strict=True)
+    assert turns == (9,) * 16
+    assert numbers[0] is not None
+    assert [*numbers] == [numbers[0]] * 16
+    assert done["left"] == done["expected"]
+
+
+TRACED = (
+    DRIVER
+    + """
+# One child after another waits until it is traced, and then writes.
+for line in sys.stdin:
+    Store(root).put(key, Payload(1))
+    gate = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(gate[0], 1)
+        Store(root).put(key, Payload(2))
+        os._exit(0)
+    print(child, flush=True)
+    sys.stdin.readline()
+    os.write(gate[1], b"1")
+    status = os.waitpid(child, 0)[1]
+    os.close(gate[0]), os.close(gate[1])
+    found = Store(root).get(key, Payload)
+    shown = found.payload.number if isinstance(found, Found) else found.reason
+    bad = [entry.problem for entry in Store(root).entries() if entry.problem]
+    again = Store(root).put(key, Payload(3)) is not None
+    print(json.dumps([os.WIFSIGNALED(status), shown, bad, again]), flush=True)
+"""
+)
+
+
+def written_under(program: subprocess.Popen[str], *strace: str) -> Any:
+    """Lets one child of the program write while it is traced, and says what was found then."""
+    assert program.stdin is not None
+    assert program.stdout is not None
+    print("next", file=program.stdin, flush=True)
+    child = program.stdout.readline().strip()
+    with subprocess.Popen(
+        ["strace", *strace, "-p", child], stderr=subprocess.PIPE, text=True
+    ) as tracer:
+        assert tracer.stderr is not None
+        attached = tracer.stderr.readline()
+        print("traced", file=program.stdin, flush=True)
+        answer = program.stdout.readline()
+    if "attached" not in attached:
+        pytest.skip(f"processes cannot be traced here: {attached.strip()}")
+    return json.loads(answer)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new(
+    tmp_path: Path, key: Key
+) -> None:
+    store, trace = tmp_path / "plans", tmp_path / "trace"
+    arguments = [sys.executable, "-c", TRACED, str(store), msgspec.json.encode(key).decode()]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        on_files = ("-o", str(trace), "-e", "trace=%file,%desc")
+        assert written_under(program, *on_files) == [False, 2, [], True]
+        # The first read is the one that it waits in, memory is not the store's, and the last line
+        # says how it ended.
+        names = [line.partition("(")[0] for line in trace.read_text().splitlines()[:-1]]
+        calls = [name for name in names if name not in ("read", "restart_syscall", "mmap")]
+        shown = []
+        for index, name in enumerate(calls):
+            when = calls[: index + 1].count(name)
+            inject = f"inject={name}:signal=SIGKILL:when={when}"
+            killed, number, *rest = written_under(program, "-o", str(trace), "-e", inject)
+            assert (killed, rest) == (True, [[], True]), (name, when)
+            shown.append(number)
+        program.communicate()
+    assert len(calls) > 8
+    # A call is reached, and not made: the new one shows after the rename.
+    renamed = 1 + next(i for i, name in enumerate(calls) if name.startswith("rename"))
+    assert shown == [1] * renamed + [2] * (len(calls) - renamed)
 
 
 def test_a_left_temporary_file_is_harmless(store: Store, key: Key, path: Path) -> None:

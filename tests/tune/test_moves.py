@@ -8,7 +8,8 @@ from steadytorch import transforms
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import TransformSpec
-from steadytorch.tune.moves import ALLOWED, PRECISIONS, Moves, describe, precision_of, suggested_by
+from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
+from steadytorch.tune.moves import Moves, describe, suggested_by
 from steadytorch.workload.workload import Workload
 
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
@@ -115,21 +116,6 @@ def test_beyond_drops_the_leaders_own_lower_precision():
 def test_nothing_applies_and_nothing_is_proposed():
     moves = Moves([], WORKLOAD, "bf16", "launch-bound")
     assert (moves.seeds(), moves.neighbours(()), moves.beyond(())) == ([], [], [])
-
-
-def test_every_class_admits_itself_and_the_exact_one():
-    assert set(ALLOWED) == set(PRECISIONS)
-    assert all({"same", precision} <= ALLOWED[precision] for precision in PRECISIONS)
-    assert "fp16" not in ALLOWED["bf16"]
-    assert "bf16" not in ALLOWED["fp16"]
-
-
-@pytest.mark.parametrize(
-    ("candidate", "precision"),
-    [((), "same"), ((LAYOUT,), "same"), ((LAYOUT, _single("tf32")), "tf32"), ((BF16,), "bf16")],
-)
-def test_a_candidate_is_of_the_class_of_its_least_precise_part(candidate, precision):
-    assert precision_of(candidate) == precision
 
 
 def test_a_candidate_in_one_line():

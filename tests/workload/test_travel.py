@@ -115,3 +115,19 @@ def test_code_within_an_importable_module_leaves_it_alone(tmp_path: Path):
         "print(sys.modules['json'] is before)",
     )
     assert printed == "3.0\nTrue\n"
+
+
+def test_a_module_with_a_type_of_its_own_travels_by_name(tmp_path: Path):
+    """As many scripts have it: `import torch.backends.cudnn as cudnn`."""
+    printed = python(
+        tmp_path,
+        "import pathlib, torch\n"
+        "import torch.backends.cudnn as cudnn\n"
+        "from steadytorch.workload.travel import load, save\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "def model(x):\n"
+        "    return x + int(isinstance(cudnn.enabled, bool))\n"
+        "save(Workload(model, torch.ones(1)), pathlib.Path('workload.pt'))\n"
+        "print(load(pathlib.Path('workload.pt')).step_function()().item())",
+    )
+    assert printed == "2.0\n"

@@ -26,6 +26,10 @@ def plans() -> None:
     """Lists, shows, verifies, exchanges and removes stored plans.
 
     An ID is that of a plan as `steady plans list` shows it, or its first digits.
+
+    What is shown and changed here is the local store. Where it has no plan, steady tune and the
+    library also look into the store whose URL is in STEADYTORCH_SECOND_STORE, and copy what they
+    find; it is never written.
     """
 
 

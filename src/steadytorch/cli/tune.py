@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     help="replay: take a stored plan, search where there is none; tune: always search; "
     "strict: only take a stored plan, fail without one.",
 )
+@click.option(
+    "--bundle",
+    is_flag=True,
+    help="Also keep what the plan compiles, for a fast start of who asks for it (see "
+    "docs/production.md).",
+)
 @options.json_file
 @options.quiet
 def tune(
@@ -61,6 +67,7 @@ def tune(
     max_memory: str | None,
     store: Path | None,
     mode: str,
+    bundle: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> None:
@@ -71,6 +78,7 @@ def tune(
     package.module:factory.
     """
     from steadytorch.quantities import parse_bytes, parse_duration
+    from steadytorch.report.text import plain
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 
@@ -84,7 +92,14 @@ def tune(
     )
     loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
     session = Session(loaded, asked, device, store)
-    run(session, mode, options.console(quiet), json_path)
+    console = options.console(quiet)
+    plan = run(session, mode, console, json_path)
+    if bundle:
+        console.print("  keeping what it compiles", style="dim")
+        reason = session.keep_bundle(plan)
+        console.print(
+            f"  no bundle: {plain(reason)}" if reason else "  bundle kept beside the plan"
+        )
 
 
 def run(session: Session, mode: str, console: Console, json_path: Path | None) -> Any:

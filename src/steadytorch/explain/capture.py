@@ -37,6 +37,8 @@ PAUSED_SHARE = 0.15
 PAUSE_MS = (10, 100)
 PAUSE_ROUNDS = 10
 MOST_PAUSED_S = 3.0
+FEWEST_ROUNDS = 6
+"""Of pauses that were asked for: chance can be ruled out from five on."""
 PATIENCE_S = 300.0
 """For stages that take seconds, profiles of a few large steps included."""
 ENVIRONMENT = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
@@ -212,6 +214,8 @@ class _Captor:
     def _pauses(self, pause_s: float | None) -> dict[str, Any]:
         seconds = min(PAUSED_SHARE * self._seconds, MOST_PAUSED_S)
         pauses = PAUSE_MS if pause_s is None else (1e3 * pause_s,)
+        if pause_s is not None:  # asked for: as long as an answer takes
+            seconds = max(seconds, FEWEST_ROUNDS * pause_s)
         probe = self._worker.call(
             "pauses", PATIENCE_S, pause_ms=list(pauses), rounds=PAUSE_ROUNDS, seconds=seconds
         )

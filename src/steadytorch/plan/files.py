@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -34,11 +34,15 @@ P = TypeVar("P")
 
 
 class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
-    """What a file says, without its digest."""
+    """What a file says, without its digest. A payload that has a key of its own names this one."""
 
     key: Key
     payload: P
     schema: int
+
+    def __post_init__(self) -> None:
+        if getattr(self.payload, "key", self.key) != self.key:
+            raise ValueError("the payload names another key than the file")
 
 
 class _Head(msgspec.Struct):
@@ -70,7 +74,7 @@ def why(error: Exception) -> str:
     return clean(strerror or error)
 
 
-def encoded(key: Key, payload: msgspec.Struct) -> bytes:
+def encoded(key: Key, payload: Any) -> bytes:
     """The bytes of a file, read back once so that nothing unreadable is ever stored.
 
     Raises:
@@ -121,6 +125,30 @@ def read(
         OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
         BrokenError: it is a regular file of ours, and its content is unusable.
     """
+    with _opened(name, folder) as (descriptor, seen):
+        try:
+            content = bounded(functools.partial(os.read, descriptor), MAX_BYTES)
+            return decoded(content, payload_type), seen
+        except BrokenError as fault:
+            fault.seen = seen
+            raise
+
+
+def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None = None) -> bytes:
+    """Reads a file of any content under the same rules of ownership, and of what it is relative to.
+
+    Raises:
+        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
+        BrokenError: it is larger than `most_bytes`.
+    """
+    with _opened(name, folder) as (descriptor, _):
+        return bounded(functools.partial(os.read, descriptor), most_bytes)
+
+
+@contextmanager
+def _opened(
+    name: str | os.PathLike[str], folder: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
     # O_NONBLOCK: opening a FIFO without it waits for a writer, for ever.
     descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
     try:
@@ -129,23 +157,28 @@ def read(
             raise RefusedError("it is not a regular file")
         if seen.st_uid not in (os.geteuid(), 0):
             raise RefusedError(f"it belongs to user {seen.st_uid}")
-        try:
-            return decoded(_content(descriptor), payload_type), seen
-        except BrokenError as fault:
-            fault.seen = seen
-            raise
+        yield descriptor, seen
     finally:
         os.close(descriptor)
 
 
-def _content(descriptor: int) -> bytes:
+def bounded(read_piece: Callable[[int], bytes], most_bytes: int) -> bytes:
+    """All that a reader gives, up to a size.
+
+    Args:
+        read_piece: gives at most so many bytes; none at the end.
+        most_bytes: what is accepted.
+
+    Raises:
+        BrokenError: there is more.
+    """
     content = bytearray()
-    while len(content) <= MAX_BYTES:
-        piece = os.read(descriptor, MAX_BYTES + 1 - len(content))
+    while len(content) <= most_bytes:
+        piece = read_piece(most_bytes + 1 - len(content))
         if not piece:
             return bytes(content)
         content += piece
-    raise BrokenError(f"is larger than {MAX_BYTES} bytes")
+    raise BrokenError(f"is larger than {most_bytes} bytes")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -155,20 +155,18 @@ def make_key(
         tolerance=None if tolerance is None else float(tolerance),
         max_memory_bytes=max_memory_bytes,
         ambient={_text(name): _text(value) for name, value in ambient.items()},
-        device=facts.device,
-        device_name=facts.name,
-        compute_capability=facts.compute_capability,
-        sm_count=facts.sm_count,
-        mig_profile=facts.mig_profile,
-        cores_logical=facts.cores_logical,
-        isa=facts.isa,
-        torch=facts.torch,
-        cuda=facts.cuda,
-        cudnn=facts.cudnn,
-        triton=facts.triton,
-        driver=facts.driver,
-        rules=RULES_VERSION,
+        **_environment_of(facts),
     )
+
+
+def in_environment(key: Key, facts: DeviceFacts) -> Key:
+    """The key that the same plan would have on the machine of `facts`, with this version of us."""
+    return msgspec.structs.replace(key, **_environment_of(facts))
+
+
+def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
+    own = {"device_name": facts.name, "rules": RULES_VERSION}
+    return own | {name: getattr(facts, name) for name in _ENVIRONMENT if name not in own}
 
 
 def differing_fields(old: Key, new: Key) -> list[Difference]:
@@ -177,6 +175,27 @@ def differing_fields(old: Key, new: Key) -> list[Difference]:
     names = dict.fromkeys((*before, *after))
     pairs = ((name, before.get(name), after.get(name)) for name in names)
     return [Difference(name, was, now) for name, was, now in pairs if was != now]
+
+
+def nearest(stored: Iterable[Key], asked: Key) -> tuple[Difference, ...]:
+    """Where the nearest of the stored keys differs; empty where none is of the same workload."""
+    # One that differs nowhere was stored since it was looked for.
+    near = (key for key in stored if key != asked and _is_near(key, asked))
+    found = [tuple(differing_fields(key, asked)) for key in near]
+    return min(found, key=lambda d: (d[0].field == "workload", len(d)), default=())
+
+
+def _is_near(stored: Key, asked: Key) -> bool:
+    # A model that changed, with all else alike, is worth naming as well.
+    return stored.workload == asked.workload or (
+        msgspec.structs.replace(stored, workload=asked.workload) == asked
+    )
+
+
+def told(differing: Sequence[Difference], most: int = 4) -> str:
+    """The first of them with both values, as a clause for people; empty where there are none."""
+    shown = "; ".join(f"{d.field} was {d.old!s:.120}, is {d.new!s:.120}" for d in differing[:most])
+    return shown + (f"; and {len(differing) - most} more" if len(differing) > most else "")
 
 
 def _flat(key: Key) -> dict[str, Any]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from torch import nn
 
 from steadytorch.device.facts import load_facts
-from steadytorch.errors import PlanError, UsageError
+from steadytorch.errors import UsageError
+from steadytorch.plan.bundle import compiles, unpack
 from steadytorch.plan.files import clean
-from steadytorch.plan.fingerprint import Key, differing_fields, make_key
+from steadytorch.plan.fingerprint import Key, differing_fields, make_key, told
 from steadytorch.plan.store import read_file
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Candidate
+from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
@@ -148,7 +151,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The first 12 digits of the key's digest: how people refer to it."""
         return self.key.digest[:12]
 
-    def apply(self, model: nn.Module, *, alias_outputs: bool = False) -> TunedModule:
+    def apply(
+        self, model: nn.Module, *, alias_outputs: bool = False, bundle: bool = False
+    ) -> TunedModule:
         """A module that serves this plan, with the same call signature as `model`.
 
         Where the plan does not fit (another model, device, library version or setting), the module
@@ -159,6 +164,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             model: the untouched model, on the device it is to run on.
             alias_outputs: whether outputs may be buffers that the next call overwrites, which saves
                 a copy of them where a CUDA graph serves.
+            bundle: whether to load what the plan compiled when it was made, if that is kept beside
+                it. It is code, which runs: see `plan.bundle` for what is accepted.
 
         Raises:
             UsageError: `model` is no `nn.Module`.
@@ -168,7 +175,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"a plan is applied to an nn.Module, got {type(model).__name__}: "
                 "call it in the forward of one"
             )
-        return TunedModule(model, self.resolve, self._misfit, Options(alias_outputs))
+        resolve = partial(self.resolve, bundle=bundle)
+        return TunedModule(model, resolve, self._misfit, Options(alias_outputs))
 
     @property
     def origin(self) -> Origin:
@@ -181,10 +189,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             self.key.tolerance,
         )
 
-    def resolve(self, arrival: Arrival) -> Resolution:
+    def resolve(self, arrival: Arrival, bundle: bool = False) -> Resolution:
         """Its candidate for inputs of its signature, and nothing for others."""
         if arrival.signature != self.signature:
             return Resolution(None)
+        return self.resolution(bundle)
+
+    def resolution(self, bundle: bool = False) -> Resolution:
+        """What is to serve its inputs; where asked for, its bundle is unpacked first."""
+        if bundle and compiles(self):
+            unpack(self)
         return Resolution(self.candidate, origin=self.origin)
 
     def _misfit(self, model: nn.Module) -> str | None:
@@ -195,6 +209,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return None if reason is None else clean(reason)
 
     def _why_not(self, model: nn.Module) -> str | None:
+        if precision_of(self.candidate) not in ALLOWED.get(self.key.precision, ()):
+            return (
+                f"plan {self.id} is for precision {self.key.precision}, and what it does is "
+                f"{precision_of(self.candidate)}"
+            )
         workload = Workload(model)
         here = make_key(
             workload,
@@ -208,10 +227,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         )
         if not (differences := differing_fields(self.key, here)):
             return None
-        listed = "; ".join(
-            f"{d.field} was {d.old!s:.40}, is {d.new!s:.40}" for d in differences[:4]
-        )
-        return f"plan {self.id} does not fit here: {listed}"
+        return f"plan {self.id} does not fit here: {told(differences)}"
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -220,7 +236,5 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: it is not there, not a plan, damaged, or of another schema.
     """
-    key, plan = read_file(Path(path), Plan)
-    if key != plan.key:
-        raise PlanError(f"plan file {clean(path)} names another key than its plan: tune again")
+    _, plan = read_file(Path(path), Plan)
     return msgspec.structs.replace(plan, path=str(path))

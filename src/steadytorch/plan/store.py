@@ -3,6 +3,7 @@
 The digest in a file detects accidents, not attackers: it holds no secret. What guards the store is
 ownership: its directory is private, and files of other users are refused. No fault of the file
 system raises here; the worst case is a miss with its reason, or a plan kept in memory only.
+Behind it may stand a second store that is only read, see `plan.remote`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from steadytorch.errors import PlanError
+from steadytorch.plan.bundle import drop_bundle
 from steadytorch.plan.files import (
     MAX_BYTES,
     BrokenError,
@@ -32,8 +33,11 @@ from steadytorch.plan.files import (
     why,
     write_whole,
 )
-from steadytorch.plan.fingerprint import Difference, Key, differing_fields
+from steadytorch.plan.fingerprint import Difference, Key, differing_fields, nearest
+from steadytorch.plan.remote import RemoteStore
 
+SECOND_STORE = "STEADYTORCH_SECOND_STORE"
+"""Environment variable with the URL of a second store that is only read; none by default."""
 QUARANTINE = "quarantine"
 """Folder of the store that unusable files are moved to; nothing is ever read from it."""
 
@@ -82,12 +86,22 @@ class Store:
     Args:
         root: the directory; it is made, private to the user, when the first plan is written. By
             default `$XDG_CACHE_HOME/steadytorch/plans`, else `~/.cache/steadytorch/plans`.
+        second: URL of a store that is asked after this one and only read; what is found there is
+            copied here. By default that of the environment variable `SECOND_STORE`; "" for none.
+
+    Attributes:
+        root: the directory; None where there is no home for it.
+        trouble: why plans are kept in memory only; empty as long as they are not.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, second: str | None = None
+    ) -> None:
         self.root = _default_root() if root is None else _absolute(Path(root))
+        url = os.environ.get(SECOND_STORE, "") if second is None else second
+        self._second = RemoteStore(url) if url else None
         self._in_memory: dict[str, bytes] = {}
-        self._trouble = "" if self.root else "there is no home directory"
+        self.trouble = "" if self.root else "there is no home directory"
         self._warned = False
 
     def get(self, key: Key, payload_type: type[P]) -> Found[P] | Miss:
@@ -95,8 +109,18 @@ class Store:
 
         Args:
             key: what it must have been stored under, in every field.
-            payload_type: a msgspec type; content that does not fit it is unusable.
+            payload_type: a msgspec struct; content that does not fit it is unusable.
         """
+        found = self._get(key, payload_type)
+        if isinstance(found, Found) or self._second is None:
+            return found
+        try:
+            payload = self._second.get(key, payload_type)
+        except BrokenError as fault:
+            return Miss(f"{found.reason}; {self._second.name} {fault}", found.differing)
+        return Found(payload, self.put(key, payload))
+
+    def _get(self, key: Key, payload_type: type[P]) -> Found[P] | Miss:
         held = self._in_memory.get(key.digest)
         if held is not None:
             try:
@@ -105,7 +129,7 @@ class Store:
                 return Miss(f"the plan kept in memory {fault}")
         path = self._path_of(key)
         if path is None:
-            return Miss(f"no plan is kept in memory, and none on disk: {self._trouble}")
+            return Miss(f"no plan is kept in memory, and none on disk: {self.trouble}")
         try:
             with open_folder(path.parent) as folder:
                 return self._get_from(folder, path, key, payload_type)
@@ -114,8 +138,8 @@ class Store:
         except (OSError, ValueError) as error:
             return Miss(f"plan file {path} was refused: {why(error)}")
 
-    def put(self, key: Key, payload: msgspec.Struct) -> Path | None:
-        """Stores a payload in place of any other under the same key.
+    def put(self, key: Key, payload: Any) -> Path | None:
+        """Stores a payload, a msgspec struct, in place of any other under the same key.
 
         Returns:
             Where, or None when it cannot be kept on disk: then this process keeps it in memory, and
@@ -129,17 +153,17 @@ class Store:
         path = self._path_of(key)
         if len(data) > MAX_BYTES:
             logger.warning("a plan of %d bytes is kept in memory only: too large", len(data))
-        elif path is not None and not self._trouble:
+        elif path is not None and not self.trouble:
             try:
                 write_whole(path, data)
                 self._in_memory.pop(key.digest, None)
                 return path
             except (OSError, ValueError) as error:
-                self._trouble = f"{self.root} cannot be written: {why(error)}"
+                self.trouble = f"{self.root} cannot be written: {why(error)}"
         self._in_memory[key.digest] = data
-        if self._trouble and not self._warned:
+        if self.trouble and not self._warned:
             self._warned = True
-            logger.warning("plans are kept in memory only: %s", self._trouble)
+            logger.warning("plans are kept in memory only: %s", self.trouble)
         return None
 
     def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
@@ -159,15 +183,34 @@ class Store:
             return
         for parent in (self.root / name for name in folders):
             try:
-                with open_folder(parent) as folder:
-                    names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+                paths = _files_in(parent)
             except OSError as error:
                 yield Stored(parent, None, None, f"cannot be listed: {why(error)}")
                 continue
-            yield from (_listed(parent / name, payload_type) for name in names)
+            yield from (_listed(path, payload_type) for path in paths)
+
+    def find(self, plan_id: str, payload_type: Any = msgspec.Raw) -> Stored:
+        """The one file whose key's digest begins with these digits, usable or not.
+
+        Raises:
+            PlanError: there is none, or several.
+        """
+        entries = self.entries(payload_type)
+        found = [e for e in entries if plan_id and e.path.stem.startswith(plan_id.lower())]
+        if len(found) != 1:
+            known = f"{len(found)} plans" if found else "no plan"
+            raise PlanError(f"{known} with id {plan_id!r} in {self.root}: see steady plans list")
+        return found[0]
+
+    def quarantined(self) -> list[Path]:
+        """The files that were moved aside."""
+        try:
+            return [] if self.root is None else _files_in(self.root / QUARANTINE)
+        except (OSError, ValueError):
+            return []
 
     def remove(self, path: str | os.PathLike[str]) -> str | None:
-        """Deletes a file of the store, usable or not.
+        """Deletes a file of the store, usable or not, and the bundle beside it.
 
         Returns:
             None when it is gone, else one line on why not.
@@ -178,6 +221,7 @@ class Store:
             return f"{clean(path)} is not a plan of the store {self.root}: see its list of plans"
         try:
             with open_folder(path.parent) as folder:
+                drop_bundle(path.stem, folder)
                 os.unlink(path.name, dir_fd=folder)
         except (OSError, ValueError) as error:
             return f"{path} was not removed: {why(error)}"
@@ -213,6 +257,7 @@ class Store:
                 return "it has been replaced meanwhile"
             with open_folder(target.parent) as aside:
                 os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=aside)
+            drop_bundle(path.stem, folder)
         except FileNotFoundError:
             return "it is gone meanwhile"
         except OSError as error:
@@ -220,15 +265,13 @@ class Store:
         return f"moved to {target}"
 
     def _nearest(self, key: Key) -> Miss:
-        keys = [entry.key for entry in islice(self.entries(), _SCAN_LIMIT) if entry.key]
-        found = [tuple(differing_fields(other, key)) for other in keys if _is_near(other, key)]
-        if not found:
+        scanned = islice(self.entries(), _SCAN_LIMIT)
+        differing = nearest((entry.key for entry in scanned if entry.key), key)
+        if not differing:
             return Miss("no plan is stored for this workload")
-        nearest = min(
-            found, key=lambda differing: (differing[0].field == "workload", len(differing))
-        )
         return Miss(
-            f"no plan is stored for this key; the nearest has another {_named(nearest)}", nearest
+            f"no plan is stored for this key; the nearest has another {_named(differing)}",
+            differing,
         )
 
 
@@ -285,11 +328,10 @@ def _named(differing: tuple[Difference, ...]) -> str:
     return clean(", ".join(difference.field for difference in differing))
 
 
-def _is_near(stored: Key, asked: Key) -> bool:
-    # A model that changed, with all else alike, is worth naming as well.
-    return replace(stored, workload="") == replace(asked, workload="") or (
-        stored.workload == asked.workload
-    )
+def _files_in(folder: Path) -> list[Path]:
+    with open_folder(folder) as descriptor:
+        names = sorted(name for name in os.listdir(descriptor) if name.endswith(".json"))
+    return [folder / name for name in names]
 
 
 def _listed(path: Path, payload_type: Any) -> Stored:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from steadytorch.plan.plan import Plan, Trial
     from steadytorch.trial.compare import CompareResult
     from steadytorch.trial.measure import MeasureResult
+    from steadytorch.tune.conv import ConvReport
     from steadytorch.tune.result import TuneResult
 
 SCHEMA = 1
@@ -72,6 +73,11 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
         "replayed": True,
     }
     return _document("tune", workload, facts, fields)
+
+
+def conv_document(workload: str, facts: DeviceFacts, report: ConvReport) -> bytes:
+    """Every distinct convolution with all its engines."""
+    return _document("conv", workload, facts, msgspec.to_builtins(report))
 
 
 def measure_document(workload: str, facts: DeviceFacts, result: MeasureResult) -> bytes:

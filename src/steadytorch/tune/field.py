@@ -8,8 +8,9 @@ from random import Random
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate
+from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
-from steadytorch.tune.moves import ALLOWED, describe
+from steadytorch.tune.moves import describe
 from steadytorch.tune.prepare import Watcher
 from steadytorch.tune.select import Options, block_statistic
 from steadytorch.tune.trial import LiveTrial

@@ -10,23 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from steadytorch import transforms
 from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.workload import Workload
-
-PRECISIONS = ("same", "tf32", "fp16", "bf16")
-ALLOWED = {
-    "same": frozenset({"same"}),
-    "tf32": frozenset({"same", "tf32"}),
-    "bf16": frozenset({"same", "tf32", "bf16"}),
-    "fp16": frozenset({"same", "tf32", "fp16"}),
-}
-"""Which classes a user's `--precision` admits. bf16 and fp16 do not admit one another: one has the
-range of float32, the other more mantissa."""
-
-
-def precision_of(candidate: Candidate) -> str:
-    """The class a candidate belongs to: the lowest precision among its transforms."""
-    classes = {transforms.create(spec).precision for spec in candidate}
-    return max(classes | {"same"}, key=PRECISIONS.index)
 
 
 def describe(candidate: Candidate) -> str:
@@ -77,6 +62,11 @@ class Moves:
         eager = self._spec("inference_mode")
         tf32 = self._spec("tf32") if self._precision != "same" else None
         lower = cast or tf32
+        fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
+        with_engines = [
+            (fold, lower, layout, engines, frozen, graph),
+            (fold, lower, layout, engines, graph),
+        ]
         compiled = [
             (lower, layout, frozen, graph),
             (lower, layout, frozen),
@@ -91,7 +81,8 @@ class Moves:
             if self._regime == "launch-bound"
             else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
         )
-        return self._allowed(first + second + rest)
+        chosen = with_engines if engines is not None else []
+        return self._allowed(chosen + first + second + rest)
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """Candidates one step away: a transform more, one fewer, or one with another setting."""

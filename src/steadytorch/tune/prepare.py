@@ -10,7 +10,8 @@ import msgspec
 from steadytorch.explain.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms.base import Candidate
-from steadytorch.tune.moves import ALLOWED, describe, suggested_by
+from steadytorch.transforms.precision import ALLOWED
+from steadytorch.tune.moves import describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.verify import Reference, decide

@@ -11,7 +11,8 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.transforms.base import Candidate
-from steadytorch.tune.moves import PRECISIONS, describe
+from steadytorch.transforms.precision import PRECISIONS
+from steadytorch.tune.moves import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
 P99_BLOCK = 69

@@ -15,12 +15,13 @@ import torch
 from steadytorch import __version__, transforms
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
-from steadytorch.plan.fingerprint import Key, make_key
+from steadytorch.plan.fingerprint import Key, make_key, told
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
+from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import Search
@@ -109,9 +110,7 @@ class Session:
         found = self._store.get(self.key, Plan)
         if isinstance(found, Found):
             return _located(found.payload, found.path), ""
-        fields = "; ".join(
-            f"{d.field} was {d.old!s:.40}, is {d.new!s:.40}" for d in found.differing[:4]
-        )
+        fields = told(found.differing)
         return None, f"{found.reason} ({fields})" if fields else found.reason
 
     def search(self, watcher: Watcher | None = None) -> TuneResult:
@@ -158,6 +157,10 @@ class Session:
             version=__version__,
         )
         return _located(plan, self._store.put(self.key, plan))
+
+    def keep_bundle(self, plan: Plan) -> str | None:
+        """Makes the plan's bundle, see `bundle.keep_bundle`; None, or the reason why not."""
+        return keep_bundle(plan, self.workload, self._device)
 
     def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
         available: list[TransformSpec] = []
@@ -215,6 +218,7 @@ def tune(
     store: str | Path | None = None,
     mode: str = "replay",
     seed: int = 0,
+    bundle: bool = False,
     watcher: Watcher | None = None,
 ) -> Plan:
     """Finds, verifies and stores the fastest steady plan for a workload.
@@ -231,6 +235,8 @@ def tune(
         mode: `replay` takes a stored plan and searches where there is none; `tune` always searches;
             `strict` only takes a stored plan.
         seed: of verification inputs and block order.
+        bundle: whether to keep what the plan compiles beside it, where that is not kept yet; only
+            who asks for it, in `optimize` or `apply`, has it loaded.
         watcher: is told how the search goes.
 
     Returns:
@@ -252,12 +258,19 @@ def tune(
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
     session = Session(workload, options, device, store)
+    plan = _found_or_searched(session, mode, watcher)
+    if bundle:
+        session.keep_bundle(plan)
+    return plan
+
+
+def _found_or_searched(session: Session, mode: str, watcher: Watcher | None) -> Plan:
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:
             return plan
         if mode == "strict":
-            raise PlanError(f"no stored plan for {workload.name}: {reason}")
+            raise PlanError(f"no stored plan for {session.workload.name}: {reason}")
     result = session.search(watcher)
     if result.interrupted:
         raise KeyboardInterrupt

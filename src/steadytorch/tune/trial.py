@@ -14,8 +14,8 @@ from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.plan import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
+from steadytorch.transforms.precision import precision_of
 from steadytorch.trial.worker import SetUp
-from steadytorch.tune.moves import precision_of
 from steadytorch.tune.verify import Verification
 
 HANDLER = "steadytorch.tune.worker:TuningHandler"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -22,7 +23,7 @@ def save(workload: Workload, path: Path) -> None:
     Raises:
         Exception: it holds what cannot be pickled, such as an open file; the pickler says what.
     """
-    torch.save(workload, path, pickle_module=cloudpickle)
+    torch.save(workload, path, pickle_module=_Cloudpickle)
 
 
 def load(path: Path) -> Workload:
@@ -71,6 +72,24 @@ def _make_module(name: str, contents: dict[str, Any]) -> types.ModuleType:
         return rebuild.dynamic_subimport(name, contents)
     home.__dict__.update(contents)
     return home
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Names modules whose type is their own, as `torch.backends.cudnn` is."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            name = getattr(obj, "__name__", None)
+            if isinstance(name, str) and sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
+        return super().reducer_override(obj)
+
+
+class _Cloudpickle:
+    """What `torch.save` needs of a pickle module."""
+
+    Pickler = _Pickler
+    dumps = staticmethod(cloudpickle.dumps)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -32,6 +32,10 @@ def test_kernels_far_from_it_are_not():
     assert rule(traced(_additions(LEAST_NS / 0.5), rates=RATES)) == ()
 
 
+def test_what_the_cache_delivers_is_no_traffic_of_the_memory():
+    assert rule(traced(_additions(LEAST_NS / 1.6), rates=RATES)) == ()
+
+
 def test_a_small_part_of_the_work_is_not_worth_it():
     matrices = {"dims": [[1024, 1024]] * 2, "types": ["float"] * 2}
     events = [

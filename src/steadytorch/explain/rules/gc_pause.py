@@ -61,7 +61,7 @@ def _in_samples(samples: Samples) -> Verdict:
         f"a step {duration(step)} at the median",
     ]
     if len(places):
-        evidence.append(f"{many(len(places), 'outlier')} of the timing fall on a collection")
+        evidence.append(f"{many(len(places), 'outlier')} of the timing during a collection")
     return (_finding((), evidence, cost, share, varies),)
 
 

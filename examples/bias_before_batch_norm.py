@@ -1,0 +1,28 @@
+"""Provokes bias-before-batch-norm: convolutions add what the batch norm takes away again.
+
+A batch norm subtracts the mean, and with it any bias. `mended` makes the convolutions without one;
+with trained weights the bias would have to be moved into the batch norm first.
+
+    steady explain examples/bias_before_batch_norm.py:slow --device cpu
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def network(bias: bool) -> nn.Module:
+    blocks = (
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=bias), nn.BatchNorm2d(16), nn.ReLU())
+        for _ in range(3)
+    )
+    return nn.Sequential(*blocks).eval()
+
+
+def slow() -> tuple[nn.Module, torch.Tensor]:
+    return network(bias=True), torch.randn(4, 16, 32, 32)
+
+
+def mended() -> tuple[nn.Module, torch.Tensor]:
+    return network(bias=False), torch.randn(4, 16, 32, 32)

@@ -1,0 +1,33 @@
+"""Provokes clock-throttled: large products draw more power than the GPU may.
+
+Random numbers switch as many transistors as there are, and the driver lowers the clock to stay
+below the power limit. `mended` runs the very same kernels on zeros, which switch few: it shows that
+power is the cause, and not the program. Where the limit is the machine's to set, there is no more
+to mend. A GPU that can cool what its largest products draw does not show the finding.
+
+    steady explain examples/clock_throttled.py:slow --device cuda
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+SIZE = 8192
+
+
+class Products(nn.Module):
+    """Multiplies a large matrix by itself, again and again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            y = x @ x
+        return y
+
+
+def slow() -> tuple[nn.Module, torch.Tensor]:
+    return Products(), torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+
+
+def mended() -> tuple[nn.Module, torch.Tensor]:
+    return Products(), torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)

@@ -1,0 +1,47 @@
+"""Provokes graph-break: a branch on a value, which the compiler cannot follow.
+
+`slow` asks for a number in the middle of the compiled function, so that it falls into two graphs
+with Python between them. `mended` chooses between both results on the device instead.
+
+    steady explain examples/graph_break.py:slow --device cpu
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def branching(x: torch.Tensor) -> torch.Tensor:
+    y = x @ x
+    if y.sum().item() > 0:
+        y = -y
+    return y @ x
+
+
+def choosing(x: torch.Tensor) -> torch.Tensor:
+    y = x @ x
+    return torch.where(y.sum() > 0, -y, y) @ x
+
+
+class Compiled(nn.Module):
+    """Compiles its function in the process that runs it."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.branches = branches
+        self.run = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.run is None:
+            function = branching if self.branches else choosing
+            self.run = torch.compile(function, backend="eager")
+        return self.run(x)
+
+
+def slow() -> tuple[nn.Module, torch.Tensor]:
+    return Compiled(branches=True), torch.ones(256, 256) / 256
+
+
+def mended() -> tuple[nn.Module, torch.Tensor]:
+    return Compiled(branches=False), torch.ones(256, 256) / 256

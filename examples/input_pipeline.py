@@ -1,0 +1,57 @@
+"""Provokes input-pipeline: each step waits for its batch to be made.
+
+`slow` reads through a `DataLoader` whose samples take 5 ms each, as images do that must be
+decoded. In `mended` that was done ahead of time, and the loader only joins what is there. Worker
+processes (`num_workers`) would mend it as well where there are cores to spare.
+
+    steady explain examples/input_pipeline.py:slow --device cpu
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset):
+    """Random samples, made when they are asked for or ahead of time."""
+
+    def __init__(self, ready: bool) -> None:
+        self.made = torch.randn(64, 256) if ready else None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        if self.made is not None:
+            return self.made[place]
+        time.sleep(5e-3)
+        return torch.randn(256)
+
+
+class Fed(nn.Module):
+    """A step that fetches its own batch, so that the wait for it is part of the step."""
+
+    def __init__(self, ready: bool) -> None:
+        super().__init__()
+        self.data, self.batches = Samples(ready), iter(())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = iter(DataLoader(self.data, batch_size=4))
+            batch = next(self.batches)
+        for _ in range(8):
+            weight = weight @ weight / 16
+        return batch.to(weight.device) @ weight
+
+
+def slow() -> tuple[nn.Module, torch.Tensor]:
+    return Fed(ready=False), torch.randn(256, 256)
+
+
+def mended() -> tuple[nn.Module, torch.Tensor]:
+    return Fed(ready=True), torch.randn(256, 256)

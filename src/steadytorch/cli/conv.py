@@ -1,0 +1,73 @@
+"""`steady conv`: which engine of cuDNN runs each convolution, and what others would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from steadytorch.cli import options
+from steadytorch.errors import UnsupportedError, UsageError
+
+
+@click.command()
+@options.workload
+@click.option(
+    "--layer", type=click.IntRange(min=1), metavar="N", help="All engines of row N of the table."
+)
+@click.option("--budget", default="60s", show_default=True, help="Time for choosing engines.")
+@click.option("--deterministic", is_flag=True, help="Only engines that give the same bits always.")
+@options.json_file
+@options.quiet
+def conv(
+    workload: str,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    layer: int | None,
+    budget: str,
+    deterministic: bool,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Measures every engine that cuDNN has for each convolution of WORKLOAD.
+
+    WORKLOAD is as for steady measure: WORKLOAD@cast_weights(fp16)+channels_last shows the engines
+    for that element type and layout.
+    """
+    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.process.worker import WorkerFault
+    from steadytorch.quantities import parse_duration
+    from steadytorch.report.conv import render_conv, render_layer
+    from steadytorch.report.documents import conv_document
+    from steadytorch.tune.conv import choose_engines
+
+    resolved = resolve_device(device)
+    if not resolved.startswith("cuda"):
+        raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
+    if train:
+        raise UsageError("steady conv covers inference: leave --train out")
+    facts = load_facts(resolved)
+    spec, prefix = options.with_transforms(workload, facts)
+    loaded = options.load(spec, batch=batch, inputs=inputs, train=False, seed=seed)
+    console = options.console(quiet)
+    options.teller(console)("choosing engines in a worker process")
+    try:
+        report = choose_engines(
+            loaded,
+            prefix=prefix,
+            device=resolved,
+            deadline_s=parse_duration(budget),
+            deterministic=deterministic,
+        )
+    except WorkerFault as fault:
+        raise UnsupportedError(f"engines cannot be chosen for {workload}: {fault.reason}") from None
+    if layer is not None and layer > len(report.layers):
+        raise UsageError(f"--layer {layer}: {workload} has {len(report.layers)} convolutions")
+    if layer is None:
+        render_conv(console, workload, report)
+    else:
+        render_layer(console, report.layers[layer - 1])
+    options.write_json(json_path, conv_document(workload, facts, report))

@@ -1,0 +1,125 @@
+"""Convolutions and their engines in the terminal: a row per convolution, or all engines of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from steadytorch.report.text import plain, seconds, share, size
+
+if TYPE_CHECKING:
+    from steadytorch.conv.timing import Measured
+    from steadytorch.tune.conv import ConvReport, Layer
+
+_US = 1e-3
+
+
+def render_conv(console: Console, workload: str, report: ConvReport) -> None:
+    """The table of distinct convolutions, in the order of the network."""
+    total_ns = sum(_total_ns(layer) for layer in report.layers)
+    default_ns = sum(len(layer.names) * (_default_ns(layer) or 0.0) for layer in report.layers)
+    table = _table()
+    table.add_column("#", justify="right")
+    table.add_column("convolution", ratio=2, overflow="fold")
+    table.add_column("engine", ratio=1, overflow="fold")
+    for heading in ("times", "share", "us", "default", "benchmark", "gain", "TFLOP/s", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("workspace", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, layer in enumerate(report.layers, 1):
+        table.add_row(str(number), *_row(layer, report, total_ns))
+    console.print(f"{plain(workload)}: {len(report.layers)} distinct convolutions")
+    console.print(table)
+    if total_ns and default_ns:
+        console.print(
+            f"All together {total_ns * _US:.0f} us by the chosen engines, {default_ns * _US:.0f} "
+            f"us by PyTorch's default. Chosen in {seconds(report.seconds)}."
+        )
+    cache = "flushed before each run, since the network overflows it" if report.cold else "warm"
+    console.print(
+        "us: the convolution with what is fused into it; default and benchmark: the same by "
+        "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
+        f"least time that the measured rates allow over the time. L2 cache {cache}.",
+        style="dim",
+    )
+
+
+def render_layer(console: Console, layer: Layer) -> None:
+    """All engines of one convolution: the field, fastest first, then those excluded and why."""
+    console.print(plain(layer.problem), f"({len(layer.names)} times: {_names(layer)})")
+    if layer.outcome is None:
+        console.print("Not measured: the time ran out before.")
+        return
+    table = _table()
+    table.add_column("engine", ratio=2, overflow="fold")
+    for heading in ("us", "spread", "runs", "workspace", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("notes", ratio=2, overflow="fold")
+    for engine in layer.outcome.engines:
+        mark = " *" if engine.choice == layer.outcome.choice else ""
+        table.add_row(plain(engine.choice) + mark, *_engine_row(engine))
+    console.print(table)
+    console.print("* chosen. spread: half the distance between the quartiles.", style="dim")
+
+
+def _row(layer: Layer, report: ConvReport, total_ns: float) -> tuple[str, ...]:
+    outcome, times = layer.outcome, str(len(layer.names))
+    name = plain(layer.problem)
+    if outcome is None or not outcome.chosen_ns:
+        return (name, "not measured", times, *[""] * 9)
+    chosen_ns = outcome.chosen_ns
+    found = next(e for e in outcome.engines if e.choice == outcome.choice)
+    least_s = max(
+        layer.operations / report.operations_per_s, layer.traffic_bytes / report.bytes_per_s
+    )
+    return (
+        *(name, plain(outcome.choice), times, share(_total_ns(layer), total_ns)),
+        *(f"{chosen_ns * _US:.1f}", _microseconds(outcome.default_ns)),
+        _microseconds(outcome.benchmark_ns),
+        "" if outcome.default_ns is None else f"{outcome.default_ns / chosen_ns:.2f}x",
+        f"{layer.operations / chosen_ns * 1e-3:.0f}",
+        f"{100 * least_s * 1e9 / chosen_ns:.0f} %",
+        _bytes(found.workspace_bytes),
+        "" if found.error is None else f"{found.error:.0e}",
+    )
+
+
+def _engine_row(engine: Measured) -> tuple[str, ...]:
+    said = [engine.excluded] if engine.excluded else []
+    return (
+        _microseconds(engine.median_ns),
+        "" if engine.spread is None else f"{100 * engine.spread:.1f} %",
+        str(engine.runs or ""),
+        _bytes(engine.workspace_bytes),
+        "" if engine.error is None else f"{engine.error:.0e}",
+        plain("; ".join([*said, *(note.lower().replace("_", " ") for note in engine.notes)])),
+    )
+
+
+def _total_ns(layer: Layer) -> float:
+    chosen = None if layer.outcome is None else layer.outcome.chosen_ns
+    return len(layer.names) * (chosen or 0.0)
+
+
+def _default_ns(layer: Layer) -> float | None:
+    return None if layer.outcome is None else layer.outcome.default_ns
+
+
+def _names(layer: Layer) -> str:
+    shown = ", ".join(map(plain, layer.names[:3]))
+    return f"{shown}, ..." if len(layer.names) > 3 else shown
+
+
+def _microseconds(nanoseconds: float | None) -> str:
+    return "" if nanoseconds is None else f"{nanoseconds * _US:.1f}"
+
+
+def _bytes(count: int | None) -> str:
+    return "" if count is None else size(count)
+
+
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,0 +1,119 @@
+"""What each example is expected to show, for the tests on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from steadytorch.explain.result import Explanation
+from steadytorch.explain.session import explain
+from steadytorch.workload.loading import load_workload
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+ON_CPU = (
+    "allocation-in-loop",
+    "bias-before-batch-norm",
+    "cpu-contention",
+    "gc-pause",
+    "graph-break",
+    "idle-ramp",
+    "input-pipeline",
+    "memory-bound",
+    "recompilation",
+    "single-tensor-optimizer",
+)
+ON_GPU = (
+    "autotuning-in-loop",
+    "clock-throttled",
+    "copies",
+    "launch-bound",
+    "layout-conversion",
+    "lazy-loading",
+    "neighbour-process",
+    "pageable-copy",
+    "queue-full",
+    "slow-kernels",
+    "synchronisation",
+    "synchronous-copy",
+    "tensor-cores-unused",
+)
+
+OF_THE_MACHINE = frozenset({"cpu-contention", "clock-throttled", "neighbour-process"})
+"""True of the machine that runs the tests, whatever runs on it: no example can rule them out."""
+FOR_INFORMATION = frozenset({"queue-full"})
+BESIDES = {
+    # A compiler makes and leaves many objects: memory to ask for and to collect.
+    "recompilation": {"gc-pause", "allocation-in-loop"},
+    # Comparing algorithms runs them all, loads them, gives them memory and waits for each.
+    "autotuning-in-loop": {
+        *("allocation-in-loop", "launch-bound", "layout-conversion", "lazy-loading"),
+        *("memory-bound", "slow-kernels", "synchronisation", "tensor-cores-unused"),
+    },
+    # Two programs take turns on the GPU, and kernels are interrupted.
+    "neighbour-process": {"slow-kernels"},
+}
+"""What the same cause brings about besides, and the example's docstring or documentation says."""
+OF_RATIOS = frozenset({"idle-ramp", "input-pipeline", "memory-bound"})
+"""Rest on how long one thing takes over another: they need a machine that is not crowded."""
+CONTENDED = 0.1
+OPTIONS = {
+    "idle-ramp": {"pause": "25ms", "budget": "6s"},
+    "lazy-loading": {"budget": "2s"},
+    "clock-throttled": {"budget": "4s"},
+    "neighbour-process": {"budget": "4s"},
+}
+
+
+def path_of(finding: str) -> Path:
+    """The file of the example of a finding."""
+    return EXAMPLES / f"{finding.replace('-', '_')}.py"
+
+
+def module_of(finding: str) -> ModuleType:
+    """The example as a module."""
+    path = path_of(finding)
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def explained(finding: str, factory: str, device: str, budget: str = "1s") -> Explanation:
+    """An example, explained in a worker process as `steady explain` does it."""
+    workload = load_workload(f"{path_of(finding)}:{factory}")
+    options = {"budget": budget, **OPTIONS.get(finding, {})}
+    result = explain(workload, device=device, **options)
+    assert result.failed is None
+    assert result.steps
+    return result
+
+
+def ids(result: Explanation) -> set[str]:
+    return {finding.id for finding in result.findings}
+
+
+def unexpected(finding: str, result: Explanation) -> set[str]:
+    """Findings that neither the example nor the machine accounts for."""
+    allowed = OF_THE_MACHINE | FOR_INFORMATION | BESIDES.get(finding, set())
+    return ids(result) - allowed - {finding}
+
+
+def told(result: Explanation) -> str:
+    """All findings with their evidence, for the message of a failed test."""
+    return "\n".join(f"{f.id}: {f.title}; {'; '.join(f.evidence)}" for f in result.findings)
+
+
+def contended(result: Explanation) -> bool:
+    """Whether other programs took so much of the cores that ratios of times say little."""
+    found = next((f for f in result.findings if f.id == "cpu-contention"), None)
+    assert result.measured is not None
+    return found is not None and found.cost_ns > CONTENDED * result.measured.median_ns
+
+
+def could_not_tell(finding: str, result: Explanation) -> str | None:
+    """Why the rule abstained; None where it could tell."""
+    return next((a.why for a in result.abstained if a.rule == finding), None)

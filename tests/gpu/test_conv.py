@@ -1,0 +1,191 @@
+"""Engines on a GPU: they run, are chosen, are recorded in CUDA graphs, and fall back."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
+
+from steadytorch.conv import plans
+from steadytorch.conv.check import operands, verify
+from steadytorch.conv.choices import Choice, read_choice, write_choices
+from steadytorch.conv.choose import Options, choose
+from steadytorch.conv.engines import list_engines
+from steadytorch.conv.handles import target
+from steadytorch.conv.operator import conv_engine
+from steadytorch.conv.plans import Plan
+from steadytorch.conv.problem import parse
+from steadytorch.transforms import create
+from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.workload.workload import Workload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROBLEMS = (
+    "fprop/none/fp16/last/i4x64x14x14/w64x64x3x3/s1x1/p1x1/d1x1/g1",
+    "fprop/bias_relu/bf16/last/i4x64x14x14/w128x64x1x1/s2x2/p0x0/d1x1/g1",
+    "fprop/add_bias_relu/fp16/last/i4x64x14x14/w128x64x1x1/s1x1/p0x0/d1x1/g1",
+    "fprop/add_bias/fp16/first/i4x64x14x14/w64x64x3x3/s1x1/p1x1/d1x1/g1",
+    "fprop/bias/fp32/last/i2x32x14x14/w32x32x3x3/s1x1/p2x2/d2x2/g1",
+    "fprop/bias_relu/fp16/last/i4x64x14x14/w64x1x3x3/s1x1/p1x1/d1x1/g64",
+    "fprop/bias/fp16/first/i4x16x100/w32x16x5/s1/p2/d1/g1",
+    "fprop/bias_relu/fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1",
+    "dgrad/none/fp16/last/i4x64x14x14/w64x64x3x3/s1x1/p1x1/d1x1/g1",
+    "wgrad/none/fp16/last/i4x64x14x14/w64x64x3x3/s1x1/p1x1/d1x1/g1",
+    "wgrad/none/tf32/first/i4x64x14x14/w64x64x3x3/s1x1/p1x1/d1x1/g1",
+)
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def no_misses():
+    plans.MISSES.clear()
+
+
+@pytest.mark.parametrize("key", PROBLEMS)
+def test_engines_compute_what_pytorch_computes(key):
+    problem = parse(key)
+    given = operands(problem, DEVICE)
+    bound = 3 * given.error_of(given.by_pytorch()) + 1e-6
+    usable = [e for e in list_engines(problem, target(DEVICE)) if e.excluded is None]
+    assert usable
+    reasons = [verify(Plan(problem, e.name, DEVICE), given, bound)[1] for e in usable[:6]]
+    assert None in reasons, reasons
+
+
+def arguments(dtype: torch.dtype = torch.float16) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    shapes = ((4, 32, 14, 14), (64, 32, 3, 3), (64,), (4, 64, 14, 14))
+    made = [torch.randn(s, device="cuda", dtype=dtype) * 0.1 for s in shapes]
+    for i in (0, 1, 3):
+        made[i] = made[i].contiguous(memory_format=torch.channels_last)
+    return (*made, [1, 1], [1, 1], [1, 1], 1, True)
+
+
+def expected() -> torch.Tensor:
+    x, w, b, z, *_ = (a.double() if isinstance(a, torch.Tensor) else a for a in arguments())
+    return torch.relu(torch.conv2d(x, w, b, padding=1) + z)
+
+
+def error(result: torch.Tensor) -> float:
+    wide = expected()
+    return float((result.double() - wide).norm() / wide.norm())
+
+
+def test_the_heuristics_engine_runs():
+    assert error(conv_engine(*arguments(), "", "", "")) < 1e-3
+    assert plans.MISSES == {}
+
+
+def test_a_name_that_is_gone_falls_back_and_is_noted():
+    assert error(conv_engine(*arguments(), "eng999_k1=1", "", "")) < 1e-3
+    assert "eng999_k1=1" in next(iter(plans.MISSES.values()))
+
+
+def test_an_address_that_is_not_aligned_falls_back():
+    x, *rest = arguments()
+    memory = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
+    shifted = memory[1:].as_strided(x.shape, x.stride()).copy_(x)
+    assert error(conv_engine(shifted, *rest, "", "", "")) < 1e-3
+
+
+def test_a_recorded_call_replays_bit_for_bit():
+    given = arguments()
+    eager = conv_engine(*given, "", "", "")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = conv_engine(*given, "", "", "")
+    recorded.zero_()
+    graph.replay()
+    assert torch.equal(recorded, eager)
+
+
+def test_each_thread_and_stream_has_its_own_handle():
+    given, found = arguments(), []
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(conv_engine(*given, "", "", ""))
+            torch.cuda.current_stream().synchronize()
+
+    threads = [Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert max(map(error, found)) < 1e-3
+
+
+def test_gradients_by_engines_are_those_of_pytorch():
+    leaves = [t.detach().requires_grad_() for t in arguments()[:4]]
+    geometry = arguments()[4:]
+    own = [t.detach().double().requires_grad_() for t in leaves]
+    conv_engine(*leaves, *geometry, "", "", "").float().sum().backward()
+    torch.relu(torch.conv2d(own[0], own[1], own[2], padding=1) + own[3]).sum().backward()
+    for mine, wide in zip(leaves, own, strict=True):
+        assert float((mine.grad.double() - wide.grad).norm() / wide.grad.norm()) < 5e-3
+    assert plans.MISSES == {}
+
+
+def test_the_operator_passes_through_the_compiler_whole():
+    given = arguments()
+    compiled = torch.compile(
+        lambda x: torch.sigmoid(conv_engine(x, *given[1:], "", "", "")), fullgraph=True
+    )
+    with torch.no_grad():
+        found = compiled(given[0])
+    assert float((found.double() - expected().sigmoid()).abs().max()) < 2e-3
+
+
+def test_a_choice_is_fast_verified_and_kept():
+    problem = parse(PROBLEMS[2])
+    first = choose(problem, DEVICE, Options(seconds=5))
+    chosen = next(e for e in first.engines if e.choice == first.choice)
+    assert chosen.excluded is None
+    timed = [e for e in first.engines if e.median_ns is not None]
+    assert {"aten", "aten, benchmark mode"} <= {e.choice for e in timed}
+    again = choose(problem, DEVICE, Options(seconds=5, seed=1), read_choice(first.choice))
+    assert again.choice == first.choice
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64))
+        self.branch = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.stem(x))
+        return torch.relu(self.branch(y) + y)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_transform_serves_a_network(pad, graph):
+    workload = Workload(Block().eval().cuda(), torch.randn(8, 3, 64, 64, device="cuda"))
+    with torch.no_grad():
+        wide = workload.model.double()(workload.inputs[0].double())
+        workload.model.float()
+    key = "fprop/bias_relu/fp16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
+    choices = write_choices({key: Choice("eng48", 4)}) if pad else ""
+    specs = [
+        TransformSpec("fold_batch_norm"),
+        TransformSpec("cast_weights", (("dtype", "fp16"),)),
+        TransformSpec("channels_last"),
+        TransformSpec("cudnn_engines", (("choices", choices),)),
+    ]
+    if graph:
+        specs.append(TransformSpec("cuda_graph"))
+    with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
+        found = made.model(*workload.inputs)
+    assert float((found.double() - wide).norm() / wide.norm()) < 3e-3
+    assert plans.MISSES == {}
