@@ -43,7 +43,10 @@ SIGNATURES = {
         "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
         "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
     ),
-    "Plan.apply": ("(self, model: 'nn.Module', *, alias_outputs: 'bool' = False) -> 'TunedModule'"),
+    "Plan.apply": (
+        "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False, "
+        "bundle: 'bool' = False) -> 'TunedModule'"
+    ),
     "explain": (
         "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
@@ -56,7 +59,8 @@ SIGNATURES = {
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, background: 'bool' = False, "
         "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
-        "alias_outputs: 'bool' = False, seed: 'int' = 0) -> 'TunedModule'"
+        "alias_outputs: 'bool' = False, bundle: 'bool' = False, "
+        "seed: 'int' = 0) -> 'TunedModule'"
     ),
     "export_plans": (
         "(path: 'str | os.PathLike[str]', ids: 'Sequence[str]' = (), "
@@ -95,7 +99,7 @@ SIGNATURES = {
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
-        "watcher: 'Watcher | None' = None) -> 'Plan'"
+        "bundle: 'bool' = False, watcher: 'Watcher | None' = None) -> 'Plan'"
     ),
 }
 

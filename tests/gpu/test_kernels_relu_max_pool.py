@@ -191,3 +191,55 @@ def test_the_transform_is_recorded_in_a_graph():
             torch.manual_seed(seed)
             x = torch.randn_like(made.inputs[0])
             assert torch.equal(fused.model(x), made.model(x))
+
+
+@pytest.fixture
+def operated(monkeypatch):
+    """How often the operator itself was called, rather than its program alone."""
+    count = []
+    call = relu_max_pool._OPERATOR
+    monkeypatch.setattr(relu_max_pool, "_OPERATOR", lambda *given: count.append(1) or call(*given))
+    return count
+
+
+def test_a_call_that_nothing_watches_leaves_out_the_dispatcher(operated):
+    x = special((1, 2, 8, 8), torch.float32)
+    relu_max_pool2d(x, 2)
+    with torch.no_grad():
+        relu_max_pool2d(x.requires_grad_(), 2)
+    assert operated == []
+
+
+def test_subclasses_see_the_operator(operated):
+    relu_max_pool2d(nn.Parameter(special((1, 2, 8, 8), torch.float32)), 2)
+    assert operated == [1]
+
+
+def test_modes_see_the_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = special((1, 2, 8, 8), torch.float32)
+    with Watch():
+        relu_max_pool2d(x, 2)
+    assert seen == ["steadytorch.relu_max_pool2d.default"]
+
+
+def test_a_trace_holds_the_operator():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = special((1, 2, 8, 8), torch.float32)
+    graph = make_fx(lambda x: relu_max_pool2d(x, 2))(x).graph
+    assert "steadytorch.relu_max_pool2d.default" in [str(node.target) for node in graph.nodes]
+
+
+def test_transformations_of_functions_are_those_of_pytorch():
+    x = special((1, 2, 8, 8), torch.float32).nan_to_num()
+    ours = torch.func.grad(lambda x: relu_max_pool2d(x, 2).sum())(x)
+    assert torch.equal(ours, torch.func.grad(lambda x: eager(x, 2).sum())(x))

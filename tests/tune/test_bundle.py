@@ -10,7 +10,6 @@ from torch import nn
 
 from steadytorch.plan import bundle
 from steadytorch.plan.plan import Plan
-from steadytorch.plan.store import Store
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.result import TuneResult
@@ -124,18 +123,7 @@ def test_nothing_is_unpacked_unless_asked_for(tmp_path, monkeypatch):
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "kernel.so").write_bytes(b"code")
     bundle.write(plan, tmp_path / "compiled")
-    arrival_free = plan.resolution()
-    assert arrival_free.candidate == COMPILE
+    assert plan.resolution().candidate == COMPILE
     assert not (tmp_path / "inductor").exists()
     plan.resolution(bundle=True)
     assert (tmp_path / "inductor" / "kernel.so").read_bytes() == b"code"
-
-
-def test_removing_a_plan_removes_its_bundle(tmp_path):
-    plan = _stored(_workload(), tmp_path / "plans", COMPILE)
-    (tmp_path / "compiled").mkdir()
-    (tmp_path / "compiled" / "kernel.so").write_bytes(b"code")
-    path = bundle.write(plan, tmp_path / "compiled")
-    assert plan.path is not None
-    assert Store(tmp_path / "plans", second="").remove(plan.path) is None
-    assert not path.exists()

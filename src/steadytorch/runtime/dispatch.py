@@ -188,14 +188,17 @@ def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         return (
             "called inside of a transformation of PyTorch's (vmap, jvp, compile, a dispatch mode)"
         )
-    if is_grad_enabled():
-        for a in (*args, *kwargs.values()) if kwargs else args:
-            if type(a) is Tensor:
-                if a.requires_grad:
-                    return NEEDS_GRADIENT
-            elif type(a) not in _EXACT and any(t.requires_grad for t in tensors_of(a)):
-                return NEEDS_GRADIENT
-    return None
+    return NEEDS_GRADIENT if is_grad_enabled() and _needs_gradient(args, kwargs) else None
+
+
+def _needs_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if type(a) is Tensor:
+            if a.requires_grad:
+                return True
+        elif type(a) not in _EXACT and any(t.requires_grad for t in tensors_of(a)):
+            return True
+    return False
 
 
 def _is_transformed() -> bool:
@@ -298,7 +301,13 @@ def fast_path(
             or gate.off is not None
             or attributes["training"] is not gate.mode
             or needed.alive
-            or obstacle(args, kwargs) is not None
+            # `obstacle`, without the calls.
+            or _is_any_autocast_enabled()
+            or _len_torch_dispatch_stack()
+            or peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or is_compiling()
+            or (is_grad_enabled() and _needs_gradient(args, kwargs))
         ):
             return with_care(args, kwargs)
         return run(entry, args, kwargs)

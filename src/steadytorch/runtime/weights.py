@@ -75,8 +75,10 @@ def _comparison(
     """The function that compares with what is found now; as a closure, it looks nothing up."""
     version, address, flatten, mode = _version_of, Tensor.data_ptr, chain.from_iterable, _mode_of
     versions, addresses = sum(map(version, tensors)), list(map(address, tensors))
-    held, linked = list(flatten(registries)), [dict(found) for found in links]
-    modes = list(map(mode, attributes))
+    held, modes = list(flatten(registries)), list(map(mode, attributes))
+    # Most modules have no children and no hooks.
+    empty, filled = [found for found in links if not found], [found for found in links if found]
+    linked = [dict(found) for found in filled]
 
     def changed() -> bool:
         return not (
@@ -84,7 +86,8 @@ def _comparison(
             and all(map(is_, flatten(registries), held))
             and list(map(address, tensors)) == addresses
             and list(map(mode, attributes)) == modes
-            and links == linked
+            and not any(empty)
+            and filled == linked
         )
 
     return changed

@@ -22,7 +22,9 @@ from steadytorch.transforms.compile import Compile
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.cudnn_benchmark import CudnnBenchmark
 from steadytorch.transforms.cudnn_deterministic import CudnnDeterministic
+from steadytorch.transforms.cudnn_engines import CudnnEngines
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
+from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.gc_freeze import GcFreeze
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.tf32 import Tf32
@@ -72,8 +74,10 @@ class Entry:
 
 REGISTRY: tuple[Entry, ...] = (
     Entry(FoldBatchNorm),
+    Entry(FusedKernels),
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
+    Entry(CudnnEngines),
     # What stands above is compiled along; what stands below surrounds compiled code.
     Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
     Entry(Autocast, lambda parameters: (_ELEMENT_TYPE,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,6 +13,8 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.workload.workload import Workload
+
+LONGEST_SHOWN = 40
 
 
 class Risk(StrEnum):
@@ -60,11 +63,17 @@ class TransformSpec(msgspec.Struct, frozen=True):
         if not self.parameters:
             return self.name
         shown = [
-            key if value is True else str(value)
+            key if value is True else _shown(value)
             for key, value in self.parameters
-            if value is not False
+            if value is not False and value != ""
         ]
-        return f"{self.name}({', '.join(shown)})"
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+
+def _shown(value: str | int | bool) -> str:
+    """A value as tables show it; of a long text, which one it is by a check sum."""
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"#{zlib.crc32(text.encode()):08x}"
 
 
 class Transform(ABC):

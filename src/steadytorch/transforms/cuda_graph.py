@@ -15,6 +15,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import own_device
+from steadytorch.transforms.copy_nodes import CopyNode, add_copy_nodes
 from steadytorch.transforms.static_buffers import (
     StaticInputs,
     check_shape,
@@ -23,6 +24,7 @@ from steadytorch.transforms.static_buffers import (
     static_inputs,
 )
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, no_cuda
+from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 _WARMUP_CALLS = 3
@@ -31,10 +33,11 @@ _WARMUP_CALLS = 3
 class CudaGraph(Transform):
     """One launch per call instead of one per kernel.
 
-    A call copies its tensors into static inputs, replays, and returns copies of the outputs. The
-    copies are ordered on the caller's current stream. Arguments that are no tensors are recorded as
-    constants, and so is every decision that the model takes on the host. Calls from several threads
-    take turns. A call within the recording of another graph becomes a part of that one.
+    A call copies its tensors into static inputs, by nodes of the graph where these can do it,
+    replays, and returns copies of the outputs. The copies are ordered on the caller's current
+    stream. Arguments that are no tensors are recorded as constants, and so is every decision that
+    the model takes on the host. Calls from several threads take turns. A call within the recording
+    of another graph becomes a part of that one.
 
     The model that it yields has two attributes besides: `static_inputs`, the arguments at fixed
     addresses (a tensor of these that is passed itself is not copied), and `aliasing`, the same call
@@ -59,14 +62,16 @@ class CudaGraph(Transform):
         with torch.cuda.device(device):
             pool = _pool_of(workload.untouched, torch.cuda.current_device())
             static = static_inputs(workload.inputs, workload.kwargs)
-            graph, outputs = _record(workload.model, static, pool)
+            graph, nodes, outputs = _record(workload.model, static, pool)
         pool.graphs += 1
         try:
-            recorded = _Recorded(graph, static, outputs, pool, workload.model)
+            recorded = _Recorded(graph, nodes, static, outputs, pool, workload.model)
             yield workload.with_model(_replayer(recorded))
         finally:
             with pool.lock:
                 pool.graphs -= 1
+                for node in nodes:
+                    node.close()
                 # A replay may still be running, in memory that resetting gives back.
                 torch.cuda.synchronize(device)
                 graph.reset()
@@ -80,7 +85,7 @@ class _Pool:
     """
 
     def __init__(self, index: int) -> None:
-        from torch._C import _cuda_getCurrentRawStream
+        from torch._C import _cuda_getCurrentRawStream, _cuda_isCurrentStreamCapturing
 
         self.index = index
         self.handle = torch.cuda.graph_pool_handle()
@@ -89,6 +94,7 @@ class _Pool:
         self.lock = threading.Lock()
         # A stream's address, where `torch.cuda.current_stream` would make an object at each call.
         self.address: Callable[[int], int] = _cuda_getCurrentRawStream
+        self.is_recording: Callable[[], bool] = _cuda_isCurrentStreamCapturing
         self.last_address: int | None = None
         self.last: torch.cuda.Stream | None = None
 
@@ -117,8 +123,10 @@ def _pool_of(model: Any, index: int) -> _Pool:
     return pool
 
 
-def _record(model: Any, static: StaticInputs, pool: _Pool) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
+def _record(
+    model: Any, static: StaticInputs, pool: _Pool
+) -> tuple[torch.cuda.CUDAGraph, list[CopyNode], Any]:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     current = torch.cuda.current_stream(pool.index)
     with pool.lock, torch.no_grad():
         pool.stream.wait_stream(current)
@@ -137,12 +145,13 @@ def _record(model: Any, static: StaticInputs, pool: _Pool) -> tuple[torch.cuda.C
                     ),
                 ):
                     outputs = model(*static.args, **static.kwargs)
+                nodes = add_copy_nodes(graph, tensors_of(tuple(static)))
             except Exception as error:
                 raise UnsupportedError(
                     f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"
                 ) from error
         current.wait_stream(pool.stream)
-    return graph, outputs
+    return graph, nodes, outputs
 
 
 @contextmanager
@@ -169,6 +178,7 @@ class _Recorded(NamedTuple):
     """A graph with all that a replay needs; `model` is what was recorded."""
 
     graph: torch.cuda.CUDAGraph
+    nodes: list[CopyNode]
     static: StaticInputs
     outputs: Any
     pool: _Pool
@@ -188,9 +198,9 @@ def _replayer(recorded: _Recorded) -> Callable[..., Any]:
 
 
 def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callable[..., Any]:
-    feed, replay, pool = feeder(recorded.static), recorded.graph.replay, recorded.pool
-    lock, address, index, model = pool.lock, pool.address, pool.index, recorded.model
-    is_recording = torch.cuda.is_current_stream_capturing
+    feed = feeder(recorded.static, [node.feed for node in recorded.nodes])
+    replay, pool, model = recorded.graph.replay, recorded.pool, recorded.model
+    lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_recording():
@@ -210,9 +220,14 @@ def _single_replayer(
 ) -> Callable[[torch.Tensor], Any]:
     """The same for the most common call, with nothing on the way that it does not need."""
     static: torch.Tensor = recorded.static.args[0]
-    copy, shape, pool = static.copy_, static.shape, recorded.pool
-    replay, lock, address, index = recorded.graph.replay, pool.lock, pool.address, pool.index
-    is_recording, model = torch.cuda.is_current_stream_capturing, recorded.model
+    replay, shape, pool, model = recorded.graph.replay, static.shape, recorded.pool, recorded.model
+    lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
+
+    def launch(x: torch.Tensor) -> None:
+        if x is not static:
+            static.copy_(x.detach() if x.requires_grad else x)
+
+    feed = recorded.nodes[0].feed if recorded.nodes else launch
 
     def call(x: torch.Tensor, /) -> Any:
         if x.shape != shape:
@@ -222,8 +237,7 @@ def _single_replayer(
         with lock:
             if address(index) != pool.last_address:
                 pool.follow()
-            if x is not static:
-                copy(x.detach() if x.requires_grad else x)
+            feed(x)
             replay()
             return collect()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,13 +13,13 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.copying import copy_with
+from steadytorch.transforms.tracing import is_hooked, traced, untraceable
 from steadytorch.transforms.traits import decide, no_copy
 from steadytorch.workload.workload import Workload
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NO_PAIR = "the model has no convolution followed by batch norm in evaluation mode"
-_REASON_LENGTH = 120
 
 
 class Pair(NamedTuple):
@@ -52,7 +50,7 @@ class FoldBatchNorm(Transform):
         try:
             pairs = foldable_pairs(workload)
         except Exception as error:  # forward is the user's code: anything may come out of tracing
-            return NotApplicable(f"the model cannot be traced by torch.fx: {_short(error)}")
+            return untraceable(error)
         return decide((not pairs, _NO_PAIR))
 
     @contextmanager
@@ -73,9 +71,7 @@ def foldable_pairs(workload: Workload) -> list[Pair]:
     Raises:
         Exception: whatever the model's `forward` raises when traced with symbols.
     """
-    # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
-    model = copy_with(workload.model, lambda tensor: tensor)
-    graph = _trace(model, _constants(workload))
+    model, graph = traced(workload)
     modules = dict(model.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     read = {node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
@@ -83,7 +79,7 @@ def foldable_pairs(workload: Workload) -> list[Pair]:
     def alone(node: torch.fx.Node, kinds: tuple[type, ...]) -> bool:
         if node.op != "call_module" or calls[node.target] != 1 or node.target in read:
             return False
-        return type(modules[str(node.target)]) in kinds and not _hooked(modules[str(node.target)])
+        return type(modules[str(node.target)]) in kinds and not is_hooked(modules[str(node.target)])
 
     pairs = []
     for node in graph.nodes:
@@ -95,42 +91,6 @@ def foldable_pairs(workload: Workload) -> list[Pair]:
     return pairs
 
 
-_TRACING = threading.Lock()
-"""torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
-
-
-def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
-    """Traces on this thread alone; modules that others call meanwhile run as ever."""
-    from torch import fx
-
-    class ThreadTracer(fx.Tracer):
-        thread = threading.get_ident()
-
-        def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            if threading.get_ident() != self.thread:
-                return forward(*args, **kwargs)
-            return super().call_module(m, forward, args, kwargs)
-
-        def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-            if threading.get_ident() != self.thread:
-                return attr_val
-            return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    with _TRACING:
-        return ThreadTracer().trace(model, concrete_args=constants)
-
-
-def _constants(workload: Workload) -> dict[str, Any]:
-    """The arguments that are no tensors, defaults included: they decide which branch is traced."""
-    bound = inspect.signature(workload.model.forward).bind(*workload.inputs, **workload.kwargs)
-    bound.apply_defaults()
-    return {
-        name: value
-        for name, value in bound.arguments.items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
-
-
 def _holds_both(module: nn.Module | None) -> bool:
     kinds = [] if module is None else [type(m) for m in module.modules()]
     return any(k in _CONVOLUTIONS for k in kinds) and any(k in _BATCH_NORMS for k in kinds)
@@ -139,11 +99,6 @@ def _holds_both(module: nn.Module | None) -> bool:
 def _is_fixed(batch_norm: nn.Module) -> bool:
     """Whether it normalises by stored statistics, and so is the same affine map at each call."""
     return not batch_norm.training and getattr(batch_norm, "running_var", None) is not None
-
-
-def _hooked(module: nn.Module) -> bool:
-    # A hook may look at, or replace, the value between the two.
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _fold(model: nn.Module, pair: Pair) -> None:
@@ -162,8 +117,3 @@ def _fold(model: nn.Module, pair: Pair) -> None:
             norm.bias,
         )
     model.set_submodule(pair.batch_norm, nn.Identity().eval())
-
-
-def _short(error: Exception) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= _REASON_LENGTH else lines[0][: _REASON_LENGTH - 3] + "..."

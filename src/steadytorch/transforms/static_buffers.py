@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from steadytorch.workload.signature import map_tensors
 
 Feed = Callable[[tuple[Any, ...], dict[str, Any]], None]
 """Copies the tensors of a call into the static ones."""
+
+FeedOne = Callable[[torch.Tensor], None]
+"""Copies one tensor into a static one of its shape."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -38,12 +41,17 @@ def static_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StaticInp
     return StaticInputs(*copies)
 
 
-def feeder(static: StaticInputs) -> Feed:
+def feeder(static: StaticInputs, feeds: Sequence[FeedOne] = ()) -> Feed:
     """Makes the function that copies a call's tensors into the static ones.
 
     The copy converts element types, layouts and devices as needed; a call with all of the static
     tensors themselves copies nothing. Values that are no tensors are
     constants of the recorded computation.
+
+    Args:
+        static: the arguments to copy into.
+        feeds: copies into one static tensor each, in the order in which these stand; empty to copy
+            into all of them with one launch.
 
     Returns:
         A function of `(args, kwargs)`; it raises UsageError where these differ from the static ones
@@ -51,13 +59,13 @@ def feeder(static: StaticInputs) -> Feed:
     """
     leaves = [*static.args, *static.kwargs.values()]
     if all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
-        return _flat_feeder(static)
-    return _nested_feeder(static)
+        return _flat_feeder(static, feeds)
+    return _nested_feeder(static, feeds)
 
 
-def _flat_feeder(static: StaticInputs) -> Feed:
+def _flat_feeder(static: StaticInputs, feeds: Sequence[FeedOne]) -> Feed:
     count, names = len(static.args), tuple(static.kwargs)
-    copy = _copier([*static.args, *static.kwargs.values()])
+    copy = _copier([*static.args, *static.kwargs.values()], feeds)
 
     def feed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) != count or len(kwargs) != len(names):
@@ -70,10 +78,10 @@ def _flat_feeder(static: StaticInputs) -> Feed:
     return feed
 
 
-def _nested_feeder(static: StaticInputs) -> Feed:
+def _nested_feeder(static: StaticInputs, feeds: Sequence[FeedOne]) -> Feed:
     leaves, structure = pytree.tree_flatten(tuple(static))
     order = tuple(static.kwargs)
-    copy = _copier(leaves)
+    copy = _copier(leaves, feeds)
 
     def feed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.keys() != static.kwargs.keys():
@@ -86,7 +94,7 @@ def _nested_feeder(static: StaticInputs) -> Feed:
     return feed
 
 
-def _copier(leaves: list[Any]) -> Callable[[list[Any]], None]:
+def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]], None]:
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     constants = [(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
     targets = [leaves[i] for i in places]
@@ -99,7 +107,10 @@ def _copier(leaves: list[Any]) -> Callable[[list[Any]], None]:
         sources = [found[place] for place in places]
         if [source.shape for source in sources] != shapes:
             raise _mismatch(f"shapes {[tuple(source.shape) for source in sources]}")
-        if targets and not all(map(is_, sources, targets)):
+        if feeds:
+            for feed, source in zip(feeds, sources, strict=True):
+                feed(source)
+        elif targets and not all(map(is_, sources, targets)):
             # Where gradients are on, a source that takes part in them would drag its target along.
             sources = [s.detach() if s.requires_grad else s for s in sources]
             torch._foreach_copy_(targets, sources)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from steadytorch.errors import PlanError, SteadyError, UsageError
-from steadytorch.plan.plan import Plan
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
@@ -47,6 +46,7 @@ def optimize(
     buckets: Mapping[str, Any] | None = None,
     canary: bool = True,
     alias_outputs: bool = False,
+    bundle: bool = False,
     seed: int = 0,
 ) -> TunedModule:
     """A module that serves `model` by the plans for it: benchmark mode for the whole model.
@@ -74,6 +74,8 @@ def optimize(
         canary: whether the first calls of each plan are checked and timed against the untouched
             model, on the real inputs; a plan that is wrong or slower is not served.
         alias_outputs: whether outputs may be buffers that the next call overwrites.
+        bundle: whether to load what a plan compiled when it was made, where it is kept, and to keep
+            it after a search. It is code, which runs: see `plan.bundle` for what is accepted.
         seed: of verification inputs and block order.
 
     Returns:
@@ -104,7 +106,7 @@ def optimize(
             f"tolerance {tolerance} with precision same: name a lower precision to use a tolerance"
         )
     serving = Serving(alias_outputs, None if buckets is None else Buckets(buckets, model), canary)
-    source = PlanSource(asked, mode, store, background)
+    source = PlanSource(asked, mode, store, background, bundle)
     return TunedModule(model, source, _off if mode == "off" else None, serving)
 
 
@@ -120,11 +122,18 @@ class PlanSource:
         mode: replay, tune or strict.
         store: folder of the plan store; None for the default one.
         background: whether searches run in a thread.
+        bundle: whether plans are served with their bundles.
     """
 
     def __init__(
-        self, options: Options, mode: str, store: str | Path | None, background: bool
+        self,
+        options: Options,
+        mode: str,
+        store: str | Path | None,
+        background: bool,
+        bundle: bool = False,
     ) -> None:
+        self._bundle = bundle
         self._options, self._mode, self._store = options, mode, store
         self._guard = ChurnGuard()
         self._searches = _Searches() if background else None
@@ -145,7 +154,7 @@ class PlanSource:
             return Resolution(None, NO_PLAN, str(error))
         plan, reason = session.look_up()
         if plan is not None:
-            return _served(plan)
+            return plan.resolution(self._bundle)
         if self._mode == "strict":
             error = PlanError(f"no stored plan for {workload.name} ({arrival.signature}): {reason}")
             return Resolution(None, NO_PLAN, reason, error=error)
@@ -177,18 +186,16 @@ class PlanSource:
             if result.interrupted:
                 raise KeyboardInterrupt
             plan = session.keep(result)
+            if self._bundle:
+                session.keep_bundle(plan)
         except SteadyError as error:
             return Resolution(None, FAILED, str(error))
         except Exception as error:
             return Resolution(None, FAILED, f"{type(error).__name__}: {error}")
-        served = _served(plan)
+        served = plan.resolution(self._bundle)
         saved_ns = 0.0 if served.origin is None or not plan.candidate else served.origin.saved_ns
         self._guard.paid(plan.evidence.search_s, 1e-9 * saved_ns)
         return served
-
-
-def _served(plan: Plan) -> Resolution:
-    return Resolution(plan.candidate, origin=plan.origin)
 
 
 def _with_own_inputs(workload: Workload) -> Workload:

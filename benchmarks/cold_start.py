@@ -1,0 +1,268 @@
+"""Seconds from a model that is built to its first tuned result, in fresh processes.
+
+    python benchmarks/cold_start.py --name amd-epyc --out benchmarks/results
+    python benchmarks/cold_start.py --device cuda --batch 1 64 --seconds 220 --name h200 --out ...
+
+Four ways, whose processes take turns: the untouched model; a stored plan with an empty compiler
+cache; the same plan with its bundle, and an empty compiler cache; and `torch.compile` with the same
+options, written by hand, with a compiler cache that an earlier process has filled. The plan is
+given, not searched for: what is timed does not depend on how it was found. Time starts when the
+model, with random weights, is on its device, and ends when the first result is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = {
+    "untouched": "untouched",
+    "plan": "plan, no bundle",
+    "bundle": "plan with its bundle",
+    "compile": "torch.compile, warm cache",
+}
+CANDIDATES = {
+    "cpu": ("same", "compile(default, freezing)"),
+    "cuda": ("fp16", "cast_weights(fp16)+compile(default, freezing)+cuda_graph"),
+}
+"""Precision and transforms of the plans: what searches over ResNet-50 at batch 1 have chosen."""
+
+
+def built(device: str, workload: str, batch: int) -> tuple[Any, Any]:
+    """The model and its input, on the device."""
+    import torch
+
+    from steadytorch import load_workload
+
+    loaded = load_workload(workload, batch=batch).to(device)
+    loaded.model(*loaded.inputs)  # what CUDA and cuDNN take to start is not what is asked here
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return loaded.model, loaded.inputs[0]
+
+
+def store_plan(device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
+    """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
+    from steadytorch import load_workload, transforms
+    from steadytorch.measure.measurement import summarize
+    from steadytorch.plan import bundle
+    from steadytorch.plan.plan import Speedup
+    from steadytorch.tune.result import TuneResult
+    from steadytorch.tune.select import Options
+    from steadytorch.tune.session import Session
+
+    precision, text = CANDIDATES[device]
+    session = Session(
+        load_workload(workload, batch=batch), Options(precision=precision), device, folder
+    )
+    unmeasured = summarize([1] * 20, "latency")
+    result = TuneResult(
+        baseline=unmeasured,
+        winner=unmeasured,
+        chosen=transforms.parse(text, session.facts),
+        regime="unclassified",
+        candidates=(),
+        not_applicable={},
+        not_tried={},
+        speedup=Speedup(1.0, None, None, "process", "tie", 0),
+        break_even_calls=None,
+        reference="none",
+        seconds=0.0,
+    )
+    plan = session.keep(result)
+    start = time.perf_counter()
+    reason = session.keep_bundle(plan)
+    path = bundle.path_of(plan)
+    assert path is not None
+    return {
+        "device": session.facts.name or session.facts.device,
+        "plan": " + ".join(map(str, plan.candidate)),
+        "bundle_made_s": time.perf_counter() - start,
+        "bundle_bytes": path.stat().st_size if reason is None else None,
+        "bundle_fault": reason,
+    }
+
+
+def tuned(way: str, device: str, model: Any, folder: Path) -> Any:
+    """What a way makes of the model."""
+    import torch
+
+    import steadytorch as steady
+
+    precision, text = CANDIDATES[device]
+    if way == "untouched":
+        return model
+    if way in ("plan", "bundle"):
+        return steady.optimize(
+            model, store=folder, precision=precision, canary=False, bundle=way == "bundle"
+        )
+    import torch._inductor.config as inductor
+
+    inductor.freezing = "freezing" in text
+    if "cast_weights" in text:
+        half = torch.compile(model.half())
+        return lambda x: half(x.half()).float()
+    return torch.compile(model)
+
+
+def timed(way: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
+    """Seconds to the first result, in this process, and what the compiler's caches gave."""
+    import torch
+
+    with torch.no_grad():
+        model, x = built(device, workload, batch)
+        start = time.perf_counter()
+        fast = tuned(way, device, model, folder)
+        fast(x)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found = {"first_s": time.perf_counter() - start}
+    if way in ("plan", "bundle") and not fast.report().hits:
+        raise SystemExit(f"not served tuned: {fast.report()}")
+    return {**found, "caches": caches()}
+
+
+def caches() -> dict[str, int]:
+    """What this process's compiler found in its caches, and where it passed them by."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = {} if dynamo is None else dynamo.counters
+    return {
+        name: count
+        for room in ("aot_autograd", "inductor")
+        for name, count in counters.get(room, {}).items()
+        if "cache" in name
+    }
+
+
+def in_process(arguments: list[str], cache: Path) -> dict[str, Any]:
+    """Runs this file again, in a fresh process with its own compiler cache."""
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) -> dict[str, Any]:
+    """One batch size: the plan and its bundle, then the ways in turns."""
+    common = ["--device", options.device, "--workload", options.workload, "--batch", str(batch)]
+    store, warm = folder / "plans", folder / "warm"
+    facts = in_process([*common, "--child", "store", "--folder", str(store)], folder / "unused")
+
+    def run(way: str, cache: Path) -> dict[str, Any]:
+        found = in_process([*common, "--child", way, "--folder", str(store)], cache)
+        print(f"batch {batch}: {WAYS[way]}: {found['first_s']:.2f} s", file=sys.stderr, flush=True)
+        return found
+
+    run("compile", warm)
+    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for number in range(options.repeats):
+        order = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
+        for way in order:
+            most = options.cold_repeats if way == "plan" else options.repeats
+            if taken[way] and (time.monotonic() > until or len(taken[way]) >= most):
+                continue
+            cache = warm if way == "compile" else folder / f"cache-{way}-{number}"
+            taken[way].append(run(way, cache))
+            if way != "compile":
+                shutil.rmtree(cache, ignore_errors=True)
+    return {
+        "batch": batch,
+        **facts,
+        "load_average": os.getloadavg(),
+        "first_s": {way: [each["first_s"] for each in found] for way, found in taken.items()},
+        "caches": {way: found[0]["caches"] for way, found in taken.items()},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        f"# First result in a fresh process: {found['workload']}, {found['device']}",
+        "",
+        f"torch {found['torch']}, Python {found['python']}; {found['created']}. Median seconds "
+        "from a built model to its first result; in brackets the least and the most, and the "
+        "number of processes. Without a canary. " + found["note"],
+        "",
+    ]
+    for each in found["batches"]:
+        size = f"{(each['bundle_bytes'] or 0) / 1e6:.1f} MB, made in {each['bundle_made_s']:.0f} s"
+        lines += [
+            f"Batch {each['batch']}: `{each['plan']}`; bundle {each['bundle_fault'] or size}; load "
+            f"average {each['load_average'][0]:.1f} on {found['cores']} cores.",
+            "",
+            "| way | first result, s |",
+            "|---|---|",
+        ]
+        for way, text in WAYS.items():
+            first = each["first_s"][way]
+            lines.append(
+                f"| {text} | {statistics.median(first):.2f} ({min(first):.2f} to {max(first):.2f}, "
+                f"{len(first)}) |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints and stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=tuple(CANDIDATES))
+    parser.add_argument("--workload", default="resnet50")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold-repeats", type=int, help="of what compiles anew; as --repeats")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no further repeat begins later")
+    parser.add_argument("--note", default="", help="what else is to be known of this run")
+    parser.add_argument("--name", default="here", help="of the machine, for the files' names")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.cold_repeats = options.cold_repeats or options.repeats
+    if options.child is not None:
+        given = (options.device, options.workload, options.batch[0], options.folder)
+        child = store_plan(*given) if options.child == "store" else timed(options.child, *given)
+        print(json.dumps(child))
+        return
+    import torch
+
+    found: dict[str, Any] = {
+        "workload": options.workload,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "note": options.note,
+        "batches": [],
+    }
+    began = time.monotonic()
+    for number, batch in enumerate(options.batch, 1):
+        until = began + options.seconds * number / len(options.batch)
+        with tempfile.TemporaryDirectory(prefix="cold-start-") as folder:
+            found["batches"].append(rounds(options, batch, Path(folder), until))
+        found["device"] = found["batches"][0]["device"]
+        text = table(found)
+        if options.out is not None:
+            stem = options.out / f"cold-start_{options.name}_{found['created'][:10]}"
+            stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(text)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The fused kernels against eager, Inductor and the bandwidth floor; a matrix product in steps.
+
+All options of a case run in one process, their blocks interleaved in random order. Each is timed
+twice: called from Python, and as part of a CUDA graph, where only the device counts. The floor is a
+copy that moves as many bytes, timed alongside. Inputs that fit the L2 cache stay in it, for every
+option alike.
+
+    python benchmarks/kernels.py [--rounds 100] [--out benchmarks/results/kernels_h200_DATE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+import steadytorch as steady
+import tiled_matmul
+from steadytorch.device.facts import load_facts
+from steadytorch.device.roofline import copy_bandwidth
+from steadytorch.kernels.bias_add_relu import bias_add_relu
+from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
+
+Call = Callable[[], Any]
+SAMPLES = 5
+DROPPED = 2
+"""Of each block, the first samples: they see what the option before left in the caches."""
+SMALL_BYTES = 64 << 20
+"""Below this, calls are recorded 20 at a time, so that a graph's own launch does not show."""
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+MATMUL_SIDE = 2048
+
+
+class Case(NamedTuple):
+    """What to compute, and how many bytes it must move."""
+
+    name: str
+    eager: Callable[..., Any]
+    ours: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+    bytes: int
+
+
+def made(shape: tuple[int, ...], dtype: torch.dtype, layout: Any = FIRST) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype).to(memory_format=layout)
+
+
+def pooling(shape: tuple[int, ...], dtype: torch.dtype, layout: Any, *window: int) -> Case:
+    x = made(shape, dtype, layout)
+    y = relu_max_pool2d(x, *window)
+    assert torch.equal(y, F.max_pool2d(x.relu(), *window))
+    return Case(
+        f"ReLU + max-pool {window}, {list(shape)} {_kind(x)}",
+        lambda x: F.max_pool2d(x.relu(), *window),
+        lambda x: relu_max_pool2d(x, *window),
+        (x,),
+        x.nbytes + y.nbytes,
+    )
+
+
+def epilogue(shape: tuple[int, ...], dtype: torch.dtype, layout: Any) -> Case:
+    x, other = made(shape, dtype, layout), made(shape, dtype, layout)
+    bias = torch.randn(shape[1], device="cuda").to(dtype)
+
+    def eager(x: torch.Tensor, other: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (x + bias[:, None, None] + other).relu()
+
+    exact = eager(x.double(), other.double(), bias.double())
+    torch.testing.assert_close(bias_add_relu(x, other, bias).double(), exact, rtol=1e-3, atol=1e-6)
+    name = f"bias + residual + ReLU, {list(shape)} {_kind(x)}"
+    return Case(name, eager, bias_add_relu, (x, other, bias), 3 * x.nbytes)
+
+
+def _kind(x: torch.Tensor) -> str:
+    layout = "NCHW" if x.is_contiguous() else "NHWC"
+    return f"{str(x.dtype).removeprefix('torch.')} {layout}"
+
+
+def cases() -> list[Callable[[], Case]]:
+    """Made one at a time: the large ones fill gigabytes."""
+    single, half = torch.float32, torch.float16
+    return [
+        lambda: pooling((64, 64, 256, 256), single, FIRST, 2),
+        lambda: pooling((1, 64, 256, 256), single, FIRST, 2),
+        lambda: pooling((64, 64, 112, 112), half, LAST, 3, 2, 1),
+        lambda: pooling((64, 64, 112, 112), single, FIRST, 3, 2, 1),
+        lambda: pooling((64, 64, 112, 112), half, FIRST, 3, 2, 1),
+        lambda: pooling((1, 64, 112, 112), half, LAST, 3, 2, 1),
+        lambda: epilogue((64, 256, 56, 56), half, LAST),
+        lambda: epilogue((64, 256, 56, 56), single, FIRST),
+        lambda: epilogue((1, 256, 56, 56), half, LAST),
+    ]
+
+
+def recorded(call: Call, repeats: int) -> Call:
+    """The call so many times in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return graph.replay
+
+
+def interleaved(calls: dict[str, tuple[Call, int]], rounds: int) -> dict[str, list[int]]:
+    """One median period per round and option, in ns per call; (call, how many it stands for)."""
+    sampler, draw = CudaSampler(), random.Random(0)
+    groups = {
+        name: warm_up(call, sampler, min_ns=20_000_000).group for name, (call, _) in calls.items()
+    }
+    times: dict[str, list[int]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in draw.sample(list(calls), len(calls)):
+            call, repeats = calls[name]
+            periods, _ = sampler.periods(grouped(call, groups[name]), SAMPLES)
+            period = float(np.median(periods[DROPPED:])) / groups[name] / repeats
+            times[name].append(round(period))
+    return times
+
+
+def row(option: str, samples: list[int], ours: list[int] | None, moved: int) -> dict[str, Any]:
+    found = steady.summarize(samples)
+    verdict = None
+    if ours is not None and ours is not samples:
+        verdict = msgspec.to_builtins(steady.judge(list(zip(samples, ours, strict=True))))
+    return {
+        "option": option,
+        "median_ns": found.median_ns,
+        "median_ci_ns": found.median_ci_ns,
+        "why_no_ci": found.why_no_ci,
+        "bytes_per_s": moved / found.median_ns * 1e9,
+        "ours_against_it": verdict,
+        "samples_ns": samples,
+    }
+
+
+def measured(case: Case, rounds: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    compiled = torch.compile(case.eager, dynamic=False)
+    options = {"eager": case.eager, "Inductor": compiled, "steadytorch": case.ours}
+    source = torch.empty(case.bytes // 2, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    repeats = 20 if case.bytes < SMALL_BYTES else 1
+
+    def copy() -> Any:
+        return target.copy_(source)
+
+    # A large copy is slower as part of a graph; the floor is the faster of the two.
+    calls: dict[str, tuple[Call, int]] = {
+        "copy": (recorded(copy, repeats), repeats) if repeats > 1 else (copy, 1)
+    }
+    for name, option in options.items():
+
+        def call(option: Callable[..., Any] = option) -> Any:
+            return option(*case.inputs)
+
+        calls[name] = (call, 1)
+        calls[f"{name}, graph"] = (recorded(call, repeats), repeats)
+    times = interleaved(calls, rounds)
+    rows = [
+        row(name, samples, times["steadytorch" + ", graph" * ("graph" in name)], case.bytes)
+        for name, samples in times.items()
+    ]
+    return {"case": case.name, "bytes": case.bytes, "rows": rows}
+
+
+def matmul(rounds: int) -> dict[str, Any]:
+    a, b = (
+        torch.randn(MATMUL_SIDE, MATMUL_SIDE, device="cuda", dtype=torch.float16) for _ in range(2)
+    )
+    calls = {name: (step, 1) for name, step in tiled_matmul.steps(a, b).items()}
+    for step, _ in calls.values():
+        torch.testing.assert_close(step(), a @ b, rtol=1e-2, atol=1e-1)
+    operations = 2 * MATMUL_SIDE**3
+    rows = []
+    for name, samples in interleaved(calls, rounds).items():
+        found = row(name, samples, None, operations)
+        rows.append({**found, "operations_per_s": found.pop("bytes_per_s")})
+    return {"case": f"matrix product, {MATMUL_SIDE} cubed, float16", "rows": rows}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables; intervals are of the median, at 95 %."""
+    lines = [f"{found['device']}, {found['software']}, {found['date']}.", ""]
+    copied = found["copy_bytes_per_s"] / 1e12
+    lines += [f"Copy of far more than the L2 cache holds: {copied:.2f} TB/s.", ""]
+    for case in found["cases"]:
+        floor = next((r["median_ns"] for r in case["rows"] if r["option"] == "copy"), None)
+        last = "of the copy's rate" if floor else "TFLOP/s"
+        lines += [f"**{case['case']}**", "", f"| option | us | interval | {last} |"]
+        lines += ["|---|---|---|---|"]
+        for each in case["rows"]:
+            low, high = each["median_ci_ns"] or (math.nan, math.nan)
+            share = (
+                f"{floor / each['median_ns']:.3f}"
+                if floor
+                else f"{each['operations_per_s'] / 1e12:.1f}"
+            )
+            lines.append(
+                f"| {each['option']} | {each['median_ns'] / 1e3:.2f} "
+                f"| {low / 1e3:.2f} to {high / 1e3:.2f} | {share} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints and stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    facts = load_facts("cuda")
+    found: dict[str, Any] = {
+        "device": facts.name,
+        "software": f"torch {facts.torch}, Triton {facts.triton}, driver {facts.driver}",
+        "date": datetime.date.today().isoformat(),
+        "rounds": options.rounds,
+        "copy_bytes_per_s": copy_bandwidth("cuda"),
+    }
+    with torch.no_grad():
+        found["cases"] = [measured(make(), options.rounds) for make in cases()]
+        found["cases"].append(matmul(options.rounds))
+    print(markdown(found))
+    if options.out is not None:
+        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(markdown(found))
+
+
+if __name__ == "__main__":
+    main()

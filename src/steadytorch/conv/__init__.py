@@ -1,0 +1,1 @@
+"""Convolution engines of cuDNN: listed, chosen by measurement, kept by name, and run."""

@@ -1,0 +1,159 @@
+"""Whether an engine computes what it should: against a reference, twice, between guard zones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
+from steadytorch.conv.operator import plain, plain_grad
+from steadytorch.conv.plans import DTYPES, Geometry, Plan, empty
+from steadytorch.conv.problem import ConvProblem, strides
+
+GUARD_BYTES = 4096
+"""Before and after outputs and workspaces; a multiple of the alignment that engines rely on."""
+_PATTERN = 0xA5
+
+
+class Operands(msgspec.Struct, frozen=True):
+    """Tensors of one problem on a device, and what it should compute of them.
+
+    Attributes:
+        problem: whose they are.
+        first: the input, or the gradient of the output (dgrad).
+        second: the weight, or the gradient of the output (wgrad).
+        bias: where there is one.
+        other: the residual, where there is one.
+        reference: the result in float32, or in float64 for problems in float32.
+    """
+
+    problem: ConvProblem
+    first: Any
+    second: Any
+    bias: Any
+    other: Any
+    reference: Any
+
+    @property
+    def geometry(self) -> Geometry:
+        """Stride, padding, dilation and groups."""
+        return geometry_of(self.problem)
+
+    def by_pytorch(self) -> Tensor:
+        """What PyTorch makes of them, in their own element type."""
+        return _computed(self.problem, self.first, self.second, self.bias, self.other)
+
+    def error_of(self, result: Tensor) -> float:
+        """Relative L2 error of a result; NaN where it holds one."""
+        wide = self.reference
+        difference = torch.linalg.vector_norm(result.to(wide.dtype) - wide)
+        return float(difference / torch.linalg.vector_norm(wide))
+
+
+def geometry_of(problem: ConvProblem) -> Geometry:
+    """Stride, padding, dilation and groups of a problem."""
+    return problem.stride, problem.padding, problem.dilation, problem.groups
+
+
+def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Operands:
+    """Random tensors for a problem, scaled so that results are about 1, and their reference."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = DTYPES[problem.number]
+
+    def drawn(shape: tuple[int, ...], scale: float) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device) * scale
+        return empty(shape, dtype, device, problem.layout).copy_(values)
+
+    shapes = {
+        "fprop": (problem.input, problem.weight),
+        "dgrad": (problem.output, problem.weight),
+        "wgrad": (problem.input, problem.output),
+    }[problem.operation]
+    first = drawn(shapes[0], 1.0)
+    second = drawn(shapes[1], math.prod(problem.weight[1:]) ** -0.5)
+    bias = drawn((problem.weight[0],), 1.0) if problem.biased else None
+    other = drawn(problem.output, 1.0) if problem.adds else None
+    wide = torch.float32 if dtype != torch.float32 else torch.float64
+    given = [None if t is None else t.to(wide) for t in (first, second, bias, other)]
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = "ieee"
+    try:
+        reference = _computed(problem, *given)
+    finally:
+        cudnn.conv.fp32_precision = before
+    return Operands(problem, first, second, bias, other, reference)
+
+
+def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: Any) -> Tensor:
+    geometry = geometry_of(problem)
+    if problem.operation == "fprop":
+        return plain(first, second, bias, other, problem.rectified, geometry)
+    shapes = (problem.input, problem.weight)
+    return plain_grad(first, second, shapes, geometry, problem.operation)
+
+
+class Guarded:
+    """Memory between two zones of a known pattern.
+
+    Args:
+        size: bytes in between.
+        device: where.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        rounded = -(-size // 256) * 256
+        self._all = torch.full(
+            (rounded + 2 * GUARD_BYTES,), _PATTERN, dtype=torch.uint8, device=device
+        )
+        self.inner = self._all[GUARD_BYTES : GUARD_BYTES + size]
+        self._size = size
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing wrote outside."""
+        outside = (self._all[:GUARD_BYTES], self._all[GUARD_BYTES + self._size :])
+        return all(bool((zone == _PATTERN).all()) for zone in outside)
+
+
+def verify(plan: Plan, given: Operands, bound: float) -> tuple[float | None, str | None]:
+    """Runs a plan twice on NaN-filled output and compares with the reference.
+
+    Args:
+        plan: built.
+        given: its operands.
+        bound: relative L2 error that is allowed.
+
+    Returns:
+        The error, None where there is none to give; and why the plan is not to be used, or None.
+    """
+    problem, device = given.problem, given.first.device
+    dtype, shape = DTYPES[problem.number], tuple(given.reference.shape)
+    output = Guarded(math.prod(shape) * dtype.itemsize, device)
+    scratch = Guarded(plan.workspace_bytes, device)
+    result = output.inner.view(dtype).as_strided(shape, strides(shape, problem.layout))
+    pointers = addresses(given) | {OUTPUT: result.data_ptr()}
+    runs = []
+    for _ in range(2):
+        result.fill_(float("nan"))
+        if not plan.enqueue(pointers, scratch.inner.data_ptr()):
+            return None, "does not run"
+        runs.append(result.clone())
+    error = given.error_of(runs[0])
+    if not math.isfinite(error):
+        return None, "leaves parts of the output unwritten, or not finite"
+    if not (output.intact and scratch.intact):
+        return error, "writes outside of its output or workspace"
+    if error > bound:
+        return error, f"relative error {error:.1e} exceeds {bound:.1e}"
+    return error, None if torch.equal(runs[0], runs[1]) else "gives other bits from run to run"
+
+
+def addresses(given: Operands) -> dict[int, int]:
+    """Where the operands lie, by tensor of the graph."""
+    tensors = {INPUT: given.first, WEIGHT: given.second, BIAS: given.bias, OTHER: given.other}
+    return {uid: tensor.data_ptr() for uid, tensor in tensors.items() if tensor is not None}

@@ -1,0 +1,108 @@
+"""The optional package through which cuDNN is asked, and the device that is asked about."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from steadytorch.errors import UnsupportedError
+
+EXTRA = "steadytorch[cudnn]"
+FRONTEND = "1.26"
+"""The version whose interface this is: 1.27 rewrote the graph, 1.29 needs further packages."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where plans are to run: a device at hand, or the description of one.
+
+    Attributes:
+        handle: of cuDNN on the device at hand; None for a description.
+        described: the frontend's device properties; None for a device at hand.
+        capability: compute capability, as `9.0`.
+    """
+
+    handle: int | None
+    described: Any
+    capability: str
+
+
+@functools.cache
+def frontend() -> ModuleType:
+    """The frontend's module.
+
+    Raises:
+        UnsupportedError: it or cuDNN is missing, or of a version that does not fit.
+    """
+    remedy = f"pip install '{EXTRA}'"
+    try:
+        import cudnn
+    except ImportError as error:
+        raise UnsupportedError(
+            f"choosing cuDNN engines needs nvidia-cudnn-frontend {FRONTEND} ({error}): {remedy}"
+        ) from None
+    found = getattr(cudnn, "__version__", "unknown")
+    if not found.startswith(FRONTEND + "."):
+        raise UnsupportedError(
+            f"choosing cuDNN engines needs nvidia-cudnn-frontend {FRONTEND}, found {found}: "
+            f"{remedy}"
+        )
+    _check_library(cudnn)
+    return cudnn
+
+
+def _check_library(cudnn: Any) -> None:
+    import torch
+
+    try:
+        here = int(cudnn.backend_version())
+    except Exception as error:
+        raise UnsupportedError(
+            f"cuDNN cannot be loaded ({error}): install a PyTorch with CUDA"
+        ) from None
+    of_torch = torch.backends.cudnn.version()
+    if of_torch is not None and of_torch != here:
+        raise UnsupportedError(
+            f"the frontend loads cuDNN {here}, PyTorch has {of_torch}: take the other one off "
+            "LD_LIBRARY_PATH, or uninstall it"
+        )
+
+
+def version() -> int:
+    """The version of cuDNN as it counts itself: 91900 is 9.19.0.
+
+    Raises:
+        UnsupportedError: as `frontend`.
+    """
+    return int(frontend().backend_version())
+
+
+def describe(properties: Mapping[str, Any]) -> Target:
+    """A target that is not at hand; plans can be listed and built for it, not run.
+
+    Args:
+        properties: of the device, by the names that cuDNN's JSON has for them (cuDNN 9.8 or newer).
+
+    Raises:
+        UnsupportedError: as `frontend`, or cuDNN takes no such description.
+    """
+    text = msgspec.json.encode(dict(properties)).decode()
+    try:
+        described = frontend().create_device_properties(text)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"cuDNN {version()} takes no such device: {one_line(error)}"
+        ) from None
+    number = int(properties.get("deviceVer", 0))
+    return Target(None, described, f"{number // 100}.{number % 100 // 10}")
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an exception says."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

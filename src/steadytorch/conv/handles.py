@@ -1,0 +1,71 @@
+"""One cuDNN handle per thread and device, on the stream that is current there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from steadytorch.conv.frontend import Target, frontend
+
+
+class _Handle:
+    """A handle of cuDNN, which belongs to the thread that made it."""
+
+    def __init__(self, index: int) -> None:
+        from torch._C import _cuda_getCurrentRawStream
+
+        self._cudnn = frontend()
+        self._index, self._stream_of = index, _cuda_getCurrentRawStream
+        with torch.cuda.device(index):
+            self.number: int = self._cudnn.create_handle()
+        self._stream: int | None = None
+
+    def on_current_stream(self) -> int:
+        """The handle, its stream set to the current one; setting it anew costs 2.4 us."""
+        stream = self._stream_of(self._index)
+        if stream != self._stream:
+            self._cudnn.set_stream(handle=self.number, stream=stream)
+            self._stream = stream
+        return self.number
+
+    def __del__(self) -> None:
+        # At the end of the process CUDA may be gone before this.
+        if not sys.is_finalizing() and hasattr(self, "number"):
+            with contextlib.suppress(Exception):
+                self._cudnn.destroy_handle(self.number)
+
+
+class _Handles(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[int, _Handle] = {}
+
+
+_HANDLES = _Handles()
+
+
+def handle(device: torch.device) -> _Handle:
+    """This thread's handle for a CUDA device.
+
+    Raises:
+        UnsupportedError: the frontend or cuDNN is missing.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _HANDLES.by_device.get(index)
+    if found is None:
+        found = _HANDLES.by_device[index] = _Handle(index)
+    return found
+
+
+def target(device: torch.device) -> Target:
+    """The device at hand, as plans are listed for.
+
+    Raises:
+        UnsupportedError: the frontend or cuDNN is missing.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return Target(handle(device).on_current_stream(), None, capability)

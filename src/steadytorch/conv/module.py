@@ -1,0 +1,119 @@
+"""A convolution as a module: with its epilogue fused, run by a chosen engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steadytorch.conv.choices import ATEN, Choice
+from steadytorch.conv.operator import conv_engine, plain
+from steadytorch.conv.plans import DTYPES, Geometry
+from steadytorch.conv.problem import ConvProblem
+
+
+class EngineConv(nn.Module):
+    """`relu(conv(x) + other + bias)`, each of the three only where asked for.
+
+    Args:
+        weight: of shape (K, C / groups, kernel).
+        bias: of shape (K,), or None.
+        geometry: stride, padding, dilation and groups.
+        relu: whether negative results become zero.
+        label: where the convolution stood in the model.
+        problem: what it poses to cuDNN on the inputs it was traced with.
+
+    Attributes:
+        choice: how it is run; set by `choose`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        relu: bool,
+        label: str,
+        problem: ConvProblem | None,
+    ) -> None:
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.bias = None if bias is None else _parameter(bias)
+        self.stride, self.padding, self.dilation, self.groups = geometry
+        self.relu, self.label, self.problem = relu, label, problem
+        self.choice = Choice(ATEN)
+        self._added_channels = 0
+        self.eval()
+
+    def choose(self, choice: Choice) -> None:
+        """Runs it this way from now on.
+
+        Padding of channels and another element type are done to the weights here, once.
+        """
+        self.choice = choice
+        weight, bias = self.weight.detach(), self.bias
+        if choice.channels is not None and self.groups == 1:
+            self._added_channels = max(0, choice.channels - weight.shape[1])
+            weight = pad_channels(weight, self._added_channels)
+        if choice.number is not None:
+            dtype = DTYPES[choice.number]
+            weight = weight.to(dtype)
+            self.bias = None if bias is None else _parameter(bias.detach().to(dtype))
+        if weight is not self.weight:
+            self.weight = _parameter(weight)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Stride, padding, dilation and groups."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """Maps (N, C, spatial) to (N, K, spatial), in the element type of `x`."""
+        if self.choice.engine == ATEN:
+            # As PyTorch's own operators, which a compiler around this can fuse with others.
+            return plain(x, self.weight, self.bias, other, self.relu, self.geometry)
+        outer, dtype = x.dtype, self.weight.dtype
+        if outer != dtype:
+            x, other = x.to(dtype), None if other is None else other.to(dtype)
+        if self._added_channels:
+            x = pad_channels(x, self._added_channels)
+        geometry: Any = self.geometry
+        y = conv_engine(
+            *(x, self.weight, self.bias, other, *geometry, self.relu),
+            *(self.choice.engine, ATEN, ATEN),
+        )
+        return y if outer == dtype else y.to(outer)
+
+
+def pad_channels(tensor: Tensor, added: int) -> Tensor:
+    """The tensor with zeros for `added` more channels (its second dimension), in its layout."""
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, added]) if added else tensor
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def engine_convolutions(module: nn.Module) -> list[EngineConv]:
+    """The convolutions of a rewritten module, in the order of the graph's calls."""
+    return [m for m in module.modules() if isinstance(m, EngineConv)]
+
+
+def use(module: nn.Module, choices: dict[str, Choice]) -> None:
+    """Sets the engine of every convolution of a rewritten module.
+
+    Args:
+        module: from `rewrite`.
+        choices: by problem key. Where there are none at all, each runs with the first plan of
+            cuDNN's heuristics; one that is missing among others runs as PyTorch would.
+    """
+    default = Choice(ATEN) if choices else Choice()
+    for convolution in engine_convolutions(module):
+        problem = convolution.problem
+        found = default if problem is None else choices.get(problem.key, default)
+        with torch.inference_mode(False), torch.no_grad():
+            convolution.choose(found if problem is not None else Choice(ATEN))

@@ -1,0 +1,284 @@
+"""The operator that runs a convolution with a chosen engine, and falls back to PyTorch's.
+
+`torch.ops.steadytorch.conv_engine` runs in eager mode and is seen as one operator by CUDA graphs,
+`torch.compile` and `torch.export`. A plan that is gone, does not build or does not fit the tensors
+is no error: that one convolution runs as PyTorch runs it, and `plans.MISSES` says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadytorch.conv.plans import (
+    MISSES,
+    NUMBERS,
+    Geometry,
+    Plan,
+    as_laid_out,
+    empty,
+    memory_layout,
+    problem_of,
+    tf32_allowed,
+)
+from steadytorch.conv.problem import ConvProblem, Operation
+from steadytorch.errors import SteadyError
+
+ATEN = "aten"
+"""The name that stands for PyTorch's own choice."""
+
+Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class _Runners(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[Any, Runner] = {}
+
+
+_RUNNERS = _Runners()
+
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "conv_engine(Tensor x, Tensor weight, Tensor? bias, Tensor? other, int[] stride, "
+    "int[] padding, int[] dilation, int groups, bool relu, str engine, str dgrad, str wgrad) "
+    "-> Tensor",
+    # Plans are made for one layout: Inductor is to hand tensors over as they were traced.
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.define(
+    "conv_engine_grad(Tensor first, Tensor second, int[] input, int[] weight, int[] stride, "
+    "int[] padding, int[] dilation, int groups, str operation, str engine) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+
+
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    relu: bool,
+    geometry: Geometry,
+) -> Tensor:
+    """The same convolution, add and ReLU by PyTorch's own operators."""
+    stride, padding, dilation, groups = geometry
+    zeros = [0] * len(stride)
+    y = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
+    if other is not None:
+        y = y + other
+    return y.relu() if relu else y
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    relu: bool,
+    engine: str,
+    dgrad: str,
+    wgrad: str,
+) -> Tensor:
+    key = (
+        *(engine, relu, groups, x.dtype, x.device, x.shape, x.stride(), weight.shape),
+        *(weight.stride(), bias is None, None if other is None else other.stride()),
+        *(tuple(stride), tuple(padding), tuple(dilation)),
+    )
+    runner = _RUNNERS.known.get(key)
+    if runner is None:
+        geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
+        runner = _runner(x, weight, bias, other, relu, geometry, engine)
+        _RUNNERS.known[key] = runner
+    return runner(x, weight, bias, other)
+
+
+def _runner(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    relu: bool,
+    geometry: Geometry,
+    engine: str,
+) -> Runner:
+    layout = memory_layout(x, weight)
+
+    def fallback(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor | None) -> Tensor:
+        return as_laid_out(plain(x, w, b, z, relu, geometry), layout)
+
+    if not x.is_cuda or engine == ATEN:
+        return fallback
+    try:
+        problem = problem_of(x, weight, bias is not None, other is not None, relu, geometry)
+    except SteadyError as error:
+        MISSES[f"{tuple(x.shape)} {x.dtype}"] = str(error)
+        return fallback
+    try:
+        plan = Plan(problem, engine, x.device)
+    except Exception as error:  # whatever cuDNN says, the model must run
+        MISSES[problem.key] = str(error)
+        return fallback
+
+    return lambda x, w, b, z: plan.run(x, w, b, z, fallback)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    relu: bool,
+    engine: str,
+    dgrad: str,
+    wgrad: str,
+) -> Tensor:
+    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    spatial = [(size + 2 * pad - gap * (k - 1) - 1) // s + 1 for size, k, s, pad, gap in sizes]
+    shape = (x.shape[0], weight.shape[0], *spatial)
+    return empty(shape, x.dtype, x.device, memory_layout(x, weight))
+
+
+def _grad_impl(
+    first: Tensor,
+    second: Tensor,
+    input: list[int],
+    weight: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    operation: str,
+    engine: str,
+) -> Tensor:
+    key = (
+        *(operation, engine, groups, first.dtype, first.device, first.shape, second.shape),
+        *(first.stride(), second.stride(), tuple(input), tuple(weight)),
+        *(tuple(stride), tuple(padding), tuple(dilation)),
+    )
+    runner = _RUNNERS.known.get(key)
+    if runner is None:
+        shapes = (tuple(input), tuple(weight))
+        geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
+        runner = _grad_runner(first, second, shapes, geometry, operation, engine)
+        _RUNNERS.known[key] = runner
+    return runner(first, second, None, None)
+
+
+def _grad_runner(
+    first: Tensor,
+    second: Tensor,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    geometry: Geometry,
+    operation: Any,
+    engine: str,
+) -> Runner:
+    stride, padding, dilation, groups = geometry
+    layout = memory_layout(first, second)
+
+    def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
+        return as_laid_out(plain_grad(a, b, shapes, geometry, operation), layout)
+
+    if not first.is_cuda or engine == ATEN:
+        return fallback
+    key = f"{operation} {shapes} {first.dtype}"
+    try:
+        number = NUMBERS[first.dtype]
+        problem = ConvProblem(
+            operation=operation,
+            epilogue="none",
+            number="tf32" if number == "fp32" and tf32_allowed() else number,
+            layout=layout,
+            input=shapes[0],
+            weight=shapes[1],
+            stride=tuple(stride),
+            padding=tuple(padding),
+            dilation=tuple(dilation),
+            groups=groups,
+        )
+        key = problem.key
+        plan = Plan(problem, engine, first.device)
+    except Exception as error:  # whatever cuDNN says, the model must run
+        MISSES[key] = str(error)
+        return fallback
+    return lambda a, b, *unused: plan.run(a, b, None, None, fallback)
+
+
+def plain_grad(
+    first: Tensor,
+    second: Tensor,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    geometry: Geometry,
+    operation: Operation,
+) -> Tensor:
+    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad."""
+    stride, padding, dilation, groups = geometry
+    by_input = operation == "dgrad"
+    grad = first if by_input else second
+    x = grad.new_empty(1).expand(shapes[0]) if by_input else first
+    weight = second if by_input else grad.new_empty(1).expand(shapes[1])
+    found = torch.ops.aten.convolution_backward(
+        *(grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups),
+        [by_input, not by_input, False],
+    )
+    return found[0] if by_input else found[1]
+
+
+def _grad_fake(
+    first: Tensor,
+    second: Tensor,
+    input: list[int],
+    weight: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    operation: str,
+    engine: str,
+) -> Tensor:
+    shape = tuple(input if operation == "dgrad" else weight)
+    return empty(shape, first.dtype, first.device, memory_layout(first, second))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, other, stride, padding, dilation, groups, relu, _, dgrad, wgrad = inputs
+    ctx.save_for_backward(x, weight, output if relu else None)
+    ctx.geometry = (stride, padding, dilation, groups)
+    ctx.engines, ctx.biased, ctx.added = (dgrad, wgrad), bias is not None, other is not None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, output = ctx.saved_tensors
+    if output is not None:
+        grad = grad * (output > 0)
+    shapes = (list(x.shape), list(weight.shape))
+    run = torch.ops.steadytorch.conv_engine_grad
+    needs = ctx.needs_input_grad
+    dgrad, wgrad = ctx.engines
+    dx = run(grad, weight, *shapes, *ctx.geometry, "dgrad", dgrad) if needs[0] else None
+    dw = run(x, grad, *shapes, *ctx.geometry, "wgrad", wgrad) if needs[1] else None
+    db = grad.sum([0, *range(2, grad.dim())]) if ctx.biased and needs[2] else None
+    dz = grad if ctx.added and needs[3] else None
+    return dx, dw, db, dz, *([None] * 8)
+
+
+_LIBRARY.impl("conv_engine", _impl, "CompositeExplicitAutograd")
+_LIBRARY.impl("conv_engine_grad", _grad_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("steadytorch::conv_engine", _fake, lib=_LIBRARY)
+torch.library.register_fake("steadytorch::conv_engine_grad", _grad_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "steadytorch::conv_engine", _backward, setup_context=_setup_context, lib=_LIBRARY
+)
+
+conv_engine: Any = torch.ops.steadytorch.conv_engine

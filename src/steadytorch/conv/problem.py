@@ -1,0 +1,184 @@
+"""What cuDNN is asked to compute: one convolution with everything that decides its engines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from steadytorch.errors import UsageError
+
+Operation = Literal["fprop", "dgrad", "wgrad"]
+Epilogue = Literal["none", "bias", "bias_relu", "add_bias", "add_bias_relu"]
+Number = Literal["fp16", "bf16", "fp32", "tf32"]
+Layout = Literal["last", "first"]
+
+EPILOGUES: dict[tuple[bool, bool, bool], Epilogue] = {
+    (False, False, False): "none",
+    (True, False, False): "bias",
+    (True, False, True): "bias_relu",
+    (True, True, False): "add_bias",
+    (True, True, True): "add_bias_relu",
+}
+"""Which of bias, residual add and ReLU follow the convolution; others are not offered fused."""
+
+_NUMBERS = r"[1-9]\d{0,9}(?:x[1-9]\d{0,9})*"
+_PADS = r"\d{1,10}(?:x\d{1,10})*"
+_GRAMMAR = re.compile(
+    r"(?P<operation>fprop|dgrad|wgrad)/(?P<epilogue>none|bias|bias_relu|add_bias|add_bias_relu)"
+    r"/(?P<number>fp16|bf16|fp32|tf32)/(?P<layout>last|first)"
+    rf"/i(?P<input>{_NUMBERS})/w(?P<weight>{_NUMBERS})"
+    rf"/s(?P<stride>{_NUMBERS})/p(?P<padding>{_PADS})/d(?P<dilation>{_NUMBERS})"
+    r"/g(?P<groups>[1-9]\d{0,9})",
+    re.ASCII,
+)
+_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
+_MOST_SPATIAL = 3
+
+
+class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One convolution; two with equal fields have the same engines.
+
+    Attributes:
+        operation: forward, or the gradient by the input (dgrad) or by the weight (wgrad).
+        epilogue: what is fused behind it, in this order: residual add, bias, ReLU.
+        number: element type of input, weight and output, accumulated in float32; `tf32` is float32
+            data that may be rounded to TF32.
+        layout: channels `last` or `first`; the same for input, weight and output.
+        input: N, C and 1 to 3 spatial sizes, of the forward input whatever the operation.
+        weight: K, C / groups and the kernel's sizes.
+        stride: per spatial dimension, as padding and dilation.
+        padding: zeros on either side.
+        dilation: distance of kernel elements.
+        groups: of channels that do not mix.
+
+    Raises:
+        UsageError: sizes that do not fit each other.
+    """
+
+    operation: Operation
+    epilogue: Epilogue
+    number: Number
+    layout: Layout
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        dimensions = len(self.input) - 2
+        if not 1 <= dimensions <= _MOST_SPATIAL or len(self.weight) != len(self.input):
+            raise UsageError(
+                f"a convolution of input {self.input} with weight {self.weight}: both need N or K, "
+                "C and the same 1 to 3 spatial sizes"
+            )
+        for name in ("stride", "padding", "dilation"):
+            if len(values := getattr(self, name)) != dimensions:
+                raise UsageError(f"{name} {values} needs {dimensions} numbers, one per dimension")
+        if self.weight[1] * self.groups != self.input[1] or self.weight[0] % self.groups:
+            raise UsageError(
+                f"weight {self.weight} in {self.groups} groups does not fit input {self.input}"
+            )
+        if min(self.output) < 1:
+            raise UsageError(f"kernel {self.weight[2:]} does not fit into input {self.input}")
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """N, K and the spatial sizes of the forward output."""
+        sizes = zip(
+            self.input[2:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True
+        )
+        spatial = [(size + 2 * pad - gap * (k - 1) - 1) // s + 1 for size, k, s, pad, gap in sizes]
+        return (self.input[0], self.weight[0], *spatial)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions, two per product."""
+        return 2 * math.prod(self.output) * math.prod(self.weight[1:])
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that are read and written if each element moves once."""
+        output = math.prod(self.output)
+        elements = math.prod(self.input) + math.prod(self.weight) + output
+        if self.epilogue in ("add_bias", "add_bias_relu"):
+            elements += output
+        return elements * _BYTES[self.number]
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is added."""
+        return self.epilogue in ("add_bias", "add_bias_relu")
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added."""
+        return self.epilogue != "none"
+
+    @property
+    def rectified(self) -> bool:
+        """Whether negative results become zero."""
+        return self.epilogue in ("bias_relu", "add_bias_relu")
+
+    @property
+    def key(self) -> str:
+        """The problem as text, by which choices are kept; `parse` reads it."""
+        parts = (
+            *(self.operation, self.epilogue, self.number, self.layout),
+            f"i{_joined(self.input)}",
+            f"w{_joined(self.weight)}",
+            f"s{_joined(self.stride)}",
+            f"p{_joined(self.padding)}",
+            f"d{_joined(self.dilation)}",
+            f"g{self.groups}",
+        )
+        return "/".join(parts)
+
+    def __str__(self) -> str:
+        kernel, stride = _joined(self.weight[2:]), _joined(self.stride)
+        group = f" in {self.groups} groups" if self.groups > 1 else ""
+        return (
+            f"{self.operation} {_joined(self.input)} -> {self.weight[0]}, {kernel} / {stride}"
+            f"{group}, {self.epilogue.replace('_', '+')}, {self.number} channels {self.layout}"
+        )
+
+
+def parse(text: str) -> ConvProblem:
+    """Reads a problem's key.
+
+    Raises:
+        UsageError: it is not one, or its sizes do not fit each other.
+    """
+    found = _GRAMMAR.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{text[:120]!r} is not the key of a convolution")
+    fields = found.groupdict()
+    sizes = ("input", "weight", "stride", "padding", "dilation")
+    lists = {name: tuple(map(int, fields.pop(name).split("x"))) for name in sizes}
+    try:
+        return msgspec.convert(
+            {**fields, **lists, "groups": int(fields["groups"])}, ConvProblem, strict=True
+        )
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{text[:120]!r} is not the key of a convolution: {error}") from None
+
+
+def strides(shape: Sequence[int], layout: Layout) -> list[int]:
+    """Strides in elements of a dense tensor of this shape and layout."""
+    order = [*range(len(shape))]
+    if layout == "last":
+        order = [0, *order[2:], 1]
+    found, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        found[axis] = step
+        step *= shape[axis]
+    return found
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return "x".join(map(str, numbers))

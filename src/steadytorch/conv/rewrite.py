@@ -1,0 +1,320 @@
+"""Puts convolutions with their batch norm, bias, residual add and ReLU into one operator each.
+
+A pass over a torch.fx graph for inference. It changes what it can prove to leave results alone, up
+to rounding, and leaves the rest as it is: a convolution is fused with what follows only where each
+step in between has one reader, shapes and types agree, and nothing between the first and the last
+of the fused steps writes to a tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from steadytorch.conv.module import EngineConv
+from steadytorch.conv.plans import Geometry, problem_of
+from steadytorch.conv.problem import ConvProblem
+from steadytorch.errors import SteadyError
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_ADDS = (operator.add, operator.iadd, torch.add)
+_RELUS = (F.relu, torch.relu, torch.relu_, F.relu_)
+_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
+_IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imatmul}
+_SEEN = "steadytorch_seen"
+
+
+class _Found(NamedTuple):
+    """A convolution and what can be fused into it; `last` gives the result."""
+
+    conv: fx.Node
+    norm: fx.Node | None
+    add: fx.Node | None
+    other: fx.Node | None
+    relu: fx.Node | None
+
+    @property
+    def last(self) -> fx.Node:
+        return self.relu or self.add or self.norm or self.conv
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in (self.conv, self.norm, self.add, self.relu) if n is not None)
+
+
+def rewrite(
+    traced: fx.GraphModule, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.GraphModule:
+    """Fuses the convolutions of a traced model, in place.
+
+    The model is run once, without gradients, to see the shapes, types and layouts of its values.
+
+    Args:
+        traced: a model in evaluation mode, its layers as calls of modules; its modules are its own,
+            its tensors may be shared: none is written to.
+        inputs: positional arguments it is to serve; results hold for their shapes and layouts.
+        kwargs: keyword arguments, likewise.
+
+    Returns:
+        `traced`, its eligible convolutions replaced by `EngineConv`, which run as PyTorch would
+        until engines are chosen (`module.use`).
+    """
+    _Recorder(traced).record(inputs, kwargs)
+    _drop_identities(traced)
+    for number, found in enumerate(list(_find(traced))):
+        _replace(traced, found, f"steady_conv_{number}")
+    traced.graph.lint()
+    traced.recompile()
+    traced.delete_all_unused_submodules()
+    return traced
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and notes at each node what its tensor was like."""
+
+    def record(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            self.run(*_placed(self.module, inputs, kwargs))
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta.pop(_SEEN, None)
+        if isinstance(result, Tensor) and result.layout is torch.strided:
+            n.meta[_SEEN] = torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device="meta"
+            )
+        return result
+
+
+def _placed(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Values of the graph's placeholders, in order."""
+    waiting, placed = list(inputs), []
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        name = str(node.target)
+        if name.startswith("**"):
+            placed.append({})
+        elif waiting:
+            placed.append(waiting.pop(0))
+        else:
+            default = node.args[0] if node.args else None
+            placed.append(kwargs.get(name, default))
+    return placed
+
+
+def _drop_identities(traced: fx.GraphModule) -> None:
+    modules = dict(traced.named_modules())
+    for node in list(traced.graph.nodes):
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            continue
+        module = modules[str(node.target)]
+        idle = type(module) is nn.Identity or (type(module) in _DROPOUTS and not module.training)
+        if idle and not _hooked(module) and isinstance(node.args[0], fx.Node):
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+
+
+def _find(traced: fx.GraphModule) -> Iterator[_Found]:
+    """Each eligible convolution, with as much of what follows as may be fused."""
+    modules = dict(traced.named_modules())
+    order = {node: place for place, node in enumerate(traced.graph.nodes)}
+    nodes, taken = list(order), set()
+    for conv in nodes:
+        if conv.op != "call_module" or not _eligible(conv, modules):
+            continue
+        norm = _norm_after(conv, modules)
+        add, other = _add_after(norm or conv, order, taken)
+        relu = _relu_after(add or norm or conv, modules)
+        candidates = (
+            _Found(conv, norm, add, other, relu),
+            _Found(conv, norm, None, None, _relu_after(norm or conv, modules)),
+            _Found(conv, norm, None, None, None),
+        )
+        for found in candidates:
+            if found.last is conv or _quiet(found, nodes, order, modules):
+                taken.update(found.nodes)
+                yield found
+                break
+        else:
+            yield _Found(conv, None, None, None, None)
+
+
+def _eligible(node: fx.Node, modules: Mapping[str, Any]) -> bool:
+    module, seen = modules[str(node.target)], node.meta.get(_SEEN)
+    # A subclass or a parametrised layer has a type of its own, and may compute something else.
+    if type(module) not in _CONVOLUTIONS or len(node.args) != 1 or node.kwargs or _hooked(module):
+        return False
+    source = node.args[0]
+    x = source.meta.get(_SEEN) if isinstance(source, fx.Node) else None
+    if seen is None or x is None or x.dim() != module.weight.dim() or x.numel() == 0:
+        return False
+    return (
+        module.padding_mode == "zeros"
+        and _padding(module) is not None
+        and x.dtype == module.weight.dtype
+        and seen.dtype == x.dtype
+    )
+
+
+def _padding(module: Any) -> tuple[int, ...] | None:
+    """Zeros on either side of each dimension; None where the two sides differ."""
+    if module.padding == "valid":
+        return (0,) * len(module.kernel_size)
+    if module.padding == "same":
+        sizes = zip(module.dilation, module.kernel_size, strict=True)
+        total = [gap * (size - 1) for gap, size in sizes]
+        return None if any(t % 2 for t in total) else tuple(t // 2 for t in total)
+    return tuple(module.padding)
+
+
+def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
+    user = _sole_user(node)
+    if user is None or user.op != "call_module" or user.kwargs or user.args != (node,):
+        return None
+    norm: Any = modules[str(user.target)]
+    fixed = type(norm) in _BATCH_NORMS and not norm.training and norm.running_var is not None
+    return user if fixed and not _hooked(norm) else None
+
+
+def _add_after(
+    node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """An add of two equal shapes that reads `node`, the later computed of the two."""
+    user = _sole_user(node)
+    if user is None or user in taken or user.kwargs or len(user.args) != 2:
+        return None, None
+    is_add = (user.op == "call_function" and user.target in _ADDS) or (
+        user.op == "call_method" and user.target in ("add", "add_")
+    )
+    first, second = user.args
+    if not is_add or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None, None
+    writes = user.target in (operator.iadd, "add_")
+    other = second if first is node else first
+    # An add in place into the other operand writes to a tensor that may be seen elsewhere.
+    if other is node or (writes and first is not node):
+        return None, None
+    here, there = node.meta.get(_SEEN), other.meta.get(_SEEN)
+    agree = (
+        here is not None
+        and there is not None
+        and here.shape == there.shape
+        and here.dtype == there.dtype
+    )
+    return (user, other) if agree and order[other] < order[user] else (None, None)
+
+
+def _relu_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
+    user = _sole_user(node)
+    if user is None or user.args[:1] != (node,) or len(user.args) > 1:
+        return None
+    if user.op == "call_module":
+        module = modules[str(user.target)]
+        return user if type(module) is nn.ReLU and not _hooked(module) else None
+    if user.op == "call_function":
+        plain = set(user.kwargs) <= {"inplace"}
+        return user if user.target in _RELUS and plain else None
+    return user if user.op == "call_method" and user.target in ("relu", "relu_") else None
+
+
+def _sole_user(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def _quiet(
+    found: _Found, nodes: list[fx.Node], order: dict[fx.Node, int], modules: Mapping[str, Any]
+) -> bool:
+    """Whether nothing between the convolution and the last fused step may write to a tensor.
+
+    The fused operator reads its input where the last step stands.
+    """
+    between = nodes[order[found.conv] + 1 : order[found.last]]
+    return not any(_may_write(node, modules) for node in between if node not in found.nodes)
+
+
+def _may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        known = type(module).__module__.startswith(("torch.nn.", "steadytorch.conv."))
+        return bool(getattr(module, "inplace", False)) or not known or _hooked(module)
+    if node.op == "call_function":
+        target: Any = node.target
+        home = getattr(target, "__module__", None) or ""
+        known = home.startswith(("torch", "_operator", "math", "builtins")) or home == ""
+        named = getattr(target, "__name__", "")
+        by_name = named.endswith("_") and not named.endswith("__")
+        asked = bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+        return target in _IN_PLACE or by_name or asked or not known
+    return False
+
+
+def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
+    conv: Any = traced.get_submodule(str(found.conv.target))
+    weight, bias = conv.weight, conv.bias
+    if found.norm is not None:
+        weight, bias = _folded(weight, bias, traced.get_submodule(str(found.norm.target)))
+    if bias is None and (found.add is not None or found.relu is not None):
+        # cuDNN has precompiled engines for these forms with a bias alone.
+        bias = weight.detach().new_zeros(weight.shape[0])
+    padding = _padding(conv)
+    assert padding is not None
+    geometry: Geometry = (tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
+    source: Any = found.conv.args[0]
+    problem = _problem(source, weight, bias is not None, found, geometry)
+    label, relu = str(found.conv.target), found.relu is not None
+    # The residual may have been replaced since it was found; the add reads what it is now.
+    summed = found.norm or found.conv
+    read = () if found.add is None else found.add.args
+    traced.add_submodule(name, EngineConv(weight, bias, geometry, relu, label, problem))
+    arguments = (source, *[argument for argument in read if argument is not summed])
+    with traced.graph.inserting_before(found.last):
+        fused = traced.graph.call_module(name, arguments)
+    fused.meta[_SEEN] = found.last.meta.get(_SEEN)
+    found.last.replace_all_uses_with(fused)
+    for node in reversed(found.nodes):
+        traced.graph.erase_node(node)
+
+
+def _problem(
+    source: fx.Node, weight: Tensor, biased: bool, found: _Found, geometry: Geometry
+) -> ConvProblem | None:
+    seen: Tensor = source.meta[_SEEN]
+    stored = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    fused = (biased, found.other is not None, found.relu is not None)
+    try:
+        return problem_of(seen, stored, *fused, geometry)
+    except SteadyError:
+        return None
+
+
+def _folded(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias with the batch norm's scale and shift in them, rounded once."""
+    with torch.inference_mode(False), torch.no_grad():
+        wide = [
+            None if t is None else t.detach().double()
+            for t in (weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        ]
+        w, b, mean, var, gamma, beta = wide
+        assert w is not None
+        assert mean is not None
+        assert var is not None
+        scale = (var + norm.eps).rsqrt() * (1.0 if gamma is None else gamma)
+        shift = (0.0 if beta is None else beta) + ((0.0 if b is None else b) - mean) * scale
+        folded = (w * scale.view(-1, *[1] * (w.dim() - 1))).to(weight.dtype)
+        return torch.empty_like(weight).copy_(folded), shift.to(weight.dtype)
+
+
+def _hooked(module: nn.Module) -> bool:
+    # A hook may look at, or replace, what goes in or comes out.
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,220 @@
+"""Timing ways to compute one convolution beside each other, each recorded as a CUDA graph.
+
+A recorded run is one launch, so that what is timed is the device and not the host that feeds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from steadytorch.conv.check import Operands
+from steadytorch.conv.choices import ATEN
+from steadytorch.measure.race import race
+
+BENCHMARK = "aten, benchmark mode"
+"""PyTorch's choice with its benchmark mode on: shown, not chosen, since nothing keeps it."""
+NOISE = 0.01
+"""Medians closer than this are one: between processes the same engine differs by up to 0.55 %, and
+within one, events resolve 0.5 us of some 20."""
+SCREEN_ROUNDS = 4
+FAR_BEHIND = 1.15
+"""Only what is within this factor of the fastest goes on from the screening to the race."""
+RACE_LOOKS = (16, 24, 36)
+REPEATS = 3
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One engine in the field.
+
+    Attributes:
+        choice: as text.
+        median_ns: of its runs; None if it was not timed.
+        spread: half the distance between its quartiles over the median.
+        runs: how many blocks it was timed for.
+        workspace_bytes: scratch memory; None where unknown (PyTorch's own).
+        notes: what cuDNN says of it.
+        error: relative L2 error; None if it was not verified.
+        excluded: why it is not to be used, None if it may be.
+    """
+
+    choice: str
+    median_ns: float | None = None
+    spread: float | None = None
+    runs: int = 0
+    workspace_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    error: float | None = None
+    excluded: str | None = None
+
+
+class Arm:
+    """Something to time: a built plan, or PyTorch's own way.
+
+    Args:
+        found: what is known of it.
+        run: enqueues it on the current stream.
+        thread: on which it is recorded; None for the caller's.
+        keep: whose memory it uses by address.
+    """
+
+    def __init__(
+        self,
+        found: Measured,
+        run: Callable[[], Any],
+        thread: _Thread | None = None,
+        keep: Any = None,
+    ) -> None:
+        self.found, self.run, self._thread, self._keep = found, run, thread, keep
+        self.times_ns: list[float] = []
+
+    def record(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        """Warms it up and records it on a stream, in memory of this pool."""
+        if self._thread is None:
+            self._record(stream, pool)
+        else:
+            self._thread.run(lambda: self._record(stream, pool))
+            self._thread.close()
+
+    def _record(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(2):
+                self.run()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Not `torch.cuda.graph`, which collects garbage and empties the cache at each use.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.run()
+            finally:
+                graph.capture_end()
+        self.run = graph.replay
+
+    def block_ns(self, flush: Flush | None) -> float:
+        """Median time of a few runs, each between two events."""
+        pairs = []
+        for _ in range(REPEATS):
+            if flush is not None:
+                flush()
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            self.run()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        return float(np.median([begin.elapsed_time(end) * 1e6 for begin, end in pairs]))
+
+    def summary(self) -> Measured:
+        """What is known of it, with its times."""
+        low, median, high = np.quantile(self.times_ns, [0.25, 0.5, 0.75])
+        return msgspec.structs.replace(
+            self.found,
+            median_ns=float(median),
+            spread=float((high - low) / 2 / median),
+            runs=len(self.times_ns),
+        )
+
+
+def by_pytorch(given: Operands, error: float) -> list[Arm]:
+    """PyTorch's default, and what its benchmark mode would choose.
+
+    PyTorch keeps what it chose per thread: only a fresh one looks anew.
+    """
+
+    def benchmarked() -> None:
+        cudnn = torch.backends.cudnn
+        before, cudnn.benchmark = cudnn.benchmark, True
+        try:
+            given.by_pytorch()
+        finally:
+            cudnn.benchmark = before
+
+    return [
+        Arm(Measured(ATEN, error=error), given.by_pytorch, _Thread()),
+        Arm(Measured(BENCHMARK, error=error), benchmarked, _Thread()),
+    ]
+
+
+class _Thread:
+    """A thread that runs what it is given, one at a time."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[], Any] | None = None
+        self._error: BaseException | None = None
+        self._ready, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Runs it and waits for it; raises what it raises."""
+        self._work, self._error = work, None
+        self._ready.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Lets the thread end."""
+        self._work = None
+        self._ready.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._ready.acquire()
+            if self._work is None:
+                return
+            try:
+                self._work()
+            except BaseException as error:
+                self._error = error
+            self._done.release()
+
+
+class Flush:
+    """Empties the L2 cache of all but the input, which the layer before has just written.
+
+    Args:
+        device: a CUDA device.
+        kept: the input.
+    """
+
+    def __init__(self, device: torch.device, kept: Tensor) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        size = 2 * max(properties.L2_cache_size, 32 * 2**20)
+        self._junk = torch.empty(size, dtype=torch.uint8, device=device)
+        self._kept = kept
+
+    def __call__(self) -> None:
+        """Enqueues it."""
+        self._junk.zero_()
+        self._kept.add_(0)
+
+
+def time_all(arms: list[Arm], flush: Flush | None, rng: Random, stop: Callable[[], bool]) -> None:
+    """Records and warms all arms, screens them, and races those that are near the fastest."""
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    for arm in arms:
+        arm.record(stream, pool)
+    torch.cuda.synchronize()
+    for _ in range(SCREEN_ROUNDS):
+        for arm in rng.sample(arms, len(arms)):
+            arm.times_ns.append(arm.block_ns(flush))
+    medians = {id(arm): float(np.median(arm.times_ns)) for arm in arms}
+    fastest = min(medians.values())
+    near = [arm for arm in arms if medians[id(arm)] <= FAR_BEHIND * fastest]
+    result = race(
+        [lambda arm=arm: arm.block_ns(flush) for arm in near],
+        rng=rng,
+        looks=RACE_LOOKS,
+        tie=NOISE,
+        stop=stop,
+    )
+    for arm, times in zip(near, result.times, strict=True):
+        arm.times_ns.extend(times)

@@ -1,0 +1,129 @@
+"""Launching Triton programs with little host time, and saying when there is nothing to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles one program for addresses that are multiples of it, another for others."""
+MOST_ELEMENTS = 2**31 - 2**16
+"""Offsets are computed in 32 bits; a block may reach past the end by less than the difference."""
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What programs take: each is exact in the float32 that they compute in."""
+
+
+@cache
+def is_installed() -> bool:
+    """Whether Triton can be imported; it is not, to find out."""
+    return find_spec("triton") is not None
+
+
+def is_covered(*tensors: Tensor) -> bool:
+    """Whether a program may run on these: on CUDA, of one type, neither empty nor too large."""
+    first = tensors[0]
+    return first.is_cuda and is_installed() and all(is_launchable(t, first.dtype) for t in tensors)
+
+
+def is_launchable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a program can address this tensor, wherever it is, as one of type `dtype`."""
+    return tensor.dtype is dtype and dtype in TYPES and 0 < tensor.numel() <= MOST_ELEMENTS
+
+
+def is_channels_last(tensor: Tensor) -> bool | None:
+    """Whether channels lie innermost; None where elements are neither so nor in order.
+
+    A tensor whose sizes make it both, as with one channel, counts as in order.
+    """
+    if tensor.is_contiguous():
+        return False
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return None
+
+
+Function = Callable[..., Tensor]
+
+
+def route(bare: Function, operator: Function, eager: Function, *tensors: Tensor) -> Function:
+    """Which of three functions with equal results a call with these tensors goes to.
+
+    Args:
+        bare: only computes. For calls that nothing watches: they save the dispatcher's way, 10 us
+            of host time where the launch takes 5.
+        operator: for autograd, compilers, tracers, modes and subclasses, which look on.
+        eager: for transformations such as `torch.func.grad` and dual numbers, for which operators
+            from outside of PyTorch have no rules.
+        tensors: of the call.
+    """
+    if torch.compiler.is_compiling():
+        return operator
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return eager
+    return bare if all(map(_is_unwatched, tensors)) else operator
+
+
+def _is_unwatched(tensor: Tensor) -> bool:
+    return not (
+        type(tensor) is not Tensor
+        or not tensor.is_cuda
+        or (torch.is_grad_enabled() and tensor.requires_grad)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+class Launch:
+    """A program with its grid and all arguments that are no tensors, for one kind of tensors.
+
+    The first call goes through Triton's compiler and its cache. Later ones hand addresses to what
+    was compiled, which saves the look at each argument.
+
+    Args:
+        program: what `triton.jit` made.
+        grid: programs along each of three axes.
+        arguments: what follows the tensors: sizes, then constants, in the program's order.
+        device: where the tensors are.
+        warps: of 32 threads, per program.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        device: torch.device,
+        warps: int = 4,
+    ) -> None:
+        self._program, self._grid, self._arguments = program, grid, tuple(arguments)
+        self._device, self._warps = device, warps
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Enqueues the program on the current stream of the tensors' device."""
+        if self._device.type != "cuda" or self._device.index == torch.cuda.current_device():
+            self._launch(tensors)
+        else:
+            with torch.cuda.device(self._device):
+                self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor]) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        is_aligned = not any(address % ALIGNMENT for address in addresses)
+        compiled = self._compiled
+        if compiled is None or not is_aligned:
+            compiled = self._program[self._grid](*tensors, *self._arguments, num_warps=self._warps)
+            if is_aligned:  # None from the interpreter, which compiles nothing
+                self._compiled = compiled
+            return
+        # torch.cuda.current_stream would make an object around this number.
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        started_with = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*self._grid, *started_with, *addresses, *self._arguments)

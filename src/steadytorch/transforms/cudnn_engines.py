@@ -1,0 +1,113 @@
+"""Runs each convolution, with what follows it, by one engine of cuDNN that is known by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from steadytorch.conv.choices import read_choices
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import SteadyError
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.cast_weights import CastModel
+from steadytorch.transforms.channels_last import ChannelsLastModel
+from steadytorch.transforms.tracing import is_hooked, traced, untraceable
+from steadytorch.transforms.traits import NO_CONVOLUTION, convolutions, decide, no_copy, no_cuda
+from steadytorch.workload.workload import Workload
+
+_WRAPPERS = (CastModel, ChannelsLastModel)
+
+
+class CudnnEngines(Transform):
+    """Fuses batch norm, bias, residual add and ReLU into convolutions and runs chosen engines.
+
+    The model is replaced by its graph, on a copy that shares whatever is not folded. A convolution
+    whose engine is gone, or does not build here, runs as PyTorch would run it.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """The engines, as JSON from problem to plan; "" for cuDNN's first suggestion each."""
+
+        choices: str = ""
+
+        def __post_init__(self) -> None:
+            try:
+                read_choices(self.choices)
+            except SteadyError as error:
+                raise ValueError(str(error)) from None
+
+    name = "cudnn_engines"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA, the cuDNN frontend, and a traceable model with a convolution, for inference.
+
+        The model's `forward` is traced with symbols; no arithmetic is done.
+        """
+        module = workload.module
+        refused = decide(
+            *no_copy(workload),
+            no_cuda(facts),
+            (find_spec("cudnn") is None, "needs the extra steadytorch[cudnn]"),
+            (not convolutions(module), NO_CONVOLUTION),
+            (module is not None and module.training, "the model is in training mode"),
+            (module is not None and is_hooked(module), "the model has hooks, which a graph lacks"),
+        )
+        if isinstance(refused, NotApplicable):
+            return refused
+        try:
+            traced(workload.with_model(_innermost(workload.model)))
+        except Exception as error:  # forward is the user's code: anything may come out of tracing
+            return untraceable(error)
+        return Applicable()
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields the workload on the rewritten graph; there is nothing to undo."""
+        from steadytorch.conv.module import use
+
+        rewritten = rewritten_model(workload)
+        use(rewritten, read_choices(self.parameters.choices))
+        yield workload.with_model(rewritten)
+
+
+def rewritten_model(workload: Workload) -> Any:
+    """The model with its convolutions fused, each still run as PyTorch would run it.
+
+    The model is run once, on the workload's inputs, to see the shapes of its values.
+
+    Raises:
+        Exception: whatever the model's `forward` raises when traced with symbols.
+    """
+    from torch.fx import GraphModule
+
+    from steadytorch.conv.rewrite import rewrite
+
+    inner = _innermost(workload.model)
+    model, graph = traced(workload.with_model(inner))
+    with torch.inference_mode(False):
+        fused = rewrite(GraphModule(model, graph), workload.inputs, workload.kwargs)
+    return _around(workload.model, fused.eval())
+
+
+def _innermost(model: Any) -> Any:
+    # What these wrap around the model has no graph: it looks at the types of its arguments.
+    while isinstance(model, _WRAPPERS):
+        model = model.inner
+    return model
+
+
+def _around(model: Any, inner: nn.Module) -> Any:
+    """The wrappers of a model, anew, around another one."""
+    if not isinstance(model, _WRAPPERS):
+        return inner
+    wrapper = copy.copy(model)
+    wrapper._modules = {**model._modules, "inner": _around(model.inner, inner)}
+    return wrapper

@@ -1,0 +1,82 @@
+"""Tracing a model's `forward` with torch.fx, beside other threads, the model left untouched."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadytorch.transforms.base import NotApplicable
+from steadytorch.transforms.copying import copy_with
+from steadytorch.workload.workload import Workload
+
+_REASON_LENGTH = 120
+_TRACING = threading.Lock()
+"""torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
+
+
+def traced(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
+    """Traces the model's `forward` with symbols; no arithmetic is done.
+
+    Args:
+        workload: one with an `nn.Module`; its inputs decide which optional arguments are given.
+
+    Returns:
+        A copy of the model that shares its tensors, and the graph of that copy.
+
+    Raises:
+        Exception: whatever the model's `forward` raises when traced with symbols.
+    """
+    # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
+    model = copy_with(workload.model, lambda tensor: tensor)
+    return model, _trace(model, _constants(workload))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook may look at, or replace, what goes into a module or comes out of it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def untraceable(error: Exception) -> NotApplicable:
+    """Says that a model cannot be traced, and why."""
+    return NotApplicable(f"the model cannot be traced by torch.fx: {_short(error)}")
+
+
+def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
+    """Traces on this thread alone; modules that others call meanwhile run as ever."""
+    from torch import fx
+
+    class ThreadTracer(fx.Tracer):
+        thread = threading.get_ident()
+
+        def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return forward(*args, **kwargs)
+            return super().call_module(m, forward, args, kwargs)
+
+        def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return attr_val
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    with _TRACING:
+        return ThreadTracer().trace(model, concrete_args=constants)
+
+
+def _constants(workload: Workload) -> dict[str, Any]:
+    """The arguments that are no tensors, defaults included: they decide which branch is traced."""
+    bound = inspect.signature(workload.model.forward).bind(*workload.inputs, **workload.kwargs)
+    bound.apply_defaults()
+    return {
+        name: value
+        for name, value in bound.arguments.items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= _REASON_LENGTH else lines[0][: _REASON_LENGTH - 3] + "..."

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from described import target
+
+from steadytorch.conv.denylist import DENYLIST, denied, engine_number
+from steadytorch.conv.engines import Engine, Filters, Graph, excluded, list_engines
+from steadytorch.conv.problem import parse
+from steadytorch.errors import UnsupportedError
+
+WINDOW = "s1x1/p1x1/d1x1"
+HALF = parse(f"fprop/bias_relu/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"fprop/none/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/bias/bf16/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/bias_relu/tf32/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/add_bias/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/add_bias_relu/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/none/fp32/last/i8x64x28x28/w64x16x3x3/{WINDOW}/g4",
+        "fprop/none/fp16/last/i8x64x28x28/w64x64x3x3/s1x1/p2x2/d2x2/g1",
+        "fprop/bias/fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1",
+        "fprop/bias_relu/fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1",
+        f"dgrad/none/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"wgrad/none/bf16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+    ],
+)
+def test_plans_are_listed_without_a_gpu_and_one_builds(key):
+    where = target()
+    problem = parse(key)
+    offered = list_engines(problem, where)
+    usable = [engine for engine in offered if engine.excluded is None]
+    assert len(usable) >= 2
+    assert len({engine.name for engine in offered}) == len(offered)
+    assert all(engine.workspace_bytes is not None for engine in offered)
+    assert Graph(problem, where).build(usable[0].index) == usable[0].workspace_bytes
+
+
+def test_the_list_is_the_same_every_time():
+    where = target()
+    assert list_engines(HALF, where) == list_engines(HALF, where)
+
+
+def test_float32_leaves_out_engines_that_round_to_tf32():
+    where = target()
+    key = f"fprop/none/fp32/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1"
+    kept = [e for e in list_engines(parse(key), where) if e.excluded is None]
+    assert kept
+    assert not any("TENSOR_CORE" in engine.notes for engine in kept)
+    rounded = [e for e in list_engines(parse(key.replace("fp32", "tf32")), where) if not e.excluded]
+    assert len(rounded) > len(kept)
+
+
+def test_a_workspace_over_the_cap_is_named():
+    where = target()
+    key = f"fprop/none/fp32/last/i64x256x14x14/w1024x256x1x1/{WINDOW.replace('p1x1', 'p0x0')}/g1"
+    reasons = [e.excluded for e in list_engines(parse(key), where, Filters(2**20))]
+    assert any("over the cap of 1 MiB" in reason for reason in reasons if reason)
+
+
+def test_engines_that_differ_from_run_to_run_are_left_out_where_that_matters():
+    where = target()
+    problem = parse(f"wgrad/none/bf16/last/i64x256x14x14/w256x256x3x3/{WINDOW}/g1")
+    asked = list_engines(problem, where, Filters(deterministic=True))
+    refused = [e for e in asked if "NONDETERMINISTIC" in e.notes]
+    assert refused
+    assert all(engine.excluded for engine in refused)
+
+
+def test_a_plan_that_was_refused_says_so_when_built():
+    where = target()
+    graph = Graph(HALF, where)
+    graph.refusals(None)
+    with pytest.raises(UnsupportedError, match="does not build"):
+        graph.build(0)
+
+
+@pytest.mark.parametrize(
+    ("notes", "filters", "words"),
+    [
+        (("DOWN_CONVERT_INPUTS",), Filters(), "rounds its inputs"),
+        (("RUNTIME_COMPILATION",), Filters(), "compiled"),
+        (("NONDETERMINISTIC",), Filters(deterministic=True), "other bits"),
+    ],
+)
+def test_notes_exclude_an_engine(notes, filters, words):
+    found = excluded(Engine("eng1", 0, 0, notes), HALF, filters)
+    assert found is not None
+    assert words in found
+
+
+def test_an_engine_without_objection_is_not_excluded():
+    assert excluded(Engine("eng1", 0, None, ("TENSOR_CORE",)), HALF, Filters()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "capability", "refused"),
+    [
+        ("eng23_k2=1", 90800, "9.0", True),
+        ("eng23", 91502, "9.0", True),
+        ("eng23_k2=1", 91600, "9.0", False),
+        ("eng23_k2=1", 90701, "9.0", False),
+        ("eng230_k2=1", 90800, "9.0", False),
+        ("eng5_k2=1", 92301, "8.6", True),
+        ("eng5_k2=1", 92301, "9.0", False),
+        ("eng58", 92000, "12.0", True),
+    ],
+)
+def test_the_denylist_goes_by_engine_version_and_device(name, version, capability, refused):
+    assert (denied(HALF, name, version, capability) is not None) == refused
+
+
+def test_every_denied_engine_has_a_source():
+    assert all(entry.source for entry in DENYLIST)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("eng41_k2=4", 41), ("eng0", 0), ("engine", None), ("x_eng1", None)]
+)
+def test_an_engines_number_is_read_from_the_name(name, number):
+    assert engine_number(name) == number

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from steadytorch import kernels
+from steadytorch.kernels import bias_add_relu, relu_max_pool
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has Triton's interpreter run the programs, on tensors of the CPU."""
+    pytest.importorskip("triton", reason="the programs are interpreted by Triton: not installed")
+    # Read where a program is defined: this copy of the file is for the interpreter alone.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    name = f"{kernels.__name__}.programs"
+    path = Path(kernels.__path__[0]) / "programs.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    programs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(programs)
+    monkeypatch.setitem(sys.modules, name, programs)
+    monkeypatch.setattr(kernels, "programs", programs, raising=False)
+    operators = (relu_max_pool, bias_add_relu)
+    for module in operators:
+        module._fused.cache_clear()
+    yield
+    for module in operators:
+        module._fused.cache_clear()

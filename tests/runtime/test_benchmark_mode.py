@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.benchmark_mode import CHURN, benchmark_mode
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
+@NO_GPU
+def test_without_a_device_it_does_nothing_and_says_so():
+    before = torch.backends.cudnn.benchmark
+    with pytest.warns(UserWarning, match="no effect: there is no CUDA device"):
+        mode = benchmark_mode(True)
+    assert torch.backends.cudnn.benchmark == before
+    assert not mode.report().active
+    assert mode.report().reason == "there is no CUDA device"
+
+
+def test_switching_off_warns_of_nothing_and_is_undone():
+    torch.backends.cudnn.benchmark = True
+    try:
+        with benchmark_mode(False):
+            assert torch.backends.cudnn.benchmark is False
+        assert torch.backends.cudnn.benchmark is True
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def test_it_is_undone_when_the_body_raises():
+    torch.backends.cudnn.benchmark = True
+    try:
+        with pytest.raises(KeyError), benchmark_mode(False):
+            raise KeyError
+        assert torch.backends.cudnn.benchmark is True
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def switched_on(monkeypatch):
+    """The mode as on a machine with a device; layers there are seen by their shapes alone."""
+    monkeypatch.setattr("steadytorch.runtime.benchmark_mode._why_not", lambda: "")
+    return benchmark_mode(True)
+
+
+def test_settings_are_put_back(monkeypatch):
+    cudnn = torch.backends.cudnn
+    before = (cudnn.benchmark, cudnn.benchmark_limit)
+    with switched_on(monkeypatch):
+        assert cudnn.benchmark is True
+    assert (cudnn.benchmark, cudnn.benchmark_limit) == before
+
+
+def test_shapes_that_churn_are_said_once(monkeypatch):
+    layer = nn.Conv2d(1, 1, 1)
+    with switched_on(monkeypatch) as mode:
+        for size in range(1, CHURN):
+            mode._seen(layer, torch.empty(1, 1, size, size))
+        assert not mode.report().churns
+        with pytest.warns(UserWarning, match=f"{CHURN} shapes in 1 convolution layers"):
+            mode._seen(layer, torch.empty(1, 1, CHURN, CHURN))
+        mode._seen(layer, torch.empty(1, 1, 99, 99))
+    report = mode.report()
+    assert (report.convolutions, report.shapes, report.layers) == (CHURN + 1, CHURN + 1, 1)
+    assert report.churns
+
+
+def test_the_same_shape_again_counts_once(monkeypatch):
+    layer, x = nn.Conv2d(1, 1, 1), torch.empty(1, 1, 4, 4)
+    with switched_on(monkeypatch) as mode:
+        for _ in range(3):
+            mode._seen(layer, x)
+    assert (mode.report().convolutions, mode.report().shapes) == (3, 1)
+
+
+def test_nothing_is_counted_after_it_is_left(monkeypatch):
+    with switched_on(monkeypatch) as mode:
+        pass
+    hooks = nn.modules.module._global_forward_pre_hooks
+    assert mode._count not in hooks.values()
