@@ -214,22 +214,25 @@ def main() -> None:
         found = one(name, int(batch), rest == ["fp32"], asked.rounds, asked.deadline)
         results.append(found)
         print(table(found), flush=True)
-    if asked.out is None:
-        return
+        if asked.out is not None:  # after each: what was measured is kept if the next one fails
+            write(asked.out, facts, asked.rounds, results)
+
+
+def write(folder: Path, facts: Any, rounds: int, results: list[dict[str, Any]]) -> None:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     document = {
         "date": date,
         "version": __version__,
         "facts": msgspec.to_builtins(facts),
-        "rounds": asked.rounds,
+        "rounds": rounds,
         "results": results,
     }
-    asked.out.mkdir(parents=True, exist_ok=True)
-    stem = asked.out / f"convolutions_{(facts.name or 'gpu').split()[-1].lower()}_{date}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"convolutions_{(facts.name or 'gpu').split()[-1].lower()}_{date}"
+    (folder / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
     title = f"# Convolutions on {facts.name}\n\ntorch {facts.torch}, cuDNN {facts.cudnn}, {date}.\n"
     body = "\n\n".join(map(table, results))
-    stem.with_suffix(".md").write_text(f"{title}\n{body}\n")
+    (folder / f"{stem}.md").write_text(f"{title}\n{body}\n")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,22 @@
 The executor is trivially cheap, so that what is timed is the dispatch. Both are timed in blocks
 that take turns, short enough to pass between interruptions, and medians over blocks are compared.
 Then the look at the weights of a ResNet-50, which executors with weights of their own need after
-each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay.
+each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay: with the same
+input at each call, with two that take turns (so that the graph's source changes each time), and
+with the static input itself. The result is named after the device that was measured.
 
-    python benchmarks/dispatch.py [--device cuda] [--json benchmarks/results/dispatch-cpu.json]
+    python benchmarks/dispatch.py [--device cuda] [--out benchmarks/results]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +67,10 @@ def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any
     return tuned
 
 
-def dispatch(number: int, frozen: bool, blocks: int) -> dict[str, float]:
+def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, float]:
     """Added time for so many tensors, in us."""
-    inputs = [torch.zeros(2, 4) for _ in range(number)]
-    tuned = serving(Small(), (TransformSpec("inference_mode"),), *inputs)
+    inputs = [torch.zeros(2, 4, device=device) for _ in range(number)]
+    tuned = serving(Small().to(device), (TransformSpec("inference_mode"),), *inputs)
     (entry,) = tuned._found.values()
     answer = torch.zeros(1)
     entry.is_frozen = frozen
@@ -113,10 +117,12 @@ def graph(blocks: int) -> dict[str, float]:
 
         return run
 
+    others = itertools.cycle([x, x.clone()])
     calls = {
         "replay": raw.replay,
         "executor": lambda: entry.call(x),
         "tuned": lambda: tuned(x),
+        "tuned_new_address": lambda: tuned(next(others)),
         "zero_copy": lambda: tuned(buffer),
     }
     latency = interleaved({name: waited(call) for name, call in calls.items()}, blocks, 50)
@@ -124,34 +130,51 @@ def graph(blocks: int) -> dict[str, float]:
     return {**latency, **added}
 
 
+def device_name(device: str) -> str:
+    """What was measured: the GPU, or the processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def short(name: str) -> str:
+    """A device as file names have it, such as h200 or amd-epyc."""
+    words = [word.lower() for word in name.replace("(R)", "").split() if word != "NVIDIA"]
+    return "-".join(words[:1] if name.startswith("NVIDIA") else words[:2])
+
+
 def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
+        "device": device_name(options.device),
         "limits_us": {str(number): limit for number, limit in LIMITS_US.items()},
         "dispatch": {
-            f"{number} tensors, {kind}": dispatch(number, kind == "own weights", options.blocks)
+            f"{number} tensors, {kind}": dispatch(
+                number, kind == "own weights", options.device, options.blocks
+            )
             for number in LIMITS_US
             for kind in ("model's weights", "own weights")
         },
         "resnet50": weights(options.blocks),
     }
     if options.device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
         found["graph_limit_us"] = GRAPH_LIMIT_US
         found["graph_resnet50_batch1"] = graph(options.blocks)
     text = json.dumps(found, indent=1)
     print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
+    if options.out is not None:
+        name = f"dispatch_{short(found['device'])}_{date.today()}.json"
+        (options.out / name).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Each option runs over the same batches with the same model; a run is timed from 
 the device's end. Options take turns in random order. `compute` is the model alone on a batch that
 is there already: the least that any option can take.
 
-    python benchmarks/prefetch.py [--runs 80] [--out benchmarks/results/prefetch_h200_DATE]
+    python benchmarks/prefetch.py [--runs 70] [--out benchmarks/results/prefetch_h200_DATE]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steadytorch.runtime.prefetch import prefetch
 from steadytorch.workload.loading import load_workload
 
 BATCH = 64
-BATCHES = 24
+BATCHES = 12
 SOURCES = 8
 """Distinct batches in host memory: 38.5 MB each, more than any cache holds together."""
 
@@ -114,7 +114,7 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=80)
+    parser.add_argument("--runs", type=int, default=70)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     facts = load_facts("cuda")

@@ -119,3 +119,21 @@ def test_pytorch_finds_the_operator_well_formed(layout, biased):
     x, other, bias = operands((2, 3, 4, 5), layout=layout, biased=biased)
     x.requires_grad_()
     torch.library.opcheck(torch.ops.steadytorch.bias_add_relu.default, (x, other, bias))
+
+
+def test_functions_overridden_by_modes_and_subclasses_are_seen():
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = random((1, 2, 4, 4))
+    expected = bias_add_relu(x, x, None)
+    with Watch():
+        found = bias_add_relu(x, x, None)
+    assert seen[0] is bias_add_relu
+    assert torch.equal(found, expected)

@@ -217,3 +217,21 @@ def test_pytorch_finds_the_operator_well_formed(layout, needs_grad):
     torch.library.opcheck(
         torch.ops.steadytorch.relu_max_pool2d.default, (x, [3, 3], [2, 2], [1, 1], [1, 1], False)
     )
+
+
+def test_functions_overridden_by_modes_and_subclasses_are_seen():
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = random((1, 2, 4, 4))
+    expected = relu_max_pool2d(x, 2)
+    with Watch():
+        found = relu_max_pool2d(x, 2)
+    assert seen[0] is relu_max_pool2d
+    assert torch.equal(found, expected)

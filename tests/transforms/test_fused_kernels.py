@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels, fusible_pairs
@@ -129,6 +130,12 @@ def test_it_sees_through_a_folded_batch_norm():
     with applied_in_order([FoldBatchNorm(), FusedKernels()], made) as fused:
         assert fused_calls(fused.model) == 1
         torch.testing.assert_close(fused.model(*made.inputs), expected)
+
+
+def test_its_graph_can_be_traced_again():
+    with FusedKernels().applied(workload()) as fused:
+        _, graph = traced(fused)
+        assert relu_max_pool2d in [node.target for node in graph.nodes]
 
 
 def test_weights_are_shared_and_keep_their_names():

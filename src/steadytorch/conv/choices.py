@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Literal
 
@@ -86,10 +85,3 @@ def write_choices(choices: Mapping[str, Choice]) -> str:
     """The choices as compact JSON, the same text for the same choices."""
     named = {key: str(choices[key]) for key in sorted(choices)}
     return msgspec.json.encode(named).decode() if named else ""
-
-
-def short(text: str) -> str:
-    """Choices in a few characters, for tables: how many, and which by a check sum."""
-    if not text:
-        return "heuristic"
-    return f"{len(read_choices(text))} chosen, {zlib.crc32(text.encode()):08x}"

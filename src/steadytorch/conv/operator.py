@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadytorch.conv.choices import ATEN
 from steadytorch.conv.plans import (
     MISSES,
     NUMBERS,
@@ -27,9 +28,6 @@ from steadytorch.conv.plans import (
 )
 from steadytorch.conv.problem import ConvProblem, Operation
 from steadytorch.errors import SteadyError
-
-ATEN = "aten"
-"""The name that stands for PyTorch's own choice."""
 
 Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadytorch.conv.choices import HEURISTIC
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT, Graph, list_engines
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.problem import EPILOGUES, ConvProblem, Layout, Number
 from steadytorch.errors import UnsupportedError
 
-HEURISTIC = ""
-"""The name that stands for the first plan of cuDNN's heuristics."""
 ALIGNMENT = 16
 """Bytes to which plans take addresses to be aligned: the frontend's default."""
 NUMBERS: dict[torch.dtype, Number] = {

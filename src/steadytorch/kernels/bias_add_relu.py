@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, route
 
@@ -29,6 +30,8 @@ def bias_add_relu(x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tenso
         RuntimeError: whatever PyTorch's own operators refuse.
     """
     tensors = (x, other) if bias is None else (x, other, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(bias_add_relu, tensors, x, other, bias)
     return route(_impl, _OPERATOR, _eager, *tensors)(x, other, bias)
 
 

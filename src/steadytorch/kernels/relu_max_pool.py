@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from steadytorch.kernels.launch import (
     Launch,
@@ -70,6 +71,9 @@ def relu_max_pool2d(
     Raises:
         RuntimeError: whatever PyTorch's own pooling refuses.
     """
+    if has_torch_function_unary(x):
+        window = (kernel_size, stride, padding, dilation, ceil_mode)
+        return handle_torch_function(relu_max_pool2d, (x,), x, *window)
     stride = kernel_size if stride is None else stride
     sizes: Any = (_pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation))
     return route(_impl, _OPERATOR, _eager, x)(x, *sizes, ceil_mode)

@@ -81,6 +81,8 @@ class Moves:
             if self._regime == "launch-bound"
             else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
         )
+        if self._regime == "launch-bound":
+            with_engines.reverse()
         chosen = with_engines if engines is not None else []
         return self._allowed(chosen + first + second + rest)
 
