@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -172,10 +171,10 @@ def measured(case: Case, rounds: int) -> dict[str, Any]:
         calls[name] = (call, 1)
         calls[f"{name}, graph"] = (recorded(call, repeats), repeats)
     times = interleaved(calls, rounds)
-    rows = [
-        row(name, samples, times["steadytorch" + ", graph" * ("graph" in name)], case.bytes)
-        for name, samples in times.items()
-    ]
+    rows = []
+    for name, samples in times.items():
+        ours = times["steadytorch" + ", graph" * ("graph" in name)] if name != "copy" else None
+        rows.append(row(name, samples, ours, case.bytes))
     return {"case": case.name, "bytes": case.bytes, "rows": rows}
 
 
@@ -194,27 +193,41 @@ def matmul(rounds: int) -> dict[str, Any]:
     return {"case": f"matrix product, {MATMUL_SIDE} cubed, float16", "rows": rows}
 
 
+def interval(row: dict[str, Any]) -> str:
+    if row["median_ci_ns"] is None:
+        return "none claimed"
+    low, high = row["median_ci_ns"]
+    return f"{low / 1e3:.2f} to {high / 1e3:.2f}"
+
+
+def effect(row: dict[str, Any]) -> str:
+    """What our pairs with this option say, in time."""
+    if (found := row["ours_against_it"]) is None:
+        return ""
+    return f"{found['estimate']:+.1%}, {found['verdict']}"
+
+
 def markdown(found: dict[str, Any]) -> str:
-    """The tables; intervals are of the median, at 95 %."""
+    """The tables; intervals are of the median, at 95 %, where the series allows one."""
     lines = [f"{found['device']}, {found['software']}, {found['date']}.", ""]
     copied = found["copy_bytes_per_s"] / 1e12
     lines += [f"Copy of far more than the L2 cache holds: {copied:.2f} TB/s.", ""]
     for case in found["cases"]:
         floor = next((r["median_ns"] for r in case["rows"] if r["option"] == "copy"), None)
-        last = "of the copy's rate" if floor else "TFLOP/s"
-        lines += [f"**{case['case']}**", "", f"| option | us | interval | {last} |"]
-        lines += ["|---|---|---|---|"]
+        lines += [f"**{case['case']}**", ""]
+        if floor is None:
+            lines += ["| step | us | interval | TFLOP/s |", "|---|---|---|---|"]
+        else:
+            lines += [
+                "| option | us | interval | of the copy's rate | steadytorch against it |",
+                "|---|---|---|---|---|",
+            ]
         for each in case["rows"]:
-            low, high = each["median_ci_ns"] or (math.nan, math.nan)
-            share = (
-                f"{floor / each['median_ns']:.3f}"
-                if floor
-                else f"{each['operations_per_s'] / 1e12:.1f}"
-            )
-            lines.append(
-                f"| {each['option']} | {each['median_ns'] / 1e3:.2f} "
-                f"| {low / 1e3:.2f} to {high / 1e3:.2f} | {share} |"
-            )
+            shown = f"| {each['option']} | {each['median_ns'] / 1e3:.2f} | {interval(each)} |"
+            if floor is None:
+                lines.append(f"{shown} {each['operations_per_s'] / 1e12:.1f} |")
+            else:
+                lines.append(f"{shown} {floor / each['median_ns']:.3f} | {effect(each)} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -99,14 +99,14 @@ def markdown(found: dict[str, Any]) -> str:
     ]
     for case in found["cases"]:
         lines += [f"**The consumer {case['consumer']}**", ""]
-        lines += ["| option | ms a batch | interval | against to(device) |", "|---|---|---|---|"]
+        lines += ["| option | ms a batch | against to(device) |", "|---|---|---|"]
         for each in case["rows"]:
-            low, high = each["median_ci_ns"] or (float("nan"), float("nan"))
-            effect = each["against_to"]["estimate"]
-            lines.append(
-                f"| {each['option']} | {each['median_ns'] / 1e6:.3f} "
-                f"| {low / 1e6:.3f} to {high / 1e6:.3f} | {effect:+.1%} |"
-            )
+            found_here = each["against_to"]
+            effect = ""
+            if each["option"] != "to(device)":
+                low, high = found_here["low"], found_here["high"]
+                effect = f"{found_here['estimate']:+.1%} ({low:+.1%} to {high:+.1%})"
+            lines.append(f"| {each['option']} | {each['median_ns'] / 1e6:.2f} | {effect} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """Provokes clock-throttled: large products draw more power than the GPU may.
 
 Random numbers switch as many transistors as there are, and the driver lowers the clock to stay
-below the power limit. `mended` multiplies matrices that fill a small part of the GPU, which draw far
-less: it shows that power is the cause, and not the program. Where the limit is the machine's to
+below the power limit. `mended` multiplies matrices that fill a small part of the GPU, which draw
+far less: it shows that power is the cause, and not the program. Where the limit is the machine's to
 set, there is no more to mend. A GPU that can cool what its largest products draw does not show the
 finding.
 

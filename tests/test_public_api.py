@@ -19,6 +19,7 @@ NAMES = [
     "UnsupportedError",
     "UsageError",
     "Workload",
+    "benchmark_mode",
     "explain",
     "export_plans",
     "import_plans",
@@ -62,6 +63,7 @@ SIGNATURES = {
         "alias_outputs: 'bool' = False, bundle: 'bool' = False, "
         "seed: 'int' = 0) -> 'TunedModule'"
     ),
+    "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
     "export_plans": (
         "(path: 'str | os.PathLike[str]', ids: 'Sequence[str]' = (), "
         "store: 'str | os.PathLike[str] | None' = None) -> 'list[Stored]'"

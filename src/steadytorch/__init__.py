@@ -14,6 +14,7 @@ _EXPORTS = {
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "Workload": "workload.workload",
+    "benchmark_mode": "runtime.benchmark_mode",
     "explain": "explain.session",
     "export_plans": "plan.exchange",
     "import_plans": "plan.exchange",
@@ -35,6 +36,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "UnsupportedError",
     "UsageError",
     "Workload",
+    "benchmark_mode",
     "explain",
     "export_plans",
     "import_plans",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from steadytorch.measure.race import judge
     from steadytorch.plan.exchange import export_plans, import_plans
     from steadytorch.plan.plan import Plan, load_plan
+    from steadytorch.runtime.benchmark_mode import benchmark_mode
     from steadytorch.trial.measure import measure
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify

@@ -78,6 +78,26 @@ def test_what_was_written_to_the_static_tensor_itself_stays():
         assert computed(driver, node, target).tolist() == [value] * 3
 
 
+def test_tensors_known_to_be_alike_are_told_apart_by_their_place_and_sign():
+    driver, x, y = Driver(), torch.randn(4), torch.randn(4)
+    node = opened(driver, torch.zeros(4))
+    for given in (x, y, y, torch._neg_view(y), y, node.target, x):
+        expected = given.clone()
+        node.feed_alike(given)
+        driver.replay()
+        assert torch.equal(node.target, expected)
+
+
+def test_expanded_tensors_are_never_read_as_they_lie():
+    driver, target = Driver(), torch.zeros(4, 4)
+    node = opened(driver, target)
+    for row in (torch.randn(1, 4), torch.randn(1, 4)):
+        node.feed_alike(row.expand(4, 4))
+        driver.replay()
+        assert torch.equal(target, row.expand(4, 4))
+    assert driver.changes == 0
+
+
 def _other_views():
     x = torch.randn(4, 4)
     imaginary = torch.view_as_complex(torch.randn(4, 4, 2)).conj().imag

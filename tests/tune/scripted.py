@@ -234,6 +234,7 @@ def make_search(
     options: Options | None = None,
     watcher: Any = None,
     slots: int = 2,
+    choose_engines: Any = None,
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or Options(), watcher or Silent()
@@ -246,5 +247,6 @@ def make_search(
         options=options,
         watcher=watcher,
         slots=slots,
+        choose_engines=choose_engines,
         now=stage.now,
     )

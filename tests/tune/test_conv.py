@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from steadytorch.process.worker import WorkerFault
-from steadytorch.transforms.base import TransformSpec
-from steadytorch.tune.conv import _found, choose_engines, with_engines
+from steadytorch.tune.conv import _found, choose_engines
 from steadytorch.workload.workload import Workload
 
 
@@ -18,24 +17,6 @@ def workload() -> Workload:
 def test_equal_convolutions_are_one_problem_with_the_names_of_all():
     found = {problem.epilogue: names for problem, names in _found(workload()).items()}
     assert found == {"bias_relu": ["0"], "bias": ["2", "3"]}
-
-
-def test_engines_are_chosen_where_the_transform_applies():
-    others = [TransformSpec("cuda_graph"), TransformSpec("channels_last")]
-    ours = TransformSpec("cudnn_engines", (("choices", ""),))
-    chosen = TransformSpec("cudnn_engines", (("choices", "text"),))
-    assert with_engines([others[0], ours, others[1]], lambda: "text") == [
-        others[0],
-        chosen,
-        others[1],
-    ]
-
-
-def test_they_are_not_asked_for_where_it_does_not():
-    def never() -> str:
-        raise AssertionError("engines were chosen for nothing")
-
-    assert with_engines([TransformSpec("cuda_graph")], never) == [TransformSpec("cuda_graph")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

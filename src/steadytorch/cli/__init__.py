@@ -23,6 +23,7 @@ _COMMANDS = {
     "explain": "where time and variability go, with evidence and the fix",
     "compare": "a verdict between two workloads or saved results, for CI gates",
     "tune": "search, verify and store the fastest steady plan for a workload",
+    "conv": "which cuDNN engine runs each convolution, and what others would take",
     "plans": "list, show, verify, exchange and remove stored plans",
     "doctor": "this machine: versions, device, noise, and what cannot be observed",
 }

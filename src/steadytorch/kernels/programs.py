@@ -28,15 +28,12 @@ def _tap(best, x, wanted, plane, line, at, channel, height, width, inner, CLIPPE
 
 
 @triton.jit
-def _two_taps(best, x, wanted, plane, line, at, height, width, BOTH: tl.constexpr):
-    """Two taps side by side where windows move by two: `at` runs over all pixels of a line."""
-    wanted = wanted & (line >= 0) & (line < height) & (at >= 0) & (at < width)
+def _two_taps(best, x, wanted, plane, line, at, height, width):
+    """Both taps of a line of the window, for all outputs: `at` runs over all pixels of a line."""
+    wanted = wanted & (line >= 0) & (line < height) & (at < width)
     value = tl.load(x + (plane * height + line) * width + at, wanted, other=0.0)
     left, right = tl.split(tl.reshape(value, (best.shape[0], best.shape[1], 2)))
-    best = _larger(best, left)
-    if BOTH:
-        best = _larger(best, right)
-    return best
+    return _larger(_larger(best, left), right)
 
 
 @triton.jit
@@ -66,8 +63,8 @@ def relu_max_pool(
     """Writes the outputs as rows of what is contiguous: channels if READ is "last", else pixels.
 
     Starting from zero makes the maximum over a window the ReLU's as well. READ "pairs" is for
-    windows that move by two pixels: a load of every second pixel uses half of what it fetches, one
-    of all pixels serves two taps.
+    windows that are two pixels wide and stand side by side: one load of all pixels serves both
+    taps, where a load of every second pixel uses half of what it fetches.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -86,13 +83,10 @@ def relu_max_pool(
     top = (line % out_height) * STRIDE_H - PADDING_H
     best = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     if READ == "pairs":
-        both = tl.program_id(1) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)[None, :] - PADDING_W
+        both = tl.program_id(1) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)[None, :]
         for i in tl.static_range(KERNEL_H):
-            for j in tl.static_range(0, KERNEL_W, 2):
-                best = _two_taps(
-                    best, x, row < rows, plane, top + i * DILATION_H, both + j,
-                    height, width, j + 1 < KERNEL_W,
-                )  # fmt: skip
+            tap = top + i * DILATION_H
+            best = _two_taps(best, x, row < rows, plane, tap, both, height, width)
     elif UNROLLED:
         for i in tl.static_range(KERNEL_H):
             for j in tl.static_range(KERNEL_W):

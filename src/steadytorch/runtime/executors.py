@@ -95,8 +95,8 @@ def _apply(
         stack.enter_context(setting_flags())
     call = workload.model
     static = getattr(call, "static_inputs", None)
-    if alias_outputs:
-        call = getattr(call, "aliasing", call)
+    # Entries are found by signature: none is called with another than it was built for.
+    call = getattr(call, "aliasing" if alias_outputs else "exact", call)
     return Executor(call, is_live, modules, static, stack.close)
 
 

@@ -114,6 +114,15 @@ class CopyNode:
         ):
             self._change(x)
 
+    def feed_alike(self, x: Tensor) -> None:
+        """The same where all tensors are known to agree in strides, type and device.
+
+        Raises:
+            RuntimeError: the driver refuses; the graph must not be replayed.
+        """
+        if x.data_ptr() != self._source or x.is_neg():
+            self._change(x)
+
     def _change(self, x: Tensor) -> None:
         # What fails half-way must not pass for done at the next call.
         self._source = None

@@ -17,6 +17,7 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transfo
 from steadytorch.transforms.conversion import own_device
 from steadytorch.transforms.copy_nodes import CopyNode, add_copy_nodes
 from steadytorch.transforms.static_buffers import (
+    FeedOne,
     StaticInputs,
     check_shape,
     collector,
@@ -39,9 +40,10 @@ class CudaGraph(Transform):
     the model takes on the host. Calls from several threads take turns. A call within the recording
     of another graph becomes a part of that one.
 
-    The model that it yields has two attributes besides: `static_inputs`, the arguments at fixed
-    addresses (a tensor of these that is passed itself is not copied), and `aliasing`, the same call
-    returning the graph's own outputs, which the next call overwrites.
+    The model that it yields has attributes besides: `static_inputs`, the arguments at fixed
+    addresses (a tensor of these that is passed itself is not copied); `exact`, the same call for
+    callers who have made sure that the arguments are of the recorded signature; and `aliasing`,
+    which is that returning the graph's own outputs, which the next call overwrites.
     """
 
     name = "cuda_graph"
@@ -187,13 +189,16 @@ class _Recorded(NamedTuple):
 
 def _replayer(recorded: _Recorded) -> Callable[..., Any]:
     static = recorded.static
-    single = (
-        len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor)
-    )
-    make = _single_replayer if single else _general_replayer
-    call = make(recorded, collector(recorded.outputs))
-    aliasing = make(recorded, lambda: recorded.outputs)
-    vars(call).update(static_inputs=static, aliasing=aliasing)
+    copies, own = collector(recorded.outputs), lambda: recorded.outputs
+    if len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor):
+        feed, alike = _single_feeds(recorded)
+        call = _single_replayer(recorded, feed, copies)
+        exact = _single_replayer(recorded, alike, copies)
+        aliasing = _single_replayer(recorded, alike, own)
+    else:
+        call = exact = _general_replayer(recorded, copies)
+        aliasing = _general_replayer(recorded, own)
+    vars(call).update(static_inputs=static, exact=exact, aliasing=aliasing)
     return call
 
 
@@ -216,22 +221,13 @@ def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callab
 
 
 def _single_replayer(
-    recorded: _Recorded, collect: Callable[[], Any]
+    recorded: _Recorded, feed: FeedOne, collect: Callable[[], Any]
 ) -> Callable[[torch.Tensor], Any]:
     """The same for the most common call, with nothing on the way that it does not need."""
-    static: torch.Tensor = recorded.static.args[0]
-    replay, shape, pool, model = recorded.graph.replay, static.shape, recorded.pool, recorded.model
+    replay, pool, model = recorded.graph.replay, recorded.pool, recorded.model
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
 
-    def launch(x: torch.Tensor) -> None:
-        if x is not static:
-            static.copy_(x.detach() if x.requires_grad else x)
-
-    feed = recorded.nodes[0].feed if recorded.nodes else launch
-
     def call(x: torch.Tensor, /) -> Any:
-        if x.shape != shape:
-            check_shape(x.shape, shape)
         if is_recording():
             return model(x)
         with lock:
@@ -242,3 +238,23 @@ def _single_replayer(
             return collect()
 
     return call
+
+
+def _single_feeds(recorded: _Recorded) -> tuple[FeedOne, FeedOne]:
+    """What copies any tensor of the right shape, and what only those of the recorded signature."""
+    static: torch.Tensor = recorded.static.args[0]
+    shape = static.shape
+
+    def launch(x: torch.Tensor) -> None:
+        if x is not static:
+            static.copy_(x.detach() if x.requires_grad else x)
+
+    convert = alike = launch
+    if recorded.nodes:
+        convert, alike = recorded.nodes[0].feed, recorded.nodes[0].feed_alike
+
+    def feed(x: torch.Tensor) -> None:
+        check_shape(x.shape, shape)
+        convert(x)
+
+    return feed, alike

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -199,16 +198,3 @@ def engine_choices(
         incumbent=incumbent,
     )
     return report.choices
-
-
-def with_engines(available: list[TransformSpec], choose: Callable[[], str]) -> list[TransformSpec]:
-    """The variants that apply, `cudnn_engines` among them with its engines chosen.
-
-    Args:
-        available: every variant that applies.
-        choose: makes the choices; asked only where the transform applies.
-    """
-    return [
-        TransformSpec(spec.name, (("choices", choose()),)) if spec.name == "cudnn_engines" else spec
-        for spec in available
-    ]

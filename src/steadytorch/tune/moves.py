@@ -25,6 +25,18 @@ def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str
     return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
 
 
+def engine_prefix(available: Sequence[TransformSpec], precision: str) -> Candidate:
+    """What engines of cuDNN are chosen under: element type and layout decide which there are."""
+    return transforms.order(
+        [
+            spec
+            for spec in available
+            if spec.name in ("fold_batch_norm", "channels_last")
+            or (spec.name == "cast_weights" and dict(spec.parameters)["dtype"] == precision)
+        ]
+    )
+
+
 class Moves:
     """The options that apply to one workload, and how to combine them.
 

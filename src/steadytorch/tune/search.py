@@ -21,7 +21,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.field import Field
-from steadytorch.tune.moves import Moves, describe
+from steadytorch.tune.moves import Moves, describe, engine_prefix
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import (
     TuneResult,
@@ -34,8 +34,15 @@ from steadytorch.tune.select import Options, block_shape, choose
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
+ENGINES = "cudnn_engines"
+ENGINES_S = 40.0
+ENGINES_SHARE = 0.35
+"""For choosing them: seconds at the most, and of the time there is to explore."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
+
+
+EngineChooser = Callable[[Candidate, float], str]
 
 
 class Search:
@@ -49,6 +56,8 @@ class Search:
         options: what the user asks.
         watcher: is told how it goes.
         slots: how many set-ups may overlap.
+        choose_engines: given a prefix and seconds, the engines of cuDNN for the workload's
+            convolutions, as the parameter of `cudnn_engines`; asked only where that applies.
         now: seconds on a monotonic clock.
     """
 
@@ -62,11 +71,13 @@ class Search:
         options: Options,
         watcher: Watcher,
         slots: int,
+        choose_engines: EngineChooser | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workload, self._preparation = workload, preparation
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
+        self._choose_engines = choose_engines
         self._budget = Budget(options.budget_s, now)
         self._rng = Random(options.seed)
         self._field = Field(options, self._budget, watcher, self._rng)
@@ -112,6 +123,7 @@ class Search:
     def _explore(self) -> None:
         character, findings = self._preparation.character, self._preparation.findings
         assert character is not None
+        self._available = self._with_engines()
         moves = Moves(
             self._available, self._workload, self._options.precision, character.regime, findings
         )
@@ -129,6 +141,22 @@ class Search:
         for candidate in [*seeds, *self._neighbours(moves)]:
             if not self._field.known(candidate):
                 self._not_tried[describe(candidate)] = "the budget ended"
+
+    def _with_engines(self) -> tuple[TransformSpec, ...]:
+        """The variants that apply, with an engine of cuDNN chosen for each convolution."""
+        choose = self._choose_engines
+        others = tuple(spec for spec in self._available if spec.name != ENGINES)
+        if choose is None or others == self._available:
+            return others
+        prefix = engine_prefix(self._available, self._options.precision)
+        seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
+        self._watcher.phase("choosing an engine of cuDNN for each convolution")
+        try:
+            chosen = TransformSpec(ENGINES, (("choices", choose(prefix, seconds)),))
+        except WorkerFault as fault:
+            self._not_applicable[ENGINES] = f"no engine could be chosen: {fault.reason}"
+            return others
+        return (*others, chosen)
 
     def _decide(self) -> None:
         arms = [self._field.baseline, *self._field.finalists()]

@@ -6,6 +6,7 @@ import datetime
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,10 @@ from steadytorch.plan.fingerprint import Key, make_key, told
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.quantities import parse_bytes, parse_duration
-from steadytorch.transforms.base import NotApplicable, TransformSpec
+from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
+from steadytorch.tune.conv import engine_choices
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import Search
@@ -141,9 +143,13 @@ class Session:
                 options=self.options,
                 watcher=watcher,
                 slots=self._slots(),
+                choose_engines=partial(self._engines, directory),
             ).run()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _engines(self, directory: Path, prefix: Candidate, seconds: float) -> str:
+        return engine_choices(self.workload, prefix, self._device, seconds, directory)
 
     def keep(self, result: TuneResult) -> Plan:
         """Makes a plan of a complete search and stores it, in memory where the disk refuses."""
