@@ -28,6 +28,7 @@ NAMES = [
     "load_workload",
     "measure",
     "optimize",
+    "prefetch",
     "reverify",
     "summarize",
     "tune",
@@ -64,6 +65,10 @@ SIGNATURES = {
         "seed: 'int' = 0) -> 'TunedModule'"
     ),
     "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
+    "prefetch": (
+        "(loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
+        "-> 'Prefetch[BatchT]'"
+    ),
     "export_plans": (
         "(path: 'str | os.PathLike[str]', ids: 'Sequence[str]' = (), "
         "store: 'str | os.PathLike[str] | None' = None) -> 'list[Stored]'"

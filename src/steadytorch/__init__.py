@@ -23,6 +23,7 @@ _EXPORTS = {
     "load_workload": "workload.loading",
     "measure": "trial.measure",
     "optimize": "tune.optimize",
+    "prefetch": "runtime.prefetch",
     "reverify": "tune.reverify",
     "summarize": "measure.measurement",
     "tune": "tune.session",
@@ -45,6 +46,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "load_workload",
     "measure",
     "optimize",
+    "prefetch",
     "reverify",
     "summarize",
     "tune",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from steadytorch.plan.exchange import export_plans, import_plans
     from steadytorch.plan.plan import Plan, load_plan
     from steadytorch.runtime.benchmark_mode import benchmark_mode
+    from steadytorch.runtime.prefetch import prefetch
     from steadytorch.trial.measure import measure
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify
