@@ -162,8 +162,8 @@ def test_the_models_own_tensors_are_not_written_to():
 def test_networks_keep_their_results(name, fused, last):
     workload = load_workload(name, batch=1)
     model, (x,) = randomised(workload.model), workload.inputs
-    if name != "unet":
-        x = x[..., :64, :64].contiguous()
+    side = 188 if name == "unet" else 64  # the least that its windows fit into
+    x = x[..., :side, :side].contiguous()
     if last:
         model = model.to(memory_format=torch.channels_last)
         x = x.contiguous(memory_format=torch.channels_last)

@@ -47,6 +47,15 @@ def test_a_row_shows_gain_share_and_how_near_the_limit_it_is():
     assert "80 us by the chosen engines, 160 us by PyTorch's default" in text
 
 
+def test_a_row_fits_into_80_columns():
+    stream = StringIO()
+    render_conv(Console(file=stream, width=80, highlight=False), "net", report(layer()))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(KEY in line for line in lines)
+    assert any("eng39_k25=0" in line for line in lines)
+
+
 def test_shares_are_of_the_time_of_all_convolutions():
     text = shown(render_conv, "net", report(layer(names=("a",)), layer(names=("b", "c", "d"))))
     assert "25.0 %" in text

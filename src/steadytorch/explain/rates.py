@@ -22,7 +22,7 @@ SCHEMA = 1
 """Of the file and of how rates are measured; another number is another file."""
 COPY = "copy"
 """Stands for the copy where types are listed."""
-OCCASIONS = 3
+OCCASIONS = 10
 """How often a rate is measured, in runs of their own, before it is taken to be known."""
 _MOST_BYTES = 1 << 16
 _TF32_CAPABILITY = 8
@@ -54,9 +54,9 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
-    """The best of three occasions; for use inside a worker process.
+    """The best of ten occasions; for use inside a worker process.
 
-    About 0.3 s for each type and for the copy, until all have been measured on three occasions:
+    About 0.3 s for each type and for the copy, until all have been measured on ten occasions:
     other load can only make them slower. A file that is missing or broken counts for nothing; one
     that cannot be written is done without. Delete `$XDG_CACHE_HOME/steadytorch/rates` to have all
     measured again.

@@ -23,16 +23,19 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     default_ns = sum(len(layer.names) * (_default_ns(layer) or 0.0) for layer in report.layers)
     table = _table()
     table.add_column("#", justify="right")
-    table.add_column("convolution", ratio=2, overflow="fold")
-    table.add_column("engine", ratio=1, overflow="fold")
-    for heading in ("times", "share", "us", "default", "benchmark", "gain", "TFLOP/s", "limit"):
+    for heading in ("n", "share", "us", "default", "bench", "gain", "TFLOP/s", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("workspace", "error"):
+    for heading in ("memory", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, layer in enumerate(report.layers, 1):
         table.add_row(str(number), *_row(layer, report, total_ns))
     console.print(f"{plain(workload)}: {len(report.layers)} distinct convolutions")
     console.print(table)
+    for number, layer in enumerate(report.layers, 1):
+        engine = "not measured" if layer.outcome is None else layer.outcome.choice
+        # A row of its own: neither fits beside the figures in 80 columns.
+        console.print(f"{number:>3} {plain(layer.problem)}", soft_wrap=True)
+        console.print(f"    {plain(engine)}", style="dim", soft_wrap=True)
     if total_ns and default_ns:
         console.print(
             f"All together {total_ns * _US:.0f} us by the chosen engines, {default_ns * _US:.0f} "
@@ -40,9 +43,10 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
         )
     cache = "flushed before each run, since the network overflows it" if report.cold else "warm"
     console.print(
-        "us: the convolution with what is fused into it; default and benchmark: the same by "
+        "n: how often; us: one, with what is fused into it; default and bench: the same by "
         "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
-        f"least time that the measured rates allow over the time. L2 cache {cache}.",
+        "least time that the measured rates allow over the time; memory: workspace. L2 cache "
+        f"{cache}.",
         style="dim",
     )
 
@@ -67,16 +71,15 @@ def render_layer(console: Console, layer: Layer) -> None:
 
 def _row(layer: Layer, report: ConvReport, total_ns: float) -> tuple[str, ...]:
     outcome, times = layer.outcome, str(len(layer.names))
-    name = plain(layer.problem)
     if outcome is None or not outcome.chosen_ns:
-        return (name, "not measured", times, *[""] * 9)
+        return (times, *[""] * 9)
     chosen_ns = outcome.chosen_ns
     found = next(e for e in outcome.engines if e.choice == outcome.choice)
     least_s = max(
         layer.operations / report.operations_per_s, layer.traffic_bytes / report.bytes_per_s
     )
     return (
-        *(name, plain(outcome.choice), times, share(_total_ns(layer), total_ns)),
+        *(times, share(_total_ns(layer), total_ns)),
         *(f"{chosen_ns * _US:.1f}", _microseconds(outcome.default_ns)),
         _microseconds(outcome.benchmark_ns),
         "" if outcome.default_ns is None else f"{outcome.default_ns / chosen_ns:.2f}x",

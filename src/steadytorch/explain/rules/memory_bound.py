@@ -13,8 +13,8 @@ NAME = "memory-bound"
 LEAST_OF_BANDWIDTH = 0.6
 """Below 60 % of the peak NVIDIA Nsight Compute sees latency, not bandwidth, as what holds a kernel
 back (its rule on the section "GPU speed of light throughput")."""
-MOST_OF_BANDWIDTH = 1.1
-"""More than the memory itself delivers, with a tenth for the error of the rate: it is the cache."""
+LEAST_BYTES = 1 << 20
+"""A call: less stays in a cache of a core, and says nothing of the memory."""
 LEAST_SHARE = 0.1
 """Of the time that kernels take: fusing less than that changes a step by less than its noise."""
 LEAST_KNOWN = 0.2
@@ -60,16 +60,16 @@ def rule(case: Case) -> Verdict:
             "compute in 16 bits.",
             transforms=("compile", "cast_weights", "autocast"),
             check=CHECK,
-            false_alarm="operators that nothing can be fused with, and data that stays in the "
-            "cache.",
+            false_alarm="operators that nothing can be fused with; and data that stays in the "
+            "cache, which shows as more than 100 %.",
         ),
     )
 
 
 def _is_bound(line: Line) -> bool:
-    share = line.share_of_limit or 0.0
-    near = LEAST_OF_BANDWIDTH < share <= MOST_OF_BANDWIDTH
-    return near and line.bound == "memory" and line.known_ns > line.time_ns / 2
+    near = (line.share_of_limit or 0.0) > LEAST_OF_BANDWIDTH
+    large = (line.bytes or 0) >= LEAST_BYTES * line.count
+    return near and large and line.bound == "memory" and line.known_ns > line.time_ns / 2
 
 
 def _multiplies(line: Line) -> bool:
