@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from steadytorch.explain.finding import Abstention
 from steadytorch.explain.result import Explanation
 from steadytorch.explain.variability import SlowStep
-from steadytorch.report.explain import render_explain
+from steadytorch.report.explain import _untold, render_explain
 
 from .conftest import FACTS, HOSTILE, Screen
 from .explained import MS, ROOFLINE, explained, finding, line
@@ -218,3 +218,16 @@ def test_a_quiet_console_shows_nothing():
     screen = Screen(quiet=True)
     render_explain(screen.console, "x", explained())
     assert screen.text == ""
+
+
+def test_rules_about_a_gpu_are_one_doubt_where_there_was_none():
+    recapture = "profile on the GPU"
+    abstained = (
+        Abstention("input-pipeline", "nothing is named as a data loader", "profile the loop"),
+        Abstention("copies", "the trace has no GPU events, and this is about the GPU", recapture),
+        Abstention("lazy-loading", "the trace has no GPU events: loading is unseen", recapture),
+    )
+    assert _untold(abstained) == (
+        "Could not tell (3, --all says why): input-pipeline, 2 that are about a GPU"
+    )
+    assert _untold(abstained[:1]) == "Could not tell (1, --all says why): input-pipeline"

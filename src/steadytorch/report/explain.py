@@ -18,6 +18,8 @@ from steadytorch.report.text import counted, duration, percent_above, plain, pri
 MOST_FINDINGS = 5
 MOST_KERNELS = 5
 _MOST_SLOW = 2
+_NO_GPU = "the trace has no GPU events"
+"""How rules about a GPU begin to say that there was none."""
 _DISTORTED = 1.1
 """From here on, shares of profiled steps may mislead, and it is said in colour."""
 
@@ -223,14 +225,20 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
     if not result.abstained:
         return
     if not everything:
-        names = ", ".join(abstention.rule for abstention in result.abstained)
-        told = f"Could not tell ({len(result.abstained)}, --all says why): {names}"
-        _say(console, plain(told), "dim")
+        _say(console, plain(_untold(result.abstained)), "dim")
         return
     console.print(Text("Could not tell", "bold"))
     for (why, recapture), rules in _by_reason(result.abstained).items():
         print_indented(console, Text(plain(f"{', '.join(rules)}: {why}")))
         print_indented(console, Text(plain(recapture), "dim"), 4)
+
+
+def _untold(abstained: Sequence[Abstention]) -> str:
+    """Which rules could not tell, in a line; those that a run without a GPU leaves out as one."""
+    others = [a.rule for a in abstained if not a.why.startswith(_NO_GPU)]
+    left_out = len(abstained) - len(others)
+    named = [*others, f"{left_out} that are about a GPU"] if left_out else others
+    return f"Could not tell ({len(abstained)}, --all says why): {', '.join(named)}"
 
 
 def _distorted(times: float, on_gpu: bool) -> str:
