@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,8 +27,8 @@ import msgspec
 import numpy as np
 
 from steadytorch import __version__, load_workload
-from steadytorch.device.facts import load_facts
-from steadytorch.measure.race import compare
+from steadytorch.device.facts import DeviceFacts, load_facts
+from steadytorch.measure.race import Judgement, compare
 from steadytorch.process.worker import Worker
 from steadytorch.transforms import parse
 from steadytorch.trial.measure import start
@@ -57,7 +59,15 @@ class DelayedHandler(WorkloadHandler):
             self._step = plain
 
 
-def run(worker: Worker, comparisons: int, delay: float, rng: Random) -> dict[str, Any]:
+def run(
+    worker: Worker,
+    comparisons: int,
+    delay: float,
+    rng: Random,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """Takes the comparisons, the two sorts in turn, and hands over what there is after each."""
+
     def block() -> float:
         return float(np.median(worker.call("block", 120, metric=METRIC, count=COUNT)))
 
@@ -68,16 +78,22 @@ def run(worker: Worker, comparisons: int, delay: float, rng: Random) -> dict[str
         times = worker.call("delayed_block", 120, metric=METRIC, count=COUNT, delay_ns=delay_ns)
         return float(np.median(times))
 
-    found: dict[str, Any] = {"median_ns": typical, "delay_ns": delay_ns}
-    for name, other in (("same", block), ("delayed", delayed)):
-        judgements = [compare(block, other, rng=rng)[0] for _ in range(comparisons)]
-        found[name] = {
-            "verdicts": dict(Counter(j.verdict for j in judgements)),
-            "median_pairs": float(np.median([j.pairs for j in judgements])),
-            "judgements": msgspec.to_builtins(judgements),
-        }
-        print(name, found[name]["verdicts"], f"{found[name]['median_pairs']:.0f} pairs", flush=True)
-    return found
+    judged: dict[str, list[Judgement]] = {"same": [], "delayed": []}
+    for number in range(1, comparisons + 1):
+        for name, other in (("same", block), ("delayed", delayed)):
+            judged[name].append(compare(block, other, rng=rng)[0])
+        found = {name: _summary(judgements) for name, judgements in judged.items()}
+        verdicts = ", ".join(f"{name} {found[name]['verdicts']}" for name in found)
+        print(f"{number} of {comparisons}: {verdicts}", flush=True)
+        keep({"median_ns": typical, "delay_ns": delay_ns, **found})
+
+
+def _summary(judgements: list[Judgement]) -> dict[str, Any]:
+    return {
+        "verdicts": dict(Counter(j.verdict for j in judgements)),
+        "median_pairs": float(np.median([j.pairs for j in judgements])),
+        "judgements": msgspec.to_builtins(judgements),
+    }
 
 
 def main() -> None:
@@ -102,13 +118,16 @@ def main() -> None:
             worker = Worker("false_verdicts:DelayedHandler", Path(folder), "aa")
             try:
                 start(worker, args.device, parse(args.settings, facts) if args.settings else ())
-                found = run(worker, args.comparisons, args.delay, Random(0))
+                run(worker, args.comparisons, args.delay, Random(0), partial(_keep, args, facts))
             finally:
                 worker.kill()
     finally:
         if neighbour is not None:
             neighbour.kill()
             neighbour.wait()
+
+
+def _keep(args: argparse.Namespace, facts: DeviceFacts, found: dict[str, Any]) -> None:
     created = datetime.datetime.now(datetime.UTC)
     document = {
         **{k: v for k, v in vars(args).items() if k != "out"},

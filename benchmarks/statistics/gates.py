@@ -200,7 +200,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"# Statistics by simulation, {result['created']}",
         "",
         f"{settings['replications']} replications of each cell, seed {settings['seed']}, "
-        f"{result['seconds']} s on one core; "
+        f"{result['seconds']} s in {settings['processes']} processes; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + ".",
         "",
@@ -211,6 +211,10 @@ def as_markdown(result: dict[str, Any]) -> str:
         "interval; every cell is below.",
         "",
         *_study_tables(result["tuned"]),
+        "## Kinds that were unseen once, and on which the method was mended since",
+        "",
+        *_gate_table(result["gates_seen"]),
+        *_study_tables(result["seen"]),
         "## Two kinds written after the method was frozen",
         "",
         *_gate_table(result["gates_unseen"]),

@@ -20,24 +20,6 @@ def _ar1(rho, count, seed):
     return out
 
 
-def test_independent_samples_are_worth_about_their_number():
-    samples = np.random.default_rng(0).standard_normal(20_000)
-    assert s.effective_size(samples) == pytest.approx(20_000, rel=0.15)
-
-
-def test_correlated_samples_are_worth_far_fewer():
-    # The indicator of a Gaussian AR(1) has autocorrelation (2/pi) asin(rho^k).
-    lags = np.arange(1, 400)
-    tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
-    measured = 20_000 / s.effective_size(_ar1(0.9, 20_000, 1))
-    assert measured == pytest.approx(tau, rel=0.25)
-
-
-@pytest.mark.parametrize("series", [np.ones(100), np.array([1.0]), np.array([1.0, 2.0, 3.0])])
-def test_constant_and_tiny_series_have_no_correlation(series):
-    assert s.autocorrelation_time(series) == 1.0
-
-
 def test_interval_of_the_median_covers_at_its_nominal_rate():
     hits = 0
     for seed in range(400):
@@ -147,29 +129,6 @@ def test_no_ranks_exist_for_a_handful_of_samples():
     assert s.interval_ranks(100, 4, 0.5) is None
 
 
-def test_worth_by_ranks_agrees_with_theory_and_scatters_little():
-    lags = np.arange(1, 400)
-    tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
-    worth = [2000 / s.rank_effective_size(_ar1(0.9, 2000, seed)) for seed in range(50)]
-    assert np.mean(worth) == pytest.approx(tau, rel=0.1)
-    assert np.std(worth) < 0.3 * tau
-
-
-def test_worth_by_ranks_is_blind_to_scale_and_ties():
-    samples = np.random.default_rng(0).standard_normal(500)
-    assert s.rank_effective_size(np.exp(5 * samples)) == s.rank_effective_size(samples)
-    assert s.rank_effective_size(np.round(samples)) > 300
-    assert s.rank_effective_size(np.ones(80)) == 80
-
-
-def test_corrected_size_is_below_the_plain_one_under_correlation():
-    sizes = [
-        (s.corrected_size(x, 0.5), s.effective_size(x))
-        for x in (_ar1(0.9, 1000, seed) for seed in range(20))
-    ]
-    assert np.median([a / b for a, b in sizes]) < 0.9
-
-
 def test_signed_rank_cut_leaves_as_many_out_at_either_end():
     data = np.random.default_rng(3).standard_normal(15)
     cut = s.signed_rank_cut(15, 0.01)
@@ -177,22 +136,3 @@ def test_signed_rank_cut_leaves_as_many_out_at_either_end():
     assert s.signed_rank_interval(data, 0.01) == (averages[cut], averages[-1 - cut])
     assert s.signed_rank_cut(0, 0.05) is None
     assert s.signed_rank_cut(9, 0.002) is None
-
-
-def _with_bursts(starts, length=25, count=2000):
-    samples = np.random.default_rng(0).normal(100.0, 1.0, count)
-    for start in starts:
-        samples[start : start + length] += 20.0
-    return samples
-
-
-def test_bursts_count_for_more_the_fewer_they_are():
-    """The same time in bursts: what rests on two events is known less well than on eight."""
-    few = s.corrected_size(_with_bursts([400, 1400], 40), 0.5)
-    many = s.corrected_size(_with_bursts(range(100, 2000, 240), 10), 0.5)
-    assert few < 0.8 * many
-
-
-def test_single_outliers_hardly_count():
-    plain = s.corrected_size(_with_bursts([]), 0.5)
-    assert s.corrected_size(_with_bursts(range(50, 2000, 100), 1), 0.5) > 0.9 * plain

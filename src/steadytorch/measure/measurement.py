@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from steadytorch.errors import UsageError
-from steadytorch.measure.statistics import effective_size, quantile_interval
+from steadytorch.measure.correlation import effective_size
+from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.variability import (
     Outlier,
     Variability,
