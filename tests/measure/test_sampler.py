@@ -58,3 +58,9 @@ def test_a_group_of_one_is_the_step_itself():
 
 def test_samples_are_integers_of_nanoseconds():
     assert HostSampler().latencies(lambda: None, 4).dtype == np.int64
+
+
+def test_the_host_has_one_clock_only():
+    sampler = HostSampler()
+    sampler.periods(lambda: None, 4)
+    assert sampler.clock_difference() is None

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from steadytorch.report.compare import markdown, render_compare, sentence
+from steadytorch.trial.dwell import Dwell
 
 from .conftest import HOSTILE, Screen
 from .measured import compared
@@ -59,6 +60,15 @@ def test_saved_results_have_processes_and_no_pairs(screen):
     render_compare(screen.console, found)
     assert "5 processes a side; claim: machine" in screen.text
     assert "pairs" not in screen.text
+
+
+def test_what_a_power_limit_hides_is_shown_beside_the_verdict(screen):
+    alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, 1620.0))
+    result = compared(dwells=alone)
+    said = "by themselves, 10 s at a time, B takes +5.00 % time (A 1755 MHz, B 1620 MHz)"
+    render_compare(screen.console, result)
+    assert said in screen.flat
+    assert said in markdown(result, None)
 
 
 def test_a_note_is_shown(screen):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from steadytorch.report.measure import headline, render_measure, representative
@@ -104,6 +105,14 @@ def test_a_gpu_shows_latency_clock_and_power():
     flat = _printed(measured(shown)).flat
     assert "latency 15.00 ms, call to finished result" in flat
     assert "device: clock 1755 MHz, power 412 W, clock held by: power_cap" in flat
+
+
+@pytest.mark.parametrize(("apart", "told"), [(-0.0009, False), (0.0012, True), (None, False)])
+def test_clocks_that_disagree_are_told(apart, told):
+    device = msgspec.structs.replace(DEVICE, clock_difference=apart)
+    assert (
+        "differ by +0.12 %: mistrust periods" in _printed(measured(process(device=device))).flat
+    ) == told
 
 
 def test_what_is_unknown_is_called_so():

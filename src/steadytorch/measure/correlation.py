@@ -157,7 +157,7 @@ def _clusters(far: np.ndarray) -> np.ndarray:
     if len(places) == 0:
         return np.zeros(0)
     edges = np.flatnonzero(np.diff(places) > BURST_GAP) + 1
-    return np.diff([0, *edges, len(places)]).astype(np.float64)
+    return np.diff(np.concatenate([[0], edges, [len(places)]])).astype(np.float64)
 
 
 def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.95) -> float:
@@ -184,7 +184,7 @@ def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.9
     if variance == 0.0 or rest.share == 0.0:
         return float(count)
     cosines = max(4, int(min(0.5 * count**0.5, _coarse_size(samples) / WORTH_PER_COSINE)))
-    low = dct(rest.series, norm="ortho")[1 : cosines + 1]
+    low = np.asarray(dct(rest.series, norm="ortho"))[1 : cosines + 1]
     # Half: as a whole it would be a variance, and it is a bias. Simulated, one covers 96.1 %.
     shifted = 0.5 * count * rest.shift**2
     tau = (float(low @ low) / cosines + shifted) / variance

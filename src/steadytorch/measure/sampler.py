@@ -23,6 +23,11 @@ from steadytorch.measure.clock import Clock, HostClock
 GROUPING_BELOW_NS = 100_000
 """Below 100 us an iteration, several are timed together: CUDA events resolve 0.5 us."""
 
+COMPARABLE_NS = 100_000_000
+"""The host hears of a block's end some 20 us late: two in ten thousand of this."""
+CLOCKS_AGREE = 1e-3
+"""Clocks of device and host that differ by more than this fraction make periods doubtful."""
+
 Step = Callable[[], Any]
 
 
@@ -51,6 +56,13 @@ class Sampler(Protocol):
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
         """Synchronised latency of `count` iterations in ns, shape (count,)."""
+        ...
+
+    def clock_difference(self) -> float | None:
+        """All periods by the device's clock over the same by the host's, less one.
+
+        None where there is one clock only, or where less than `COMPARABLE_NS` was timed.
+        """
         ...
 
 
@@ -82,6 +94,9 @@ class HostSampler:
         """The same as the period: a host call returns with its result."""
         return self.periods(step, count)[0]
 
+    def clock_difference(self) -> None:
+        """There is one clock only."""
+
 
 class CudaSampler:
     """Times steps that enqueue work on the current CUDA stream.
@@ -93,6 +108,7 @@ class CudaSampler:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or HostClock()
         self._events: list[Any] = []
+        self._device_ns = self._host_ns = 0
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
@@ -102,6 +118,9 @@ class CudaSampler:
         host = np.empty(count, dtype=np.int64)
         # Looked up once: at every record it would cost a microsecond.
         stream = torch.cuda.current_stream()
+        # With an empty queue the first event passes when it is recorded: both clocks start there.
+        stream.synchronize()
+        begun = self._clock.now_ns()
         events[0].record(stream)
         for i in range(count):
             if i >= 2:
@@ -113,7 +132,11 @@ class CudaSampler:
                 raise StepError(_elapsed_ns(events[: i + 1]), host[:i]) from error
             host[i] = self._clock.now_ns() - start
             events[i + 1].record(stream)
-        return _elapsed_ns(events[: count + 1]), host
+        events[count].synchronize()
+        self._host_ns += self._clock.now_ns() - begun
+        elapsed = _elapsed_ns(events[: count + 1])
+        self._device_ns += int(elapsed.sum())
+        return elapsed, host
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
         """From the call to the finished result in ns, the queue empty before and after."""
@@ -131,6 +154,10 @@ class CudaSampler:
                 raise StepError(samples[:i], samples[:i]) from error
             samples[i] = self._clock.now_ns() - start
         return samples
+
+    def clock_difference(self) -> float | None:
+        """All periods by the device's clock over the same by the host's, less one."""
+        return self._device_ns / self._host_ns - 1 if self._host_ns >= COMPARABLE_NS else None
 
     def _boundary_events(self, count: int) -> list[Any]:
         import torch

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.trial.compare import CompareResult
+from steadytorch.trial.dwell import effect_of
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 
@@ -37,6 +38,20 @@ def _basis(result: CompareResult) -> str:
     return f"{pairs}{effect.processes} process{several} a side; claim: {effect.claim}"
 
 
+def _alone(result: CompareResult) -> str:
+    """What each side does by itself, where alternating with the other hides its clock."""
+    clocks = []
+    for letter in "ab":
+        known = [d.sm_clock_mhz for d in result.dwells if d.side == letter and d.sm_clock_mhz]
+        clocks.append(f"{letter.upper()} {sum(known) / len(known):.0f} MHz" if known else "")
+    seconds = min(dwell.seconds for dwell in result.dwells)
+    told = ", ".join(filter(None, clocks))
+    return (
+        f"the power limit holds the clock: by themselves, {seconds:.0f} s at a time, B takes "
+        f"{100 * effect_of(result.dwells):+.2f} % time" + (f" ({told})" if told else "")
+    )
+
+
 def render_compare(console: Console, result: CompareResult) -> None:
     """Prints the verdict, both sides and what it rests on."""
     style = _STYLES.get(result.effect.verdict, "bold")
@@ -45,6 +60,8 @@ def render_compare(console: Console, result: CompareResult) -> None:
         line = f"{letter} {plain(side.name)}: {result.metric} {duration(side.median_ns)}"
         print_indented(console, Text(line))
     print_indented(console, Text(_basis(result)))
+    if result.dwells:
+        print_indented(console, Text(_alone(result), "yellow"))
     if result.note:
         print_indented(console, Text(plain(result.note), "yellow"))
 
@@ -61,6 +78,8 @@ def markdown(result: CompareResult, gate: str | None) -> str:
         "",
         _basis(result),
     ]
+    if result.dwells:
+        lines += ["", _alone(result)]
     if result.note:
         lines += ["", _prose(result.note)]
     if gate is not None:

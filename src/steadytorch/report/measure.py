@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from steadytorch.measure.measurement import Measurement
+from steadytorch.measure.sampler import CLOCKS_AGREE
 from steadytorch.report.charts import histogram, timeline, timeline_scale
 from steadytorch.report.text import (
     counted,
@@ -154,4 +155,8 @@ def _device(process: ProcessMeasurement) -> str:
     clock = "unknown" if device.sm_clock_mhz is None else f"{device.sm_clock_mhz:.0f} MHz"
     power = "unknown" if device.power_watts is None else f"{device.power_watts:.0f} W"
     held = "unknown" if device.clock_held_by is None else ", ".join(device.clock_held_by) or "none"
-    return f"device: clock {clock}, power {power}, clock held by: {held}"
+    line = f"device: clock {clock}, power {power}, clock held by: {held}"
+    apart = device.clock_difference
+    if apart is None or abs(apart) <= CLOCKS_AGREE:
+        return line
+    return f"{line}; its clock and the host's differ by {100 * apart:+.2f} %: mistrust periods"

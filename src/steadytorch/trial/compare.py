@@ -26,8 +26,9 @@ from steadytorch.measure.race import (
 )
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
+from steadytorch.trial.dwell import Dwell, dwells
 from steadytorch.trial.measure import HANDLER, start
-from steadytorch.trial.worker import save_payload
+from steadytorch.trial.worker import Series, save_payload
 from steadytorch.workload.workload import Workload
 
 LONG_NS = 150e6
@@ -86,6 +87,7 @@ class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
         samples: per process, the pairs (block of A, block of B) in ns.
         failed: which workload failed and why, None if none did; what was taken before is kept.
         interrupted: whether the user stopped it.
+        dwells: each side by itself, where a power limit holds the clock; from the first processes.
     """
 
     a: Side
@@ -96,6 +98,7 @@ class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[tuple[tuple[float, float], ...], ...] = ()
     failed: str | None = None
     interrupted: bool = False
+    dwells: tuple[Dwell, ...] = ()
 
 
 _T = TypeVar("_T")
@@ -140,7 +143,7 @@ def compare_live(
             save_payload(workload, folder)
         while len(done) < processes and ended is None:
             progress(f"pair of processes {len(done) + 1} of {processes}")
-            taken = _one_pair(folders, (a, b), target, metric, rng)
+            taken = _one_pair(folders, (a, b), target, metric, rng, alone=not done)
             done.append(taken)
             ended = taken.ended
     finally:
@@ -158,6 +161,7 @@ def compare_live(
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,
         interrupted=isinstance(ended, KeyboardInterrupt),
+        dwells=done[0].dwells,
     )
 
 
@@ -180,14 +184,21 @@ class _Taken(NamedTuple):
 
     pairs: list[tuple[float, float]]
     ended: _Fails | KeyboardInterrupt | None
+    dwells: tuple[Dwell, ...] = ()
 
 
 def _one_pair(
-    folders: Sequence[Path], sides: Sequence[Contender], device: str, metric: str, rng: Random
+    folders: Sequence[Path],
+    sides: Sequence[Contender],
+    device: str,
+    metric: str,
+    rng: Random,
+    alone: bool,
 ) -> _Taken:
+    """Takes pairs until a look decides; then each side `alone`, where power holds the clock."""
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
-    ended = None
+    ended, found = None, ()
     try:
         workers.extend(Worker(HANDLER, folder, "side") for folder in folders)
         set_ups = [_of(sides[i], start, workers[i], device, sides[i][1]) for i in range(2)]
@@ -200,14 +211,20 @@ def _one_pair(
             times[i].append(float(np.median(_of(sides[i], ask, "block", deadline_s))))
             return times[i][-1]
 
+        def series(i: int, seconds: float) -> Series:
+            ask = partial(workers[i].call, metric=metric, seconds=seconds, whole=True)
+            return msgspec.convert(_of(sides[i], ask, "series", deadline_s + seconds), Series)
+
         compare(partial(block, 0), partial(block, 1), rng=rng)
+        if alone and device.startswith("cuda"):
+            found = dwells(series, rng)
     except (_Fails, KeyboardInterrupt) as reason:
         ended = reason
     finally:
         for worker in workers:
             worker.kill()
     # Cut short within a pair, one side has a block more than the other.
-    return _Taken(list(zip(*times, strict=False)), ended)
+    return _Taken(list(zip(*times, strict=False)), ended, found)
 
 
 def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:

@@ -65,12 +65,14 @@ class DeviceBlock(msgspec.Struct, frozen=True):
         power_watts: median draw.
         clock_held_by: reasons that held the clock at any tick.
         other_processes: most other processes with a context seen at once.
+        clock_difference: periods by the device's clock over the same by the host's, less one.
     """
 
     sm_clock_mhz: float | None
     power_watts: float | None
     clock_held_by: tuple[str, ...] | None
     other_processes: int | None
+    clock_difference: float | None = None
 
 
 class ProcessMeasurement(msgspec.Struct, frozen=True):
@@ -238,7 +240,7 @@ def one_process(
         set_up=set_up,
         resolved=period.resolved,
         host=_host(np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording),
-        device=_device(recording) if on_gpu else None,
+        device=_device(recording, period.clock_difference) if on_gpu else None,
         unknown=recording.unknown,
     )
     return taken, last.failed, last.stopped
@@ -332,7 +334,7 @@ def _host(enqueue_ns: np.floating, overhead_ns: float | None, recording: Recordi
     )
 
 
-def _device(recording: Recording) -> DeviceBlock:
+def _device(recording: Recording, clock_difference: float | None) -> DeviceBlock:
     def middle(column: tuple[int, ...] | None, scale: float) -> float | None:
         return float(np.median(column)) * scale if column else None
 
@@ -344,4 +346,5 @@ def _device(recording: Recording) -> DeviceBlock:
         power_watts=middle(recording.power_milliwatts, 1e-3),
         clock_held_by=None if held is None else tuple(sorted(held)),
         other_processes=max(others) if others else None,
+        clock_difference=clock_difference,
     )

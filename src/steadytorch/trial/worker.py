@@ -94,6 +94,7 @@ class Series(msgspec.Struct, frozen=True):
         recording: telemetry on the same clock, as `device.recorder.Recording`.
         failed: the exception that ended the series early, None if none did.
         stopped: whether it was asked to end early.
+        clock_difference: see `Sampler.clock_difference`.
     """
 
     durations_ns: list[int]
@@ -105,6 +106,7 @@ class Series(msgspec.Struct, frozen=True):
     recording: Any
     failed: str | None = None
     stopped: bool = False
+    clock_difference: float | None = None
 
     def starts_ns(self) -> np.ndarray:
         """When each sample began, on the host's clock, shape (samples,)."""
@@ -147,6 +149,9 @@ class _Keeping:
         found = self._sampler.latencies(step, count)
         self.kept.extend(found.tolist())
         return found
+
+    def clock_difference(self) -> float | None:
+        return self._sampler.clock_difference()
 
 
 @contextmanager
@@ -227,8 +232,10 @@ class WorkloadHandler:
         )
         return BrokenOff(SetUp(setup_s, warmed, self._peak_memory()), series)
 
-    def series(self, metric: str, seconds: float) -> dict[str, Any]:
+    def series(self, metric: str, seconds: float, whole: bool = False) -> dict[str, Any]:
         """Times iterations until their median is precise or the time is over; returns a `Series`.
+
+        With `whole` until the time is over in any case.
 
         An exception of the workload ends the series, as a file `STOP` does; what was timed before
         is kept.
@@ -252,7 +259,7 @@ class WorkloadHandler:
                 durations.extend(taken.tolist())
                 host.extend(enqueued.tolist())
                 spent = (time.perf_counter_ns() - start) * 1e-9
-                ended = _resolved(durations, spent / seconds)
+                ended = not whole and _resolved(durations, spent / seconds)
                 stopped = (self._directory / STOP).exists()
         series = Series(
             durations_ns=durations,
@@ -264,6 +271,7 @@ class WorkloadHandler:
             recording=msgspec.to_builtins(recorder.recording),
             failed=failed,
             stopped=stopped,
+            clock_difference=self._sampler.clock_difference(),
         )
         return msgspec.to_builtins(series)
 
