@@ -40,3 +40,17 @@ class TraceError(UsageError):
     def __init__(self, message: str, offset: int | None = None) -> None:
         super().__init__(message)
         self.offset = offset
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of what an exception says, or its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception as one printable line, with its type unless it is one of this project."""
+    lines = str(error).strip().splitlines()
+    # Compilers announce the cause in one line and name it in the next.
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    first = "".join(c if c.isprintable() else "?" for c in text)[:most]
+    return first if isinstance(error, SteadyError) else f"{type(error).__name__}: {first}"

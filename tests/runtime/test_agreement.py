@@ -10,15 +10,9 @@ from torch import nn
 
 from steadytorch.runtime import agreement
 from steadytorch.runtime.agreement import bound, disagreement, memory_of
-from steadytorch.tune import verify
 
 X = torch.linspace(-3, 5, 101)
 NAN, INF = float("nan"), float("inf")
-
-
-def test_class_tolerances_are_those_of_the_search():
-    assert agreement.TOLERANCES == verify.TOLERANCES
-    assert agreement.MAX_ERROR_FACTOR == verify.MAX_ERROR_FACTOR
 
 
 @pytest.mark.parametrize(

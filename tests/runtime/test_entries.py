@@ -6,7 +6,7 @@ from torch import nn
 
 from steadytorch.errors import PlanError
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options, one_line
+from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
 
@@ -104,17 +104,3 @@ def test_refreshing_follows_the_mode_of_the_model(model, x):
 
 def test_options_default_to_the_safe_ones():
     assert Options() == (False, None, False)
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("a\nb"), "ValueError: a"),
-        (RuntimeError("why:\nbecause\nmore"), "RuntimeError: why: because"),
-        (PlanError("tune again"), "tune again"),
-        (OSError("\x1b[2Jgone"), "OSError: ?[2Jgone"),
-        (KeyError(), "KeyError: "),
-    ],
-)
-def test_errors_become_one_printable_line(error, line):
-    assert one_line(error) == line

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.errors import UnsupportedError, UsageError, one_line
 from steadytorch.runtime.agreement import bound, disagreement
 from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
 from steadytorch.transforms.copying import copy_with
@@ -186,7 +186,7 @@ class Buckets:
         except _Refused as refused:
             return str(refused)
         except Exception as error:
-            return f"its bucket could not be verified: {_line(error)}"
+            return f"its bucket could not be verified: {one_line(error)}"
 
     def _tells_padding(self, given: Arguments, sizes: Sizes) -> bool:
         """Whether real rows differ from padding; a model that mixes them is not seen otherwise."""
@@ -239,7 +239,7 @@ def _run(model: Any, padded: Arguments) -> Any:
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        raise _Refused(f"the model fails on padded inputs: {_line(error)}") from error
+        raise _Refused(f"the model fails on padded inputs: {one_line(error)}") from error
 
 
 def _apart(model: Any) -> Any:
@@ -249,7 +249,7 @@ def _apart(model: Any) -> Any:
     try:
         return copy_with(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
     except Exception as error:
-        raise _Refused(f"the model cannot be copied: {_line(error)}") from error
+        raise _Refused(f"the model cannot be copied: {one_line(error)}") from error
 
 
 def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple[_Cut, ...]:
@@ -338,8 +338,3 @@ def _layout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             devices = [t.device for t in tensors_of((args, dict(kwargs)))]
             return signature(args, kwargs), tuple(devices)
     return tuple(flat)
-
-
-def _line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0][:100]
-    return f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in first)}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from steadytorch.errors import UsageError
+from steadytorch.errors import UsageError, one_line
 from steadytorch.measure.clock import Clock, HostClock
 from steadytorch.measure.race import LOOKS as RACE_LOOKS
 from steadytorch.measure.race import Judgement, judge
@@ -163,7 +163,7 @@ class Canary:
         try:
             saved = [tensor.detach().clone() for tensor in inputs]
         except Exception as error:
-            self._settle(False, f"cannot be verified: no copy of the inputs, {_line(error)}")
+            self._settle(False, f"cannot be verified: no copy of the inputs, {one_line(error)}")
             return run_untouched()
         expected = run_untouched()
         self._probes += 1
@@ -278,16 +278,11 @@ def _run(run_tuned: Run) -> Any:
     try:
         return run_tuned()
     except Exception as error:
-        raise _Found(f"the tuned executor raised {_line(error)}") from error
+        raise _Found(f"the tuned executor raised {one_line(error)}") from error
 
 
 def _fault(error: Exception) -> str:
-    return str(error) if isinstance(error, _Found) else f"could not be checked: {_line(error)}"
-
-
-def _line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0][:100]
-    return f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in first)}"
+    return str(error) if isinstance(error, _Found) else f"could not be checked: {one_line(error)}"
 
 
 def _slower(judgement: Judgement) -> str:

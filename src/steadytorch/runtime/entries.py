@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.errors import SteadyError, UnsupportedError
+from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.runtime import settings
 from steadytorch.runtime.agreement import bound
 from steadytorch.runtime.buckets import Buckets
@@ -238,12 +238,3 @@ def _serving(entry: Entry) -> Serving:
         break_even_calls=None if origin is None else origin.break_even_calls,
         finding=entry.finding,
     )
-
-
-def one_line(error: Exception) -> str:
-    """An error as one printable line."""
-    lines = str(error).strip().splitlines()
-    # Compilers announce the cause in one line and name it in the next.
-    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    first = "".join(c if c.isprintable() else "?" for c in text)[:300]
-    return first if isinstance(error, SteadyError) else f"{type(error).__name__}: {first}"

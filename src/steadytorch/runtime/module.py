@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from steadytorch.errors import one_line
 from steadytorch.runtime import settings
 from steadytorch.runtime.buckets import Fitted
 from steadytorch.runtime.dispatch import (
@@ -37,7 +38,7 @@ from steadytorch.runtime.dispatch import (
     quick_key,
     runner,
 )
-from steadytorch.runtime.entries import STALE, Entries, Options, log, one_line
+from steadytorch.runtime.entries import STALE, Entries, Options, log
 from steadytorch.runtime.executors import without_gradients
 from steadytorch.runtime.probation import OnTrial, Outcome
 from steadytorch.runtime.report import TUNED, Report

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadytorch.errors import first_line
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.copying import copy_with
 from steadytorch.workload.workload import Workload
 
-_REASON_LENGTH = 120
 _TRACING = threading.Lock()
 """torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
 
@@ -42,7 +42,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def untraceable(error: Exception) -> NotApplicable:
     """Says that a model cannot be traced, and why."""
-    return NotApplicable(f"the model cannot be traced by torch.fx: {_short(error)}")
+    return NotApplicable(f"the model cannot be traced by torch.fx: {first_line(error)}")
 
 
 def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
@@ -75,8 +75,3 @@ def _constants(workload: Workload) -> dict[str, Any]:
         for name, value in bound.arguments.items()
         if value is None or isinstance(value, (bool, int, float, str))
     }
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= _REASON_LENGTH else lines[0][: _REASON_LENGTH - 3] + "..."

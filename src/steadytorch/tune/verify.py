@@ -15,6 +15,8 @@ import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
+from steadytorch.errors import first_line
+from steadytorch.runtime.agreement import MAX_ERROR_FACTOR, TOLERANCES, memory_of
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -25,11 +27,6 @@ SAME_FACTOR = 2.0
 REPEATABLE = 1e-4
 """Two calls of the reference may differ by this relative L2 error: far more than another order of
 sums brings in float32, far less than a random mask does."""
-MAX_ERROR_FACTOR = 4.0
-"""The largest single error may be this many times the tolerance on the relative L2 error."""
-TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
-"""Default relative L2 error per precision class: a few times the class's unit roundoff (2^-11 for
-tf32 and fp16, 2^-8 for bf16), to leave room for its growth through a deep network."""
 
 
 class OutputError(msgspec.Struct, frozen=True):
@@ -134,7 +131,9 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
             called = [_outputs(workload.model, arguments) for arguments in sets]
         except (RuntimeError, IndexError, ValueError, AssertionError) as error:
             fresh = False
-            notes.append(f"random inputs do not fit ({_short(error)}), used the given ones")
+            notes.append(
+                f"random inputs do not fit ({first_line(error, 120)}), used the given ones"
+            )
             sets = [(workload.inputs, dict(workload.kwargs))]
             called = [_outputs(workload.model, arguments) for arguments in sets]
         own = [outputs for outputs, _ in called]
@@ -142,7 +141,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         try:
             runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
         except (RuntimeError, TypeError, ValueError) as error:
-            notes.append(f"float64 cannot run ({_short(error)})")
+            notes.append(f"float64 cannot run ({first_line(error, 120)})")
             runs, precision = _outputs_in(torch.float32, workload, [*sets, sets[0]]), "float32"
     reference, reference_again = runs[:-1], runs[-1]
     error = _worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
@@ -160,10 +159,6 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "nesting": [nesting for _, nesting in called],
     }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _outputs_in(
@@ -229,11 +224,7 @@ def _overwrites(
         return not _equal(kept, tensors_of(first))
     # One input set only: a second call writes the same values, so memory is looked at instead.
     again = _call(model, _nested(workload, [tensor.clone() for tensor in sets[0]]))
-    return bool(_memory(first) & _memory(again))
-
-
-def _memory(tree: Any) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors_of(tree) if t.numel()}
+    return bool(memory_of(first) & memory_of(again))
 
 
 def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:

@@ -10,10 +10,6 @@ import torch
 
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
-from steadytorch.explain.finding import Case
-from steadytorch.explain.ledger import build_ledger
-from steadytorch.explain.rules import findings
-from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import FEWEST_STEPS, TRACE_FILE, ExplainHandler
 from steadytorch.trial.worker import own_errors
 from steadytorch.tune.verify import make_reference, verify
@@ -80,6 +76,12 @@ class TuningHandler(ExplainHandler):
 
         Rules that need more than a trace abstain. The process is not fit to be timed afterwards.
         """
+        # Every candidate's worker loads this file, and only one is asked this.
+        from steadytorch.explain.finding import Case
+        from steadytorch.explain.ledger import build_ledger
+        from steadytorch.explain.rules import findings
+        from steadytorch.explain.trace import read_trace
+
         self.set_up([])
         self.profile(FEWEST_STEPS, seconds)
         trace = read_trace(self._directory / TRACE_FILE)
