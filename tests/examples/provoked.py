@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 ON_CPU = (
     "allocation-in-loop",
+    "benchmark-mode",
     "bias-before-batch-norm",
     "cpu-contention",
     "gc-pause",
@@ -42,7 +43,7 @@ ON_GPU = (
 
 OF_THE_MACHINE = frozenset({"cpu-contention", "clock-throttled", "neighbour-process"})
 """True of the machine that runs the tests, whatever runs on it: no example can rule them out."""
-FOR_INFORMATION = frozenset({"queue-full"})
+FOR_INFORMATION = frozenset({"benchmark-mode", "queue-full"})
 BESIDES = {
     # A compiler makes and leaves many objects: memory to ask for and to collect.
     "recompilation": {"gc-pause", "allocation-in-loop"},

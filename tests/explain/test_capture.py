@@ -110,6 +110,7 @@ def test_notes_are_data(tiny):
     notes = tiny[0].notes
     assert notes["threads"] >= 1
     assert notes["cudnn_benchmark"] is False
+    assert notes["cudnn_benchmark_late"] is False
     assert not notes["compile_events"]
     assert "graph_breaks" not in notes
     msgspec.json.encode(msgspec.to_builtins(notes))

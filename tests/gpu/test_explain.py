@@ -101,6 +101,12 @@ def test_one_image_at_a_time_is_launch_bound(single):
     assert "cuda_graph" in finding.transforms
 
 
+def test_convolutions_by_the_first_suggestion_are_told(single):
+    (finding,) = [finding for finding in single.findings if finding.id == "benchmark-mode"]
+    assert finding.information
+    assert "steady conv" in finding.fix
+
+
 def test_a_cuda_graph_is_launch_bound_no_more(single):
     graph = transforms.parse("cuda_graph", load_facts("cuda"))
     found = explained(resnet50(1), candidate=graph)

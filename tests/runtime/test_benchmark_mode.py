@@ -41,14 +41,14 @@ def test_it_is_undone_when_the_body_raises():
 
 def switched_on(monkeypatch):
     """The mode as on a machine with a device; layers there are seen by their shapes alone."""
-    monkeypatch.setattr("steadytorch.runtime.benchmark_mode._why_not", lambda: "")
+    monkeypatch.setattr("steadytorch.runtime.benchmark_mode.why_not", lambda: "")
     # Other tests of this process may have asked cuDNN for engines.
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.has_convolved", lambda: False)
     return benchmark_mode(True)
 
 
 def test_it_says_when_it_comes_late(monkeypatch):
-    monkeypatch.setattr("steadytorch.runtime.benchmark_mode._why_not", lambda: "")
+    monkeypatch.setattr("steadytorch.runtime.benchmark_mode.why_not", lambda: "")
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.has_convolved", lambda: True)
     with pytest.warns(UserWarning, match="comes late"), benchmark_mode(True):
         pass

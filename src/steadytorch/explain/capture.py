@@ -56,12 +56,14 @@ class Capture:
         profiled: how they went.
         rates: what the device reaches.
         notes: what else was seen, by name: `threads` of the process; `cudnn_benchmark`, whether
-            that mode was on; `clock_offset_ns`, what to add to times of a recording to get those
-            of the trace, in unix time; `profile_recording`, the telemetry beside the profiled
-            steps; `compile_events`, frames that began to be compiled in them (None: not in use);
-            `graph_breaks`, reason to how often, only where torch.compile was used; `pause_probe`,
-            see `ExplainHandler.pauses`, with `asked`, whether calls come with such pauses;
-            `own_contexts`, how many processes beside the worker hold the GPU for this capture.
+            that mode was on, between calls or by the candidate; `cudnn_benchmark_late`, whether it
+            was on at the end, and off when convolutions had run in the warm-up; `clock_offset_ns`,
+            what to add to times of a recording to get those of the trace, in unix time;
+            `profile_recording`, the telemetry beside the profiled steps; `compile_events`, frames
+            that began to be compiled in them (None: not in use); `graph_breaks`, reason to how
+            often, only where torch.compile was used; `pause_probe`, see `ExplainHandler.pauses`,
+            with `asked`, whether calls come with such pauses; `own_contexts`, how many processes
+            beside the worker hold the GPU for this capture.
         gaps: stages that failed, as abstentions.
         failed: the exception that ended the measurement early, None if none did.
         interrupted: whether the user stopped it.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from steadytorch.trial.worker import Series
     from steadytorch.workload.workload import Workload
 
+NO_GPU_EVENTS = "the trace has no GPU events"
+"""How rules about a GPU say that there was none."""
 SOURCES = (
     "memory bandwidth",
     "kernel-launch overhead",

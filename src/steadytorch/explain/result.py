@@ -11,6 +11,7 @@ from steadytorch.errors import UsageError
 from steadytorch.explain.finding import Abstention, Finding
 from steadytorch.explain.ledger import GpuTotals
 from steadytorch.explain.roofline import Roofline
+from steadytorch.explain.utilisation import Utilisation
 from steadytorch.explain.variability import KernelSplit, SlowStep
 from steadytorch.measure.measurement import Measurement
 
@@ -22,11 +23,14 @@ class StepTime(msgspec.Struct, frozen=True):
         index: as the trace numbers it.
         total_ns: how long it took.
         slices_ns: where that went; the slices add up to the total.
+        host_columns_ns: the same cut as PyTorch's TensorBoard plug-in cut it, see
+            `ledger.host_columns`; empty for a step without a GPU.
     """
 
     index: int
     total_ns: int
     slices_ns: dict[str, int]
+    host_columns_ns: dict[str, int] = {}
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         steps: the profiled steps; empty where nothing was profiled.
         marked: whether the trace marks its steps; else all of it counts as one.
         gpu: busy and idle time of the GPU over the whole trace; None without GPU events.
+        utilisation: how well the kernels fill that GPU; None likewise.
         variance_shares: slice to its share of the variance of the steps, adding up to 1; None
             where none can be told.
         why_no_variance_shares: why not, else None.
@@ -63,6 +68,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepTime, ...] = ()
     marked: bool = True
     gpu: GpuTotals | None = None
+    utilisation: Utilisation | None = None
     variance_shares: dict[str, float] | None = None
     why_no_variance_shares: str | None = None
     kernel_variance: KernelSplit | None = None

@@ -11,14 +11,15 @@ import msgspec
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import UsageError
 from steadytorch.explain.conditions import Conditions, join
-from steadytorch.explain.finding import Case, Finding
-from steadytorch.explain.ledger import Ledger, build_ledger
+from steadytorch.explain.finding import Case
+from steadytorch.explain.ledger import Ledger, build_ledger, host_columns
 from steadytorch.explain.quality import quality
 from steadytorch.explain.regime import regime_of
 from steadytorch.explain.result import Explanation, StepTime
 from steadytorch.explain.roofline import roofline
 from steadytorch.explain.rules import findings
 from steadytorch.explain.trace import read_trace
+from steadytorch.explain.utilisation import utilisation
 from steadytorch.explain.variability import variance_shares
 from steadytorch.quantities import parse_duration
 
@@ -145,16 +146,12 @@ def _explained(case: Case, facts: DeviceFacts, source: str) -> Explanation:
         source=source,
         environment=facts,
         regime=regime_of(case.ledger, lines),
-        findings=_ordered(found),
-        abstained=tuple(abstained),
+        findings=found,
+        abstained=abstained,
         roofline=lines and msgspec.structs.replace(lines, lines=lines.lines[:MOST_LINES]),
         **_of_ledger(case),
         **_of_variance(case),
     )
-
-
-def _ordered(found: Any) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda f: (f.information, -f.recoverable_ns[1])))
 
 
 def _of_ledger(case: Case) -> dict[str, Any]:
@@ -165,12 +162,21 @@ def _of_ledger(case: Case) -> dict[str, Any]:
     if case.series is not None and ledger.kind == "cpu":
         remarks = case.trace.notes  # whoever runs it on the CPU expects no GPU in it
     return {
-        "steps": tuple(StepTime(s.index, s.total_ns, s.slices) for s in ledger.steps),
+        "steps": _steps(case.trace, ledger),
         "marked": ledger.marked,
         "gpu": ledger.gpu,
+        "utilisation": utilisation(case.trace, ledger),
         "problems": judged.problems,
         "remarks": remarks,
     }
+
+
+def _steps(trace: Trace, ledger: Ledger) -> tuple[StepTime, ...]:
+    columns = host_columns(trace, ledger) if ledger.kind == "gpu" else ({},) * len(ledger.steps)
+    return tuple(
+        StepTime(step.index, step.total_ns, step.slices, cut)
+        for step, cut in zip(ledger.steps, columns, strict=True)
+    )
 
 
 def _of_variance(case: Case) -> dict[str, Any]:

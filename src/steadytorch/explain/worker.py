@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from steadytorch.device.recorder import Recorder
+from steadytorch.runtime.benchmark_mode import has_convolved
 from steadytorch.trial.worker import DISCARD, WorkloadHandler, own_errors
 
 STEP_MARK = "ProfilerStep#"
@@ -54,6 +55,15 @@ class Profiled(msgspec.Struct, frozen=True):
 
 class ExplainHandler(WorkloadHandler):
     """Answers whoever explains a workload. Methods take and return msgpack types."""
+
+    _switches, _warmed_without = False, False
+
+    def set_up(self, candidate: list[Any]) -> dict[str, Any]:
+        """As for everyone who times; notes how cuDNN's benchmark mode stood then."""
+        found = super().set_up(candidate)
+        self._switches = any(spec["name"] == "cudnn_benchmark" for spec in candidate)
+        self._warmed_without = not torch.backends.cudnn.benchmark and has_convolved()
+        return found
 
     @own_errors()
     def profile(self, steps: int, seconds: float) -> dict[str, Any]:
@@ -112,9 +122,11 @@ class ExplainHandler(WorkloadHandler):
 
     def notes(self) -> dict[str, Any]:
         """What else this process knows; see `capture` for the names."""
+        benchmark = bool(torch.backends.cudnn.benchmark)
         found: dict[str, Any] = {
             "threads": torch.get_num_threads(),
-            "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+            "cudnn_benchmark": benchmark or self._switches,
+            "cudnn_benchmark_late": benchmark and self._warmed_without,
             "clock_offset_ns": clock_offset_ns(),
         }
         dynamo = sys.modules.get("torch._dynamo.utils")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.explain.finding import Abstention, Finding
+from steadytorch.explain.finding import NO_GPU_EVENTS, Abstention, Finding
 from steadytorch.explain.kernels import short
 from steadytorch.explain.regime import REGIMES
 from steadytorch.explain.result import Explanation
@@ -18,8 +18,6 @@ from steadytorch.report.text import counted, duration, percent_above, plain, pri
 MOST_FINDINGS = 5
 MOST_KERNELS = 5
 _MOST_SLOW = 2
-_NO_GPU = "the trace has no GPU events"
-"""How rules about a GPU begin to say that there was none."""
 _DISTORTED = 1.1
 """From here on, shares of profiled steps may mislead, and it is said in colour."""
 
@@ -235,7 +233,7 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
 
 def _untold(abstained: Sequence[Abstention]) -> str:
     """Which rules could not tell, in a line; those that a run without a GPU leaves out as one."""
-    others = [a.rule for a in abstained if not a.why.startswith(_NO_GPU)]
+    others = [a.rule for a in abstained if not a.why.startswith(NO_GPU_EVENTS)]
     left_out = len(abstained) - len(others)
     named = [*others, f"{left_out} that are about a GPU"] if left_out else others
     return f"Could not tell ({len(abstained)}, --all says why): {', '.join(named)}"

@@ -58,7 +58,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         self._hook: RemovableHandle | None = None
         self._calls, self._shapes, self._layers = 0, set[Any](), set[int]()
         self._warned = False
-        self._reason = _why_not() if on else "switched off"
+        self._reason = why_not() if on else "switched off"
         if on and self._reason:
             warnings.warn(f"benchmark mode has no effect: {self._reason}", stacklevel=2)
             return
@@ -123,7 +123,8 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         return len(self._shapes) >= CHURN * max(1, len(self._layers))
 
 
-def _why_not() -> str:
+def why_not() -> str:
+    """Why the mode has no effect in this process; empty where it has one."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not torch.backends.cudnn.is_available():

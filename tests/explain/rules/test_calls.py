@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch.explain.evidence import by_name
-from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.ledger import build_ledger
 from steadytorch.explain.rules.calls import (
     caller,
-    gpu_trace,
     owned_ns,
     spent_ns,
     steady,
@@ -110,8 +108,3 @@ def test_what_rows_own_is_part_of_the_slice():
     owned = owned_ns(case.trace, case.ledger, "idle_allocation", rows)
     assert owned == case.ledger.total("idle_allocation") > 500 * US
     assert owned_ns(case.trace, case.ledger, "cpu_allocation", rows) == 0
-
-
-def test_a_rule_about_the_gpu_says_what_it_lacks():
-    for case in (Case(), traced([op("aten::mm", 0, 9)])):
-        assert isinstance(gpu_trace(case, "synchronisation", "waiting"), Abstention)

@@ -32,12 +32,15 @@ def seen():
     return found
 
 
-@pytest.mark.parametrize("case", [Case(), traced([op("aten::mm", 0, MS)])])
-def test_without_gpu_events_a_rule_abstains(case):
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [(Case(), "steady explain"), (traced([op("aten::mm", 0, MS)]), "CUDA")],
+)
+def test_without_gpu_events_a_rule_abstains(case, recipe):
     verdict = gpu_launches(case, "a rule")
     assert isinstance(verdict, Abstention)
     assert verdict.rule == "a rule"
-    assert "CUDA" in verdict.recapture
+    assert recipe in verdict.recapture
 
 
 def test_only_what_no_kernel_covers_is_exposed(seen):

@@ -38,6 +38,7 @@ IDS = (
     "graph-break",
     "lazy-loading",
     "autotuning-in-loop",
+    "benchmark-mode",
     "tensor-cores-unused",
     "single-tensor-optimizer",
     "bias-before-batch-norm",

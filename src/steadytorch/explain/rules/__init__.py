@@ -10,11 +10,13 @@ import logging
 
 import msgspec
 
+from steadytorch.errors import one_line
 from steadytorch.explain.finding import Abstention, Case, Finding, Rule
 from steadytorch.explain.ledger import Ledger
 from steadytorch.explain.rules import (
     allocation_in_loop,
     autotuning_in_loop,
+    benchmark_mode,
     bias_before_batch_norm,
     clock_throttled,
     copies,
@@ -52,6 +54,7 @@ REGISTRY: dict[str, Rule] = {
         graph_break,
         lazy_loading,
         autotuning_in_loop,
+        benchmark_mode,
         allocation_in_loop,
         gc_pause,
         input_pipeline,
@@ -99,8 +102,7 @@ def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
 
 
 def _failed(name: str, error: Exception) -> Abstention:
-    said = str(error).strip().splitlines() or [""]
-    why = f"the rule failed: {type(error).__name__}: {said[0][:200]}"
+    why = f"the rule failed: {one_line(error)}"
     return Abstention(name, why, "report it, with the trace, as a defect of steadytorch")
 
 

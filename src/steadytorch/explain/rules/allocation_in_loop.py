@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from steadytorch.explain.evidence import by_name
 from steadytorch.explain.finding import Case, Finding, Verdict
-from steadytorch.explain.rules.calls import no_trace, owned_ns, spent_ns, steady, tally, unmarked
+from steadytorch.explain.rules.calls import owned_ns, spent_ns, steady, tally, unmarked
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
+from steadytorch.explain.rules.gpu import no_trace
 from steadytorch.explain.rules.samples import Samples, samples_of, unrecorded
 from steadytorch.explain.steps import CALLS
 from steadytorch.measure.causes import ALLOCATOR, MINOR_FAULT_NS, PAGE_FAULT

@@ -10,8 +10,9 @@ from steadytorch.explain.events import Category, Trace
 from steadytorch.explain.evidence import RANGES, by_name
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.intervals import innermost
-from steadytorch.explain.rules.calls import gpu_trace, steady, unmarked
+from steadytorch.explain.rules.calls import steady, unmarked
 from steadytorch.explain.rules.figures import duration, many
+from steadytorch.explain.rules.gpu import gpu_trace
 from steadytorch.explain.steps import CALLS, gpu_rows, launch_rows
 
 NAME = "autotuning-in-loop"

@@ -9,9 +9,8 @@ import numpy as np
 
 from steadytorch.explain.events import Category, Trace
 from steadytorch.explain.evidence import RANGES
-from steadytorch.explain.finding import Abstention, Case
+from steadytorch.explain.finding import Abstention
 from steadytorch.explain.ledger import Ledger
-from steadytorch.explain.rules.gpu import PROFILE
 from steadytorch.explain.steps import MARK
 
 
@@ -118,28 +117,6 @@ def owned_ns(trace: Trace, ledger: Ledger, name: str, rows: np.ndarray) -> int:
 
 def _middle(ledger: Ledger) -> int:
     return (ledger.steps[0].start_ns + ledger.steps[-1].end_ns) // 2 if ledger.steps else 0
-
-
-def no_trace(rule: str, what: str) -> Abstention:
-    """What a rule says that needs a trace and has none."""
-    recipe = "run `steady explain WORKLOAD`, which profiles a few steps, or `steady explain TRACE`"
-    return Abstention(rule, f"no steps were profiled: {what} cannot be seen", recipe)
-
-
-def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Abstention:
-    """The trace and its ledger, of a GPU; or why a rule about the GPU cannot tell.
-
-    Args:
-        case: what there is to look at.
-        rule: its name.
-        what: it looks for.
-    """
-    if case.trace is None or case.ledger is None:
-        return no_trace(rule, what)
-    if case.ledger.kind != "gpu":
-        why = f"the trace has no GPU events: {what} cannot be seen"
-        return Abstention(rule, why, PROFILE)
-    return case.trace, case.ledger
 
 
 def unmarked(rule: str, what: str) -> Abstention:

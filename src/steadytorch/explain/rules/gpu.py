@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from steadytorch.explain.events import Category
-from steadytorch.explain.finding import Abstention, Case
+from steadytorch.explain.events import Category, Trace
+from steadytorch.explain.finding import NO_GPU_EVENTS, Abstention, Case
 from steadytorch.explain.intervals import intersect, subtract, union
 from steadytorch.explain.kernels import short
 from steadytorch.explain.launches import Launches, launches_of
@@ -23,6 +23,28 @@ PROFILE = (
 SHAPES = "profile with record_shapes=True, as `steady explain WORKLOAD` does"
 
 
+def no_trace(rule: str, what: str) -> Abstention:
+    """What a rule says that needs a trace and has none."""
+    recipe = "run `steady explain WORKLOAD`, which profiles a few steps, or `steady explain TRACE`"
+    return Abstention(rule, f"no steps were profiled: {what} cannot be seen", recipe)
+
+
+def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Abstention:
+    """The trace and its ledger, of a GPU; or why a rule about the GPU cannot tell.
+
+    Args:
+        case: what there is to look at.
+        rule: its name.
+        what: it looks for.
+    """
+    if case.trace is None or case.ledger is None:
+        return no_trace(rule, what)
+    if case.ledger.kind != "gpu":
+        why = f"{NO_GPU_EVENTS}: {what} cannot be seen"
+        return Abstention(rule, why, PROFILE)
+    return case.trace, case.ledger
+
+
 def gpu_launches(case: Case, rule: str) -> Launches | Abstention:
     """The GPU events of the case's steps.
 
@@ -30,11 +52,8 @@ def gpu_launches(case: Case, rule: str) -> Launches | Abstention:
         case: what there is to look at.
         rule: the name of the rule, for the abstention where there are no such events.
     """
-    if case.trace is None or case.ledger is None:
-        return Abstention(rule, "no steps were profiled", PROFILE)
-    if case.ledger.kind != "gpu":
-        return Abstention(rule, "the trace has no GPU events, and this is about the GPU", PROFILE)
-    return launches_of(case.trace, case.ledger)
+    found = gpu_trace(case, rule, "what runs there")
+    return found if isinstance(found, Abstention) else launches_of(*found)
 
 
 def exposed_ns(seen: Launches, chosen: np.ndarray) -> int:

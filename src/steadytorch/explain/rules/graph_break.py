@@ -8,8 +8,9 @@ import numpy as np
 
 from steadytorch.explain.evidence import RANGES, by_name
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
-from steadytorch.explain.rules.calls import no_trace, steps_of, tally
+from steadytorch.explain.rules.calls import steps_of, tally
 from steadytorch.explain.rules.figures import many
+from steadytorch.explain.rules.gpu import no_trace
 from steadytorch.explain.rules.recompilation import REGION
 
 NAME = "graph-break"

@@ -5,15 +5,9 @@ from __future__ import annotations
 from steadytorch.explain.events import Category
 from steadytorch.explain.evidence import by_name
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
-from steadytorch.explain.rules.calls import (
-    gpu_trace,
-    owned_ns,
-    spent_ns,
-    steady,
-    tally,
-    unmarked,
-)
+from steadytorch.explain.rules.calls import owned_ns, spent_ns, steady, tally, unmarked
 from steadytorch.explain.rules.figures import duration, variance_of
+from steadytorch.explain.rules.gpu import gpu_trace
 
 NAME = "lazy-loading"
 

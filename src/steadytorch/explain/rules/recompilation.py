@@ -9,16 +9,9 @@ import numpy as np
 
 from steadytorch.explain.evidence import RANGES, by_name
 from steadytorch.explain.finding import Case, Finding, Verdict
-from steadytorch.explain.rules.calls import (
-    no_trace,
-    owned_ns,
-    spent_ns,
-    steady,
-    steps_of,
-    tally,
-    unmarked,
-)
+from steadytorch.explain.rules.calls import owned_ns, spent_ns, steady, steps_of, tally, unmarked
 from steadytorch.explain.rules.figures import duration, many, variance_of
+from steadytorch.explain.rules.gpu import no_trace
 from steadytorch.explain.rules.samples import Samples, samples_of
 from steadytorch.measure.causes import RECOMPILATION
 

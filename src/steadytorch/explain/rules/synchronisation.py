@@ -11,9 +11,9 @@ from steadytorch.explain.evidence import Evidence, evidence
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.intervals import union
 from steadytorch.explain.ledger import Ledger
-from steadytorch.explain.rules.calls import caller, gpu_trace, steps_of
+from steadytorch.explain.rules.calls import caller, steps_of
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
-from steadytorch.explain.rules.gpu import step_ns
+from steadytorch.explain.rules.gpu import gpu_trace, step_ns
 from steadytorch.explain.steps import CALLS, gpu_rows, step_marks
 
 NAME = "synchronisation"

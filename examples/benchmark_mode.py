@@ -1,0 +1,37 @@
+"""Provokes benchmark-mode: cuDNN's benchmark mode is on, and there is no convolution to choose for.
+
+The mode times engines of cuDNN for convolutions on a GPU, and does nothing for other layers, or on
+a CPU. `mended` leaves it alone.
+
+    steady explain examples/benchmark_mode.py:slow
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Products(nn.Module):
+    """Two layers without a convolution."""
+
+    def __init__(self, switched: bool) -> None:
+        super().__init__()
+        self.switched = switched
+        self.layers = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.switched:
+            # Imported here: cudnn is no ordinary module and could not travel to a worker.
+            from torch.backends import cudnn
+
+            cudnn.benchmark = True
+        return self.layers(x)
+
+
+def slow() -> tuple[nn.Module, torch.Tensor]:
+    return Products(switched=True), torch.randn(256, 512)
+
+
+def mended() -> tuple[nn.Module, torch.Tensor]:
+    return Products(switched=False), torch.randn(256, 512)
