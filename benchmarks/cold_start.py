@@ -52,25 +52,17 @@ def built(device: str, workload: str, batch: int) -> tuple[Any, Any]:
     return loaded.model, loaded.inputs[0]
 
 
-def store_plan(device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
-    """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
-    from steadytorch import load_workload, transforms
+def kept_unmeasured(session: Any, candidate: Any) -> Any:
+    """Stores a candidate as the plan of a session that has searched for nothing."""
     from steadytorch.measure.measurement import summarize
-    from steadytorch.plan import bundle
     from steadytorch.plan.plan import Speedup
     from steadytorch.tune.result import TuneResult
-    from steadytorch.tune.select import Options
-    from steadytorch.tune.session import Session
 
-    precision, text = CANDIDATES[device]
-    session = Session(
-        load_workload(workload, batch=batch), Options(precision=precision), device, folder
-    )
     unmeasured = summarize([1] * 20, "latency")
     result = TuneResult(
         baseline=unmeasured,
         winner=unmeasured,
-        chosen=transforms.parse(text, session.facts),
+        chosen=candidate,
         regime="unclassified",
         candidates=(),
         not_applicable={},
@@ -80,7 +72,21 @@ def store_plan(device: str, workload: str, batch: int, folder: Path) -> dict[str
         reference="none",
         seconds=0.0,
     )
-    plan = session.keep(result)
+    return session.keep(result)
+
+
+def store_plan(device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
+    """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
+    from steadytorch import load_workload, transforms
+    from steadytorch.plan import bundle
+    from steadytorch.tune.select import Options
+    from steadytorch.tune.session import Session
+
+    precision, text = CANDIDATES[device]
+    session = Session(
+        load_workload(workload, batch=batch), Options(precision=precision), device, folder
+    )
+    plan = kept_unmeasured(session, transforms.parse(text, session.facts))
     start = time.perf_counter()
     reason = session.keep_bundle(plan)
     path = bundle.path_of(plan)

@@ -10,6 +10,7 @@ import pytest
 
 from steadytorch.cli import options
 from steadytorch.measure.race import MachineClaim
+from steadytorch.plan.engines import Kept, store_of_engines
 from steadytorch.plan.fingerprint import Key
 from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, load_plan
 from steadytorch.plan.store import Store
@@ -114,10 +115,13 @@ def test_a_file_that_is_no_plan_is_removed_by_its_name(steady, store, kept):
     assert not bad.exists()
 
 
-def test_all_are_removed_with_what_was_moved_aside(steady, store, kept):
+def test_all_are_removed_with_what_was_moved_aside_and_engines(steady, store, kept):
     store.find(kept.mine.id).path.write_bytes(b"garbage")
     store.get(kept.mine.key, Plan)
     assert len(store.quarantined()) == 1
+    engines = store_of_engines(store)
+    assert engines is not None
+    engines.put(kept.mine.key, Kept((), ""))
     ended = steady("plans", "rm", "--all", "--yes", "--store", "plans")
     assert (ended.code, ended.err) == (0, "")
     assert [p for p in store.root.rglob("*") if p.is_file()] == []

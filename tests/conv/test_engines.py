@@ -70,6 +70,26 @@ def test_engines_that_differ_from_run_to_run_are_left_out_where_that_matters():
     assert all(engine.excluded for engine in refused)
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_one_plan_is_made_by_itself_as_the_list_has_it(adds):
+    where = target()
+    problem = parse(HALF.key.replace("bias_relu", "add_bias_relu")) if adds else HALF
+    offered = [e for e in list_engines(problem, where) if e.excluded is None]
+    made = [Graph(problem, where, engine.name) for engine in offered]
+    alone = [graph for graph in made if len(graph.names) == 1]
+    assert len(alone) > 0.8 * len(offered)
+    for engine, graph in zip(offered, made, strict=True):
+        assert graph.build(graph.names.index(engine.name)) == engine.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    "name", ["eng9999", "eng41_k3=1", "eng41_k99=1", "eng41_k2=9999999999_k13=-1", "aten", "eng"]
+)
+def test_where_a_plan_cannot_be_made_by_itself_all_are_listed(name):
+    where = target()
+    assert Graph(HALF, where, name).names == Graph(HALF, where).names
+
+
 def test_a_plan_that_was_refused_says_so_when_built():
     where = target()
     graph = Graph(HALF, where)

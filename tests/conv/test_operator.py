@@ -55,6 +55,39 @@ def test_gradients_are_right(layout):
         torch.testing.assert_close(mine, own)
 
 
+@LAYOUTS
+@pytest.mark.parametrize("engines", [("", ""), ("aten", "")])
+def test_gradients_of_gradients_are_right(layout, engines):
+    x, w, b, _, *rest = arguments(layout, dtype=torch.float64)
+    small = (x[:1, :, :4, :4].contiguous(memory_format=layout).detach().requires_grad_(), w, b)
+    assert torch.autograd.gradgradcheck(
+        lambda *t: conv_engine(*t, None, *rest[:4], False, "", *engines), small, fast_mode=True
+    )
+
+
+@LAYOUTS
+def test_the_gradients_operator_is_registered_rightly(layout):
+    x, w, _, dy, *_ = arguments(layout)
+    named = "last" if layout is torch.channels_last else "first"
+    shared = ([2, 8, 9, 9], [6, 4, 3, 3], [1, 1], [1, 1], [1, 1], 2)
+    opcheck(torch.ops.steadytorch.conv_engine_grad, (dy, w, *shared, "dgrad", named, ""))
+    opcheck(torch.ops.steadytorch.conv_engine_grad, (x, dy, *shared, "wgrad", named, ""))
+
+
+@pytest.mark.parametrize("engine", ["", "aten"])
+def test_all_passes_run_in_the_layout_of_the_first(engine):
+    (
+        x,
+        w,
+        *_,
+    ) = arguments(torch.channels_last)
+    w = w.detach().contiguous().requires_grad_()
+    y = conv_engine(x, w, None, None, [1, 1], [1, 1], [1, 1], 2, False, "", engine, engine)
+    dx, dw = torch.autograd.grad(y, (x, w), torch.randn(y.shape))
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+    assert dw.is_contiguous(memory_format=torch.channels_last)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,11 +12,11 @@ from torch import nn
 pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
 from steadytorch.conv import plans
-from steadytorch.conv.check import operands, verify
+from steadytorch.conv.check import addresses, operands, verify
 from steadytorch.conv.choices import Choice, read_choice, write_choices
 from steadytorch.conv.choose import Options, choose
-from steadytorch.conv.engines import list_engines
-from steadytorch.conv.handles import target
+from steadytorch.conv.engines import OUTPUT, Filters, Graph, list_engines
+from steadytorch.conv.handles import handle, target
 from steadytorch.conv.operator import conv_engine
 from steadytorch.conv.plans import Plan
 from steadytorch.conv.problem import parse
@@ -56,7 +56,7 @@ def test_engines_compute_what_pytorch_computes(key):
     bound = 3 * given.error_of(given.by_pytorch()) + 1e-6
     usable = [e for e in list_engines(problem, target(DEVICE)) if e.excluded is None]
     assert usable
-    reasons = [verify(Plan(problem, e.name, DEVICE), given, bound)[1] for e in usable[:6]]
+    reasons = [verify(Plan(problem, e.name, DEVICE), given, bound).fault for e in usable[:6]]
     assert None in reasons, reasons
 
 
@@ -155,6 +155,57 @@ def test_a_choice_is_fast_verified_and_kept():
     assert {"aten", "aten, benchmark mode"} <= {e.choice for e in timed}
     again = choose(problem, DEVICE, Options(seconds=5, seed=1), read_choice(first.choice))
     assert again.choice == first.choice
+
+
+@pytest.mark.parametrize("key", PROBLEMS[:3])
+def test_a_plan_made_by_itself_is_the_one_of_the_list(key):
+    problem, where = parse(key), target(DEVICE)
+    given = operands(problem, DEVICE)
+    offered = list_engines(problem, where, Filters(deterministic=True))
+    for name in [engine.name for engine in offered if engine.excluded is None][:6]:
+        results = []
+        for graph in (Graph(problem, where), Graph(problem, where, name)):
+            index = graph.names.index(name)
+            scratch = torch.empty(graph.build(index), dtype=torch.uint8, device=DEVICE)
+            shape, dtype = tuple(given.reference.shape), plans.DTYPES[problem.number]
+            result = plans.empty(shape, dtype, DEVICE, problem.layout)
+            pointers = addresses(given) | {OUTPUT: result.data_ptr()}
+            graph.execute(index, pointers, scratch.data_ptr(), handle(DEVICE).on_current_stream())
+            results.append(result)
+        assert torch.equal(*results), name
+
+
+def test_an_earlier_choice_that_is_far_behind_leaves():
+    problem = parse(PROBLEMS[2])
+    first = choose(problem, DEVICE, Options(seconds=5))
+    timed = [e for e in first.engines if e.median_ns and not e.choice.startswith("aten")]
+    slowest = max(timed, key=lambda e: e.median_ns or 0.0)
+    again = choose(problem, DEVICE, Options(seconds=5), read_choice(slowest.choice))
+    kept = (slowest.median_ns or 0.0) < 1.1 * (first.chosen_ns or 0.0)
+    assert kept or again.choice != slowest.choice
+
+
+def test_fp16_in_place_of_bf16_is_as_exact_and_runs_in_a_network():
+    key = "fprop/bias_relu/bf16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
+    found = choose(parse(key), DEVICE, Options(seconds=5, other_half=True))
+    errors = {e.choice: e.error or 0.0 for e in found.engines if e.median_ns}
+    halves = [name for name in errors if "fp16:" in name]
+    assert halves
+    assert max(errors[name] for name in halves) <= 2 * errors["aten"]
+    workload = Workload(Block().eval().cuda(), torch.randn(8, 3, 64, 64, device="cuda"))
+    with torch.no_grad():
+        wide = workload.model.double()(workload.inputs[0].double())
+        workload.model.float()
+    specs = [
+        TransformSpec("fold_batch_norm"),
+        TransformSpec("cast_weights", (("dtype", "bf16"),)),
+        TransformSpec("channels_last"),
+        TransformSpec("cudnn_engines", (("choices", f'{{"{key}":"{halves[0]}"}}'),)),
+    ]
+    with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
+        result = made.model(*workload.inputs)
+    assert float((result.double() - wide).norm() / wide.norm()) < 2e-2
+    assert plans.MISSES == {}
 
 
 class Block(nn.Module):

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import json
 from io import StringIO
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from steadytorch.conv.choose import Outcome
 from steadytorch.conv.timing import Measured
 from steadytorch.report.conv import render_conv, render_layer
+from steadytorch.report.documents import conv_document
 from steadytorch.tune.conv import ConvReport, Layer
+
+from .conftest import FACTS
 
 KEY = "fprop/bias_relu/fp16/last/i64x256x56x56/w64x256x1x1/s1x1/p0x0/d1x1/g1"
 OUTCOME = Outcome(
@@ -18,7 +23,7 @@ OUTCOME = Outcome(
     benchmark_ns=82_000.0,
     chosen_ns=40_000.0,
     engines=(
-        Measured("eng39_k25=0", 40_000.0, 0.004, 28, 2**20, ("TENSOR_CORE",), 2e-4),
+        Measured("eng39_k25=0", 40_000.0, 0.004, 28, 2**20, ("TENSOR_CORE",), 2e-4, None, True),
         Measured("aten", 80_000.0, 0.01, 4, error=2e-4),
         Measured("eng10", workspace_bytes=2**30, excluded="over the cap"),
     ),
@@ -47,10 +52,44 @@ def test_a_row_shows_gain_share_and_how_near_the_limit_it_is():
     assert "80 us by the chosen engines, 160 us by PyTorch's default" in text
 
 
+def chosen_with(**known) -> Outcome:
+    """The outcome with other knowledge of the chosen engine."""
+    first, *others = OUTCOME.engines
+    return structs.replace(OUTCOME, engines=(structs.replace(first, **known), *others))
+
+
+@pytest.mark.parametrize(
+    ("known", "mark", "deterministic"),
+    [
+        ({}, "=", True),
+        ({"notes": ("NONDETERMINISTIC",)}, "~", False),
+        ({"repeats": False}, "~", False),
+        ({"repeats": None}, "?", None),
+    ],
+    ids=["two equal runs", "cuDNN's note", "other bits", "not run twice"],
+)
+def test_a_row_says_whether_the_engine_is_deterministic(known, mark, deterministic):
+    found = report(layer(chosen_with(**known)))
+    row = next(line for line in shown(render_conv, "net", found).splitlines() if "2.00x" in line)
+    assert row.rstrip().endswith(f"2e-04 {mark}")
+    document = json.loads(conv_document("net", FACTS, found))
+    assert document["layers"][0]["deterministic"] is deterministic
+
+
+def test_what_was_not_measured_is_not_called_deterministic():
+    document = json.loads(conv_document("net", FACTS, report(layer(None))))
+    assert document["layers"][0]["deterministic"] is None
+
+
 def test_a_row_fits_into_80_columns():
     stream = StringIO()
-    render_conv(Console(file=stream, width=80, highlight=False), "net", report(layer()))
+    widest = structs.replace(
+        chosen_with(workspace_bytes=256 * 2**20),
+        **{f"{which}_ns": 12_345_678.9 for which in ("default", "benchmark", "chosen")},
+    )
+    render_conv(Console(file=stream, width=80, highlight=False), "net", report(layer(widest)))
     lines = stream.getvalue().splitlines()
+    assert any("12345.7 12345.7 12345.7" in line and "256 MiB" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert any(KEY in line for line in lines)
     assert any("eng39_k25=0" in line for line in lines)

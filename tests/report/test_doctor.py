@@ -13,6 +13,7 @@ from steadytorch.device.observe import NOT_ON_CPU
 from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.report.doctor import NoiseFloor, plain, render_doctor
+from steadytorch.runtime.switch import Switch, traps
 
 H200 = DeviceFacts(
     device="cuda",
@@ -48,13 +49,22 @@ NOW = Snapshot(
     temperature_celsius=31,
     clock_event_reasons=("power_cap", "gpu_idle"),
 )
+SWITCH = Switch(
+    benchmark=False,
+    benchmark_limit=10,
+    deterministic=False,
+    fp32_precision="tf32",
+    environment={},
+    no_effect="",
+    traps=traps(10, False),
+)
 BLIND = Snapshot(device="cuda", unknown={"power_watts": "no permission to read it from NVML"})
 
 
-def _render(facts=H200, now=NOW, observations=(), noise=None, width=100):
+def _render(facts=H200, now=NOW, observations=(), noise=None, switch=None, width=100):
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=False)
-    render_doctor(console, facts, now, observations, noise)
+    render_doctor(console, facts, now, observations, noise, switch)
     return out.getvalue()
 
 
@@ -154,11 +164,38 @@ def test_a_noise_floor_of_another_shape_is_refused():
         _render(noise={"spread": 1})
 
 
+def test_the_benchmark_switch_is_shown_with_its_traps():
+    text = _render(switch=SWITCH)
+    assert _row(text, "benchmark") == "off"
+    assert _row(text, "engines tried") == "10"
+    assert _row(text, "float32 convolutions") == "tf32"
+    assert "Before it is switched on:" in text
+    assert "Shapes that have run before" in text
+
+
+def test_a_switch_that_is_on_says_so():
+    on = msgspec.structs.replace(SWITCH, benchmark=True, benchmark_limit=0, deterministic=True)
+    text = _render(switch=on)
+    assert (_row(text, "benchmark"), _row(text, "engines tried")) == ("on", "all")
+    assert _row(text, "deterministic") == "on"
+    assert "It is on:" in text
+
+
+def test_a_switch_without_effect_says_why_and_nothing_else():
+    idle = msgspec.structs.replace(SWITCH, no_effect="there is no CUDA device", traps=())
+    text = _render(switch=idle)
+    assert _row(text, "benchmark") == "off, without effect: there is no CUDA device"
+    assert "switched on" not in text
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_line_is_longer_than_the_screen_or_eighty_columns(width):
     facts = msgspec.structs.replace(H200, name="N" * 300, os="a long name " * 30)
     text = _render(
-        facts=facts, observations=[Observation("x" * 200, False, "y" * 200, "z " * 99)], width=width
+        facts=facts,
+        observations=[Observation("x" * 200, False, "y" * 200, "z " * 99)],
+        switch=msgspec.structs.replace(SWITCH, environment={"TORCH_CUDNN_X": "v" * 200}),
+        width=width,
     )
     assert max(map(len, text.splitlines())) <= min(width, 80)
 
@@ -174,7 +211,8 @@ def test_hostile_text_is_shown_and_not_acted_on():
         Observation("seen", False, HOSTILE + "!", HOSTILE),
     ]
     noise = NoiseFloor(0.1, 3, HOSTILE)
-    text = _render(facts=facts, now=now, observations=observations, noise=noise)
+    switch = msgspec.structs.replace(SWITCH, environment={HOSTILE: HOSTILE}, no_effect=HOSTILE)
+    text = _render(facts=facts, now=now, observations=observations, noise=noise, switch=switch)
     assert not set("\x1b\x07\u202e\r\x9b") & set(text)
     assert "[red]GPU[/red]\\x1b[2J" in text
     assert not any(line.lstrip().startswith("fake line") for line in text.splitlines())

@@ -19,6 +19,7 @@ from steadytorch.report.documents import (
     replay_document,
     tune_document,
 )
+from steadytorch.runtime.switch import Switch
 
 from .conftest import FACTS, HOSTILE, TRIALS, evidence, plan, result, trial
 from .explained import explained
@@ -128,8 +129,19 @@ def test_it_is_readable_line_by_line():
 def test_the_check_up_has_its_blocks():
     state = Snapshot(device="cpu", load_average_1m=0.5)
     noise = NoiseFloor(0.01, 3, "a matrix product")
-    document = _read(doctor_document(FACTS, state, [], noise))
-    assert document.keys() >= HEAD | {"state", "observability", "noise_floor"}
+    switch = Switch(
+        benchmark=True,
+        benchmark_limit=10,
+        deterministic=False,
+        fp32_precision="tf32",
+        environment={},
+        no_effect="",
+        traps=("It may differ.",),
+    )
+    document = _read(doctor_document(FACTS, state, [], noise, switch))
+    assert document.keys() >= HEAD | {"state", "observability", "noise_floor", "benchmark_mode"}
+    assert document["benchmark_mode"]["benchmark"] is True
+    assert document["benchmark_mode"]["traps"] == ["It may differ."]
     assert document["kind"] == "doctor"
     assert document["noise_floor"]["a_a_spread"] == 0.01
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.transforms.copying import copy_with
+from steadytorch.transforms.copying import copy_with, twin
 
 
 class Tied(nn.Module):
@@ -82,3 +82,30 @@ def test_a_copy_made_in_inference_mode_has_ordinary_weights():
     with torch.inference_mode():
         copy = copy_with(nn.Linear(2, 2), halve)
     assert not copy.weight.is_inference()
+
+
+def test_a_twin_has_modules_of_its_own_and_tensors_in_common():
+    model = Tied()
+    other = twin(model)
+    assert other.head is not model.head
+    assert type(other) is Tied
+    assert all(a is b for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    assert other.positions is model.positions
+
+
+def test_what_is_assigned_to_either_twin_is_seen_by_both():
+    model = Tied()
+    other = twin(model)
+    other.positions = torch.zeros(4)
+    model.embedding.weight = nn.Parameter(torch.ones(8, 4))
+    assert model.positions is other.positions
+    assert other.embedding.weight is model.embedding.weight
+    model.double()
+    assert other.head.weight.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_twin_of_a_model_with_a_scripted_part_runs():
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    x = torch.randn(1, 2)
+    torch.testing.assert_close(twin(model)(x), model(x))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from steadytorch.conv.module import engine_convolutions
+from steadytorch.conv.training import EngineConv2d
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.transforms import create
@@ -36,6 +37,13 @@ class Net(nn.Module):
 def workload(model: nn.Module | None = None) -> Workload:
     torch.manual_seed(0)
     return Workload((model or Net()).eval(), torch.randn(2, 3, 8, 8))
+
+
+def training(module: nn.Module | None = None) -> Workload:
+    given = workload(module)
+    model: nn.Module = given.model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return Workload.training(model, given.inputs, lambda y: y.square().mean(), optimizer)
 
 
 def spec(choices: str) -> TransformSpec:
@@ -69,6 +77,9 @@ def test_long_choices_are_shown_by_a_check_sum():
         (workload(), DeviceFacts(device="cpu"), "no CUDA device"),
         (workload(nn.Linear(8, 8)), GPU, "the model has no convolution"),
         (Workload(torch.relu, torch.randn(2)), GPU, "plain callable"),
+        (training(), DeviceFacts(device="cpu"), "no CUDA device"),
+        (training(nn.Linear(8, 8)), GPU, "the model has no convolution"),
+        (training(nn.ConvTranspose2d(3, 4, 3)), GPU, "none of its convolutions is a plain one"),
     ],
 )
 def test_it_says_why_it_does_not_apply(made, facts, reason, monkeypatch):
@@ -108,3 +119,66 @@ def test_the_models_weights_stay_as_they_were():
     with applied_in_order([create(spec(""))], given):
         pass
     assert all(torch.equal(v, before[n]) for n, v in given.model.state_dict().items())
+
+
+class Counts(Net):
+    """Takes decisions that no graph can hold, assigns a buffer, and has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_forward_hook(lambda *given: None)
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return super().forward(x) if x.sum() < 1e9 else x
+
+
+def test_a_training_workload_needs_no_graph(monkeypatch):
+    monkeypatch.setattr("steadytorch.transforms.cudnn_engines.find_spec", lambda name: name)
+    assert isinstance(CudnnEngines().applies_to(training(Counts()), GPU), Applicable)
+    assert isinstance(CudnnEngines().applies_to(workload(Counts()), GPU), NotApplicable)
+
+
+@pytest.mark.parametrize("choices", ["", json.dumps({KEY: "eng1"})])
+def test_training_through_it_trains_the_model_itself(choices):
+    own, made = training(Counts()), training(Counts())
+    kinds = [type(module) for module in made.model.modules()]
+    with applied_in_order([create(spec(choices))], made) as applied:
+        assert isinstance(applied.model.conv, EngineConv2d)
+        assert list(applied.model.state_dict()) == list(made.model.state_dict())
+        steps = own.step_function(), applied.step_function()
+        for _ in range(3):
+            torch.testing.assert_close(steps[1](), steps[0](), rtol=1e-6, atol=1e-6)
+        assert [type(module) for module in made.model.modules()] == kinds
+    found, expected = made.model.state_dict(), own.model.state_dict()
+    assert int(found["seen"]) == int(found["norm.num_batches_tracked"]) == 3
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_surrounds_training_surrounds_the_engines(monkeypatch):
+    from steadytorch.conv import training as engines
+
+    asked, run = [], engines.conv_engine_eagerly
+    monkeypatch.setattr(
+        engines, "conv_engine_eagerly", lambda *given: asked.append(given[0].dtype) or run(*given)
+    )
+    own, made = training(), training()
+    cast = create(TransformSpec("autocast", (("dtype", "bf16"),)))
+    with (
+        applied_in_order([create(spec("")), cast], made) as applied,
+        applied_in_order([cast], own) as expected,
+    ):
+        torch.testing.assert_close(applied.step_function()(), expected.step_function()())
+    assert asked == [torch.bfloat16]
+
+
+def test_shapes_that_no_engine_was_chosen_for_train_as_ever(monkeypatch):
+    from steadytorch.conv import training as engines
+
+    asked = []
+    monkeypatch.setattr(engines, "conv_engine_eagerly", lambda *given: asked.append(given))
+    made = training()
+    with applied_in_order([create(spec(json.dumps({KEY: "eng1"})))], made) as applied:
+        applied.step_function()()
+    assert asked == []

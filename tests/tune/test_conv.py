@@ -4,8 +4,27 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.conv.choices import Choice, read_choice
+from steadytorch.conv.choose import Options, Outcome
+from steadytorch.conv.problem import parse
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.plan.engines import known_engines
+from steadytorch.plan.store import Store
 from steadytorch.process.worker import WorkerFault
-from steadytorch.tune.conv import _found, choose_engines
+from steadytorch.transforms.base import TransformSpec
+from steadytorch.tune import conv
+from steadytorch.tune.conv import (
+    ConvReport,
+    Layer,
+    _beyond_fp16,
+    _found,
+    _found_in_training,
+    _incumbents,
+    choose_and_keep,
+    choose_engines,
+)
+from steadytorch.tune.select import Options as SearchOptions
+from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
 
@@ -15,8 +34,38 @@ def workload() -> Workload:
 
 
 def test_equal_convolutions_are_one_problem_with_the_names_of_all():
-    found = {problem.epilogue: names for problem, names in _found(workload()).items()}
+    found = {problem.epilogue: names for problem, names in _found(workload(), ()).items()}
     assert found == {"bias_relu": ["0"], "bias": ["2", "3"]}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "number", "layout"),
+    [
+        ((), "tf32", "first"),
+        ((TransformSpec("autocast", (("dtype", "bf16"),)),), "bf16", "first"),
+        ((TransformSpec("channels_last"),), "tf32", "last"),
+    ],
+    ids=["alone", "autocast", "channels_last"],
+)
+def test_a_training_step_poses_gradients_in_the_precision_and_layout_in_force(
+    prefix, number, layout
+):
+    given = workload()
+    model = given.model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Workload.training(model, given.inputs, torch.Tensor.sum, optimizer)
+    before = [p.clone() for p in model.parameters()]
+    found = _found_in_training(training, prefix)
+    assert [(p.operation, p.epilogue, names) for p, names in found.items()] == [
+        ("fprop", "bias", ["0"]),
+        ("wgrad", "none", ["0"]),
+        ("fprop", "bias", ["2", "3"]),
+        ("dgrad", "none", ["2", "3"]),
+        ("wgrad", "none", ["2", "3"]),
+    ]
+    assert {(p.number, p.layout) for p in found} == {(number, layout)}
+    assert [type(layer) for layer in model] == [nn.Conv2d, nn.ReLU, nn.Conv2d, nn.Conv2d]
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -24,3 +73,69 @@ def test_a_machine_without_a_gpu_is_a_fault_with_its_reason():
     with pytest.raises(WorkerFault) as found:
         choose_engines(workload(), device="cuda", deadline_s=5)
     assert found.value.reason
+
+
+HALF = parse("fprop/bias/bf16/last/i2x3x8x8/w8x3x3x3/s1x1/p0x0/d1x1/g1")
+
+
+@pytest.mark.parametrize(
+    ("choice", "other_half", "usable"),
+    [
+        ("eng1", False, True),
+        ("aten", False, True),
+        ("c4:eng1", False, True),
+        ("c16:eng1", False, False),
+        ("fp16:eng1", False, False),
+        ("c8:fp16:eng1", True, True),
+    ],
+)
+def test_an_earlier_choice_counts_where_it_may_be_made_now(choice, other_half, usable):
+    options = {HALF: Options(other_half=other_half)}
+    found = _incumbents(options, {HALF.key: choice, "of another network": "eng1"})
+    assert found == ({HALF.key: read_choice(choice)} if usable else {})
+
+
+@pytest.mark.parametrize(("factor", "layers"), [(1.0, 0), (1e6, 3)])
+def test_where_values_are_large_fp16_is_no_choice(factor, layers):
+    given = workload()
+    large = Workload(given.model, factor * given.inputs[0])
+    prefix = (TransformSpec("cast_weights", (("dtype", "bf16"),)), TransformSpec("channels_last"))
+    barred = _beyond_fp16(large, prefix)
+    found = {problem.key: len(names) for problem, names in _found(large, prefix).items()}
+    assert sum(found[key] for key in barred) == layers
+
+
+def test_what_was_chosen_is_where_the_next_choice_starts(monkeypatch, tmp_path):
+    facts, plans = DeviceFacts(device="cuda", name="GPU", cudnn="9.19.0"), Store(tmp_path)
+    handed = []
+
+    def chosen(workload, *, incumbent, **asked):
+        handed.append(dict(incumbent))
+        outcome = Outcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
+        reached = Layer(("0",), HALF.key, outcome, 1, 1)
+        unreached = Layer(("1",), HALF.key.replace("bias", "none"), None, 1, 1)
+        return ConvReport((reached, unreached), "", True, 1.0, 1.0, 91900, 1.0)
+
+    monkeypatch.setattr(conv, "choose_engines", chosen)
+    for _ in range(2):
+        choose_and_keep(workload(), facts, plans, deadline_s=1.0)
+    assert handed == [{}, {HALF.key: Choice("eng1")}]
+    assert known_engines(facts, plans) == handed[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"), [("same", False), ("fp16", False), ("bf16", True)]
+)
+def test_a_search_allows_fp16_layers_to_who_allows_bf16_alone(
+    monkeypatch, tmp_path, precision, allowed
+):
+    asked = {}
+
+    def chosen(workload, facts, plans, **given):
+        asked.update(given, plans=plans.root)
+        return ConvReport((), "{}", True, 1.0, 1.0, 91900, 1.0)
+
+    monkeypatch.setattr(conv, "choose_and_keep", chosen)
+    session = Session(workload(), SearchOptions(precision=precision), "cpu", tmp_path)
+    assert session._engines(tmp_path, (), 5.0) == "{}"
+    assert (asked["other_half"], asked["plans"]) == (allowed, tmp_path)

@@ -107,6 +107,14 @@ def test_seeds_use_the_precision_that_is_asked_for():
     assert not any(FP16 in candidate for candidate in seeds)
 
 
+def test_engines_are_tried_alone_where_nothing_that_goes_with_them_applies():
+    engines, autocast = _single("cudnn_engines", choices=""), _single("autocast", dtype="bf16")
+    model = WORKLOAD.model
+    training = Workload.training(model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
+    seeds = Moves([engines, autocast], training, "same", "compute-bound").seeds()
+    assert seeds == [(engines,)]
+
+
 def test_beyond_drops_the_leaders_own_lower_precision():
     tf32 = _single("tf32")
     moves = Moves([tf32, BF16, LAYOUT], WORKLOAD, "tf32", "memory-bound")

@@ -17,6 +17,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 )
 @click.option("--budget", default="60s", show_default=True, help="Time for choosing engines.")
 @click.option("--deterministic", is_flag=True, help="Only engines that give the same bits always.")
+@options.store
 @options.json_file
 @options.quiet
 def conv(
@@ -29,6 +30,7 @@ def conv(
     layer: int | None,
     budget: str,
     deterministic: bool,
+    store: Path | None,
     json_path: Path | None,
     quiet: bool,
 ) -> None:
@@ -36,13 +38,17 @@ def conv(
 
     WORKLOAD is as for steady measure: WORKLOAD@cast_weights(fp16)+channels_last shows the engines
     for that element type and layout.
+
+    What was chosen before on this kind of device, here or by steady tune, stays unless another
+    engine is shown to be clearly faster; what is chosen is kept in the plan store for next time.
     """
     from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.plan.store import Store
     from steadytorch.process.worker import WorkerFault
     from steadytorch.quantities import parse_duration
     from steadytorch.report.conv import render_conv, render_layer
     from steadytorch.report.documents import conv_document
-    from steadytorch.tune.conv import choose_engines
+    from steadytorch.tune.conv import choose_and_keep
 
     resolved = resolve_device(device)
     if not resolved.startswith("cuda"):
@@ -55,8 +61,10 @@ def conv(
     console = options.console(quiet)
     options.teller(console)("choosing engines in a worker process")
     try:
-        report = choose_engines(
+        report = choose_and_keep(
             loaded,
+            facts,
+            Store(store),
             prefix=prefix,
             device=resolved,
             deadline_s=parse_duration(budget),

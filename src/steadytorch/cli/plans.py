@@ -58,7 +58,10 @@ def show(plan_id: str, store: Path | None) -> None:
 @plans.command("rm")
 @click.argument("plan_ids", metavar="[ID]...", nargs=-1)
 @click.option(
-    "--all", "every", is_flag=True, help="All files of the store, and what was moved aside."
+    "--all",
+    "every",
+    is_flag=True,
+    help="All files of the store, what was moved aside, and engines kept beside the plans.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @options.store
@@ -69,16 +72,26 @@ def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) 
     _one_of("an ID", bool(plan_ids), every)
     opened = _open(store)
     if every:
-        paths = [entry.path for entry in opened.entries()] + opened.quarantined()
-        if paths and not yes and not _agreed(f"Remove {len(paths)} files of {opened.root}?"):
+        files = list(_all_files(opened))
+        if files and not yes and not _agreed(f"Remove {len(files)} files of {opened.root}?"):
             click.echo("nothing was removed")
             return
     else:
-        paths = list(dict.fromkeys(opened.find(plan_id).path for plan_id in plan_ids))
-    problems = [problem for path in paths if (problem := opened.remove(path))]
-    click.echo(f"{len(paths) - len(problems)} removed from {plain(opened.root)}")
+        paths = dict.fromkeys(opened.find(plan_id).path for plan_id in plan_ids)
+        files = [(opened, path) for path in paths]
+    problems = [problem for owner, path in files if (problem := owner.remove(path))]
+    click.echo(f"{len(files) - len(problems)} removed from {plain(opened.root)}")
     if problems:
         raise UnsupportedError("\n".join(problems))
+
+
+def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
+    from steadytorch.plan.engines import store_of_engines
+
+    for owner in (opened, store_of_engines(opened)):
+        if owner is not None:
+            yield from ((owner, entry.path) for entry in owner.entries())
+            yield from ((owner, path) for path in owner.quarantined())
 
 
 @plans.command("export")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -44,8 +46,9 @@ class Operands(msgspec.Struct, frozen=True):
         return geometry_of(self.problem)
 
     def by_pytorch(self) -> Tensor:
-        """What PyTorch makes of them, in their own element type."""
-        return _computed(self.problem, self.first, self.second, self.bias, self.other)
+        """What PyTorch makes of them, in the precision that the problem names."""
+        with _float32_as("tf32" if self.problem.number == "tf32" else "ieee"):
+            return _computed(self.problem, self.first, self.second, self.bias, self.other)
 
     def error_of(self, result: Tensor) -> float:
         """Relative L2 error of a result; NaN where it holds one."""
@@ -74,19 +77,32 @@ def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Opera
         "wgrad": (problem.input, problem.output),
     }[problem.operation]
     first = drawn(shapes[0], 1.0)
-    second = drawn(shapes[1], math.prod(problem.weight[1:]) ** -0.5)
+    second = drawn(shapes[1], _terms(problem) ** -0.5)
     bias = drawn((problem.weight[0],), 1.0) if problem.biased else None
     other = drawn(problem.output, 1.0) if problem.adds else None
     wide = torch.float32 if dtype != torch.float32 else torch.float64
     given = [None if t is None else t.to(wide) for t in (first, second, bias, other)]
+    with _float32_as("ieee"):
+        reference = _computed(problem, *given)
+    return Operands(problem, first, second, bias, other, reference)
+
+
+def _terms(problem: ConvProblem) -> int:
+    """How many products one element of the result sums up; for dgrad, as many as for fprop."""
+    if problem.operation == "wgrad":
+        return math.prod(problem.output) // problem.output[1]
+    return math.prod(problem.weight[1:])
+
+
+@contextmanager
+def _float32_as(precision: str) -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     before = cudnn.conv.fp32_precision
-    cudnn.conv.fp32_precision = "ieee"
+    cudnn.conv.fp32_precision = precision
     try:
-        reference = _computed(problem, *given)
+        yield
     finally:
         cudnn.conv.fp32_precision = before
-    return Operands(problem, first, second, bias, other, reference)
 
 
 def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: Any) -> Tensor:
@@ -120,16 +136,27 @@ class Guarded:
         return all(bool((zone == _PATTERN).all()) for zone in outside)
 
 
-def verify(plan: Plan, given: Operands, bound: float) -> tuple[float | None, str | None]:
+class Verified(NamedTuple):
+    """What two runs of a plan showed.
+
+    Attributes:
+        error: relative L2 error; None where there is none to give.
+        fault: why the plan is not to be used, or None.
+        repeats: whether both runs gave the same bits; None where they were not compared.
+    """
+
+    error: float | None
+    fault: str | None
+    repeats: bool | None = None
+
+
+def verify(plan: Plan, given: Operands, bound: float) -> Verified:
     """Runs a plan twice on NaN-filled output and compares with the reference.
 
     Args:
         plan: built.
         given: its operands.
         bound: relative L2 error that is allowed.
-
-    Returns:
-        The error, None where there is none to give; and why the plan is not to be used, or None.
     """
     problem, device = given.problem, given.first.device
     dtype, shape = DTYPES[problem.number], tuple(given.reference.shape)
@@ -141,16 +168,17 @@ def verify(plan: Plan, given: Operands, bound: float) -> tuple[float | None, str
     for _ in range(2):
         result.fill_(float("nan"))
         if not plan.enqueue(pointers, scratch.inner.data_ptr()):
-            return None, "does not run"
+            return Verified(None, "does not run")
         runs.append(result.clone())
     error = given.error_of(runs[0])
     if not math.isfinite(error):
-        return None, "leaves parts of the output unwritten, or not finite"
+        return Verified(None, "leaves parts of the output unwritten, or not finite")
+    repeats = torch.equal(runs[0], runs[1])
     if not (output.intact and scratch.intact):
-        return error, "writes outside of its output or workspace"
+        return Verified(error, "writes outside of its output or workspace", repeats)
     if error > bound:
-        return error, f"relative error {error:.1e} exceeds {bound:.1e}"
-    return error, None if torch.equal(runs[0], runs[1]) else "gives other bits from run to run"
+        return Verified(error, f"relative error {error:.1e} exceeds {bound:.1e}", repeats)
+    return Verified(error, None if repeats else "gives other bits from run to run", repeats)
 
 
 def addresses(given: Operands) -> dict[int, int]:

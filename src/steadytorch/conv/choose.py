@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.conv.check import Operands, addresses, operands, verify
+from steadytorch.conv.check import Operands, Verified, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
 from steadytorch.conv.handles import target
@@ -24,14 +24,14 @@ from steadytorch.conv.plans import DTYPES, Plan, empty
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import BENCHMARK, NOISE, Arm, Flush, Measured, by_pytorch, time_all
 from steadytorch.errors import SteadyError
+from steadytorch.measure.race import ALPHA
+from steadytorch.measure.statistics import signed_rank_interval
 
 KEPT = 0.03
-"""An engine chosen before is kept unless another is faster by more than this."""
+"""An engine chosen before is kept unless another is shown to be faster by more than this."""
 ERROR_FACTOR = 2.0
-"""An engine's error may be this many times that of PyTorch's own, as for class `same`."""
-HALF_ERROR = {"fp16": 2e-3, "bf16": 1.6e-2}
-"""Relative error allowed where another 16-bit type takes the place of the own one: four roundoffs
-of the coarser of the two."""
+"""An engine's error may be this many times that of PyTorch's own in the problem's element type, as
+for class `same`; also where it computes in the other 16-bit type."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -43,7 +43,10 @@ class Options(msgspec.Struct, frozen=True):
             all fit into it.
         seconds: for one problem at the most.
         seed: of operands and order.
-        other_half: whether the other 16-bit type may be tried.
+        other_half: whether fp16 may be tried in place of bf16, the result converted back. What is
+            verified here are errors on random operands of size 1: whether a network's own values
+            lie in the range of fp16 is for the caller to know (see `headroom`).
+        padded: whether input channels may be padded, and weights with them; not while these change.
     """
 
     filters: Filters = Filters()
@@ -51,6 +54,7 @@ class Options(msgspec.Struct, frozen=True):
     seconds: float = 8.0
     seed: int = 0
     other_half: bool = False
+    padded: bool = True
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -74,6 +78,11 @@ class Outcome(msgspec.Struct, frozen=True):
     engines: tuple[Measured, ...]
     seconds: float
 
+    @property
+    def chosen(self) -> Measured:
+        """The chosen one in the field."""
+        return next(engine for engine in self.engines if engine.choice == self.choice)
+
 
 def choose(
     problem: ConvProblem,
@@ -87,7 +96,7 @@ def choose(
         problem: what is to be computed.
         device: a CUDA device; this process should have it to itself.
         options: how.
-        incumbent: chosen before; kept unless another is clearly faster.
+        incumbent: chosen before; see `stays`.
 
     Raises:
         UnsupportedError: the frontend or cuDNN is missing.
@@ -104,10 +113,12 @@ def choose(
         excluded.extend(refused)
     flush = Flush(device, given.first) if options.cold else None
     deadline = start + options.seconds
-    time_all(arms, flush, rng, lambda: time.perf_counter() > deadline)
+    before = None if incumbent is None else str(incumbent)
+    time_all(arms, flush, rng, lambda: time.perf_counter() > deadline, before)
     measured = sorted((arm.summary() for arm in arms), key=lambda m: m.median_ns or np.inf)
-    chosen = pick(measured, incumbent)
     by_name = {m.choice: m for m in measured}
+    kept = before is not None and stays({arm.found.choice: arm.times_ns for arm in arms}, before)
+    chosen = by_name[before] if before is not None and kept else pick(measured)
     return Outcome(
         problem=problem.key,
         choice=chosen.choice,
@@ -119,8 +130,34 @@ def choose(
     )
 
 
-def pick(measured: Sequence[Measured], incumbent: Choice | None = None) -> Measured:
-    """The choice among engines that were timed, fastest first.
+def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
+    """Whether an engine that was chosen before is to stay.
+
+    It is, unless another is shown to be faster by more than `KEPT`: the exact interval of their
+    paired blocks (signed ranks), at `ALPHA` shared out among the others, lies beyond it. Medians
+    alone would let kernels of a few microseconds take turns from run to run.
+
+    Args:
+        times_ns: by choice, of blocks in the order of the rounds, which all ran from the first on;
+            those that dropped out have fewer.
+        incumbent: the choice made before; one that is not among them does not stay.
+    """
+    if incumbent not in times_ns:
+        return False
+    others = [name for name in times_ns if name not in (incumbent, BENCHMARK)]
+    level = ALPHA / max(1, len(others))
+    own = np.log(times_ns[incumbent])
+    for name in others:
+        count = min(len(own), len(times_ns[name]))
+        slower = own[:count] - np.log(times_ns[name][:count])
+        interval = signed_rank_interval(slower, level)
+        if interval is not None and interval[0] > np.log1p(KEPT):
+            return False
+    return True
+
+
+def pick(measured: Sequence[Measured]) -> Measured:
+    """The choice among engines that were timed, fastest first, where none was made before.
 
     Within the noise band of the fastest: the smallest workspace, then the name. PyTorch's own only
     where it is faster than all others by more than the band.
@@ -128,9 +165,6 @@ def pick(measured: Sequence[Measured], incumbent: Choice | None = None) -> Measu
     timed = [m for m in measured if m.median_ns is not None and m.choice != BENCHMARK]
     engines = [m for m in timed if m.choice != ATEN]
     fastest = timed[0].median_ns or 0.0
-    kept = [m for m in timed if incumbent is not None and m.choice == str(incumbent)]
-    if kept and (kept[0].median_ns or 0.0) <= fastest * (1 + KEPT):
-        return kept[0]
     near = [m for m in engines if (m.median_ns or 0.0) <= fastest * (1 + NOISE)]
     if not near:
         return timed[0]
@@ -148,7 +182,7 @@ def variants(problem: ConvProblem, options: Options) -> Iterator[tuple[ConvProbl
         numbers.append("fp16")
     channels: list[int | None] = [None]
     few = problem.input[1] < 8 and problem.groups == 1 and problem.operation == "fprop"
-    if few and problem.layout == "last" and problem.number != "fp32":
+    if options.padded and few and problem.layout == "last" and problem.number != "fp32":
         channels.extend(c for c in (4, 8) if c > problem.input[1])
     for number in numbers:
         for count in channels:
@@ -181,8 +215,6 @@ def _engines(
         return [], [Measured(str(choice) + "any", excluded=str(error))]
     varied = _varied(given, problem)
     bound = ERROR_FACTOR * own_error
-    if choice.number is not None:
-        bound = max(bound, HALF_ERROR["bf16"])
     for engine in offered:
         named = msgspec.structs.replace(choice, engine=engine.name)
         found = _measured(engine, str(named))
@@ -191,11 +223,13 @@ def _engines(
             continue
         try:
             plan = Plan(problem, engine.name, device)
-            error, reason = verify(plan, varied, bound)
+            seen = verify(plan, varied, bound)
         except (SteadyError, torch.OutOfMemoryError) as fault:
-            error, reason, plan = None, str(fault).splitlines()[0], None
-        found = msgspec.structs.replace(found, error=error, excluded=reason)
-        if reason is not None or plan is None:
+            seen, plan = Verified(None, str(fault).splitlines()[0]), None
+        found = msgspec.structs.replace(
+            found, error=seen.error, excluded=seen.fault, repeats=seen.repeats
+        )
+        if seen.fault is not None or plan is None:
             refused.append(found)
         else:
             arms.append(_arm(found, plan, given, varied))
@@ -240,6 +274,8 @@ def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
 
     def converted() -> None:
         pad_channels(given.first, added).to(dtype)
+        if not same and given.other is not None:
+            given.other.to(dtype)
         plan.enqueue(pointers, workspace)
         if not same:
             y.to(given.first.dtype)

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from steadytorch.conv.denylist import denied
-from steadytorch.conv.frontend import Target, frontend, one_line, version
+from steadytorch.conv.denylist import denied, engine_number
+from steadytorch.conv.frontend import Target, frontend, version
 from steadytorch.conv.problem import ConvProblem, Layout, strides
-from steadytorch.errors import UnsupportedError
+from steadytorch.errors import UnsupportedError, first_line
 
 WORKSPACE_CAP_BYTES = 256 * 2**20
 """Fixed, so that the engines on offer do not depend on what else happens to hold memory."""
@@ -22,16 +22,52 @@ INPUT, WEIGHT, BIAS, OTHER, OUTPUT = 1, 2, 3, 4, 9
 """A graph's tensors. The gradient of the output takes the place of INPUT in dgrad, and that of
 WEIGHT in wgrad."""
 
+NONDETERMINISTIC = "NONDETERMINISTIC"
+"""The note of engines that may give other bits from run to run."""
 _NOTES = (
     "TENSOR_CORE",
     "DOWN_CONVERT_INPUTS",
     "REDUCED_PRECISION_REDUCTION",
-    "NONDETERMINISTIC",
+    NONDETERMINISTIC,
     "WINOGRAD",
     "FFT",
 )
 _RUNTIME = "RUNTIME_COMPILATION"
 _NEEDS = re.compile(r"[Ww]orkspace.*?(\d+)\s*$", re.DOTALL)
+_KNOB = re.compile(r"_k(\d+)=(-?\d+)")
+_KNOBS = {
+    1: "SWIZZLE",
+    2: "TILE_SIZE",
+    4: "EDGE",
+    11: "MULTIPLY",
+    12: "SPLIT_K_BUF",
+    13: "TILEK",
+    14: "STAGES",
+    15: "REDUCTION_MODE",
+    17: "SPLIT_K_SLC",
+    18: "IDX_MODE",
+    23: "SPECFILT",
+    24: "KERNEL_CFG",
+    25: "WORKSPACE",
+    27: "TILE_CGA_M",
+    28: "TILE_CGA_N",
+    29: "BLOCK_SIZE",
+    30: "OCCUPANCY",
+    31: "ARRAY_SIZE_PER_THREAD",
+    33: "SPLIT_COLS",
+    34: "TILE_ROWS",
+    35: "TILE_COLS",
+    36: "LOAD_SIZE",
+    37: "CTA_COUNT",
+    38: "STREAM_K",
+    39: "SPLIT_P_SLC",
+    40: "TILE_M",
+    41: "TILE_N",
+    42: "WARP_SPEC_CFG",
+    43: "SWAP_AB",
+}
+"""The frontend's knobs by their numbers in plan names, which are those of `cudnnBackendKnobType_t`
+in cuDNN's header cudnn_graph.h; it has none for those that are deprecated there."""
 _TYPES = {"fp16": "HALF", "bf16": "BFLOAT16", "fp32": "FLOAT", "tf32": "FLOAT"}
 
 
@@ -73,6 +109,8 @@ class Graph:
     Args:
         problem: what to compute.
         target: where.
+        wanted: name of the one plan that is asked for. It is made of its engine and knobs, without
+            asking the heuristics, at a twentieth of the time; where that cannot be, all are listed.
 
     Attributes:
         names: of the plans, the heuristic's favourite first.
@@ -81,10 +119,25 @@ class Graph:
         UnsupportedError: cuDNN has no engine for it.
     """
 
-    def __init__(self, problem: ConvProblem, target: Target) -> None:
+    def __init__(self, problem: ConvProblem, target: Target, wanted: str | None = None) -> None:
         cudnn = frontend()
-        self.problem, self._handle = problem, target.handle
+        self.problem = problem
         self._number = getattr(cudnn.data_type, _TYPES[problem.number])
+        try:
+            if wanted is None or not self._made(wanted, target):
+                self._begin(target)
+                modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
+                self._graph.create_execution_plans(modes)
+        except Exception as error:
+            raise UnsupportedError(
+                f"cuDNN has no engine for {problem}: {first_line(error)}"
+            ) from None
+        count = self._graph.get_execution_plan_count()
+        self.names = tuple(self._graph.get_plan_name_at_index(i) for i in range(count))
+
+    def _begin(self, target: Target) -> None:
+        """Writes the problem down as a graph without plans."""
+        cudnn = frontend()
         settings: dict[str, Any] = {
             "io_data_type": self._number,
             "intermediate_data_type": cudnn.data_type.FLOAT,
@@ -96,18 +149,21 @@ class Graph:
             else {"device_property": target.described}
         )
         self._graph: Any = cudnn.pygraph(**settings, **place)
+        self._state()
+        self._graph.validate()
+        self._graph.build_operation_graph()
+
+    def _made(self, name: str, target: Target) -> bool:
+        """Makes the graph with the plan of this name alone; False where cuDNN cannot."""
+        engine, knobs = engine_number(name), _knobs(name)
+        if engine is None or knobs is None:
+            return False
+        self._begin(target)
         try:
-            self._state()
-            self._graph.validate()
-            self._graph.build_operation_graph()
-            modes = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
-            self._graph.create_execution_plans(modes)
-        except Exception as error:
-            raise UnsupportedError(
-                f"cuDNN has no engine for {problem}: {one_line(error)}"
-            ) from None
-        count = self._graph.get_execution_plan_count()
-        self.names = tuple(self._graph.get_plan_name_at_index(i) for i in range(count))
+            self._graph.create_execution_plan(engine, knobs)
+            return self._graph.get_plan_name_at_index(0) == name
+        except Exception:  # some 4 % of the plans that are listed cannot be made this way
+            return False
 
     def build(self, index: int) -> int:
         """Makes the plan ready to run and returns the bytes of workspace it needs.
@@ -118,7 +174,7 @@ class Graph:
         try:
             self._graph.build_plan_at_index(index)
         except Exception as error:
-            raise UnsupportedError(f"does not build: {one_line(error)}") from None
+            raise UnsupportedError(f"does not build: {first_line(error)}") from None
         return int(self._graph.get_workspace_size_plan_at_index(index))
 
     def execute(self, index: int, pointers: dict[int, int], workspace: int, handle: int) -> None:
@@ -247,7 +303,7 @@ def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | No
             "computes in TF32, which float32 does not allow",
         ),
         (
-            filters.deterministic and "NONDETERMINISTIC" in engine.notes,
+            filters.deterministic and NONDETERMINISTIC in engine.notes,
             "gives other bits from run to run, by cuDNN's own note",
         ),
         (
@@ -256,6 +312,16 @@ def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | No
         ),
     )
     return next((reason for holds, reason in objections if holds), None)
+
+
+def _knobs(name: str) -> dict[Any, int] | None:
+    """The knobs of a plan's name as the frontend takes them; None where it has no such one."""
+    members, found = frontend().knob_type, {}
+    for number, value in _KNOB.findall(name):
+        if int(number) not in _KNOBS:
+            return None
+        found[getattr(members, _KNOBS[int(number)])] = int(value)
+    return found
 
 
 def _needed(refusal: str | None) -> int | None:

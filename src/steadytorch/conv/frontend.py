@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from steadytorch.errors import UnsupportedError
+from steadytorch.errors import UnsupportedError, first_line
 
 EXTRA = "steadytorch[cudnn]"
 FRONTEND = "1.26"
@@ -96,13 +96,7 @@ def describe(properties: Mapping[str, Any]) -> Target:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"cuDNN {version()} takes no such device: {one_line(error)}"
+            f"cuDNN {version()} takes no such device: {first_line(error)}"
         ) from None
     number = int(properties.get("deviceVer", 0))
     return Target(None, described, f"{number // 100}.{number % 100 // 10}")
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of what an exception says."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

@@ -13,6 +13,8 @@ from steadytorch.conv.operator import conv_engine, plain
 from steadytorch.conv.plans import DTYPES, Geometry
 from steadytorch.conv.problem import ConvProblem
 
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 class EngineConv(nn.Module):
     """`relu(conv(x) + other + bias)`, each of the three only where asked for.
@@ -85,6 +87,32 @@ class EngineConv(nn.Module):
             *(self.choice.engine, ATEN, ATEN),
         )
         return y if outer == dtype else y.to(outer)
+
+
+def layer_geometry(layer: Any) -> Geometry | None:
+    """Stride, padding, dilation and groups of a convolution layer.
+
+    None for another module, and for a layer that pads other than with the same zeros on both sides
+    of a dimension.
+    """
+    # A subclass or a parametrised layer has a type of its own, and may compute something else.
+    if type(layer) not in _LAYERS or layer.padding_mode != "zeros":
+        return None
+    padding = _padding(layer)
+    if padding is None:
+        return None
+    return tuple(layer.stride), padding, tuple(layer.dilation), layer.groups
+
+
+def _padding(layer: Any) -> tuple[int, ...] | None:
+    """Zeros on either side of each dimension; None where the two sides differ."""
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    if layer.padding == "same":
+        sizes = zip(layer.dilation, layer.kernel_size, strict=True)
+        total = [gap * (size - 1) for gap, size in sizes]
+        return None if any(t % 2 for t in total) else tuple(t // 2 for t in total)
+    return tuple(layer.padding)
 
 
 def pad_channels(tensor: Tensor, added: int) -> Tensor:

@@ -17,17 +17,16 @@ from torch import Tensor
 from steadytorch.conv.choices import ATEN
 from steadytorch.conv.plans import (
     MISSES,
-    NUMBERS,
     Geometry,
     Plan,
     as_laid_out,
     empty,
     memory_layout,
+    number_of,
     problem_of,
-    tf32_allowed,
 )
-from steadytorch.conv.problem import ConvProblem, Operation
-from steadytorch.errors import SteadyError
+from steadytorch.conv.problem import ConvProblem, Layout, Operation
+from steadytorch.errors import SteadyError, UnsupportedError
 
 Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -49,7 +48,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "conv_engine_grad(Tensor first, Tensor second, int[] input, int[] weight, int[] stride, "
-    "int[] padding, int[] dilation, int groups, str operation, str engine) -> Tensor",
+    "int[] padding, int[] dilation, int groups, str operation, str layout, str engine) -> Tensor",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 
@@ -86,8 +85,8 @@ def _impl(
     wgrad: str,
 ) -> Tensor:
     key = (
-        *(engine, relu, groups, x.dtype, x.device, x.shape, x.stride(), weight.shape),
-        *(weight.stride(), bias is None, None if other is None else other.stride()),
+        *(engine, relu, groups, number_of(x.dtype), x.dtype, x.device, x.shape, x.stride()),
+        *(weight.shape, weight.stride(), bias is None, None if other is None else other.stride()),
         *(tuple(stride), tuple(padding), tuple(dilation)),
     )
     runner = _RUNNERS.known.get(key)
@@ -157,34 +156,31 @@ def _grad_impl(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    operation: str,
+    operation: Any,
+    layout: Any,
     engine: str,
 ) -> Tensor:
     key = (
-        *(operation, engine, groups, first.dtype, first.device, first.shape, second.shape),
-        *(first.stride(), second.stride(), tuple(input), tuple(weight)),
-        *(tuple(stride), tuple(padding), tuple(dilation)),
+        *(operation, layout, engine, groups, number_of(first.dtype), first.dtype, first.device),
+        *(tuple(input), tuple(weight), tuple(stride), tuple(padding), tuple(dilation)),
     )
     runner = _RUNNERS.known.get(key)
     if runner is None:
         shapes = (tuple(input), tuple(weight))
         geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
-        runner = _grad_runner(first, second, shapes, geometry, operation, engine)
+        runner = _grad_runner(first, shapes, geometry, operation, layout, engine)
         _RUNNERS.known[key] = runner
     return runner(first, second, None, None)
 
 
 def _grad_runner(
     first: Tensor,
-    second: Tensor,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     geometry: Geometry,
-    operation: Any,
+    operation: Operation,
+    layout: Layout,
     engine: str,
 ) -> Runner:
-    stride, padding, dilation, groups = geometry
-    layout = memory_layout(first, second)
-
     def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
         return as_laid_out(plain_grad(a, b, shapes, geometry, operation), layout)
 
@@ -192,19 +188,11 @@ def _grad_runner(
         return fallback
     key = f"{operation} {shapes} {first.dtype}"
     try:
-        number = NUMBERS[first.dtype]
-        problem = ConvProblem(
-            operation=operation,
-            epilogue="none",
-            number="tf32" if number == "fp32" and tf32_allowed() else number,
-            layout=layout,
-            input=shapes[0],
-            weight=shapes[1],
-            stride=tuple(stride),
-            padding=tuple(padding),
-            dilation=tuple(dilation),
-            groups=groups,
-        )
+        number = number_of(first.dtype)
+        if number is None:
+            raise UnsupportedError(f"no engines for {first.dtype}")
+        sizes: Any = (*shapes, *geometry)
+        problem = ConvProblem(operation, "none", number, layout, *sizes)
         key = problem.key
         plan = Plan(problem, engine, first.device)
     except Exception as error:  # whatever cuDNN says, the model must run
@@ -243,32 +231,70 @@ def _grad_fake(
     dilation: list[int],
     groups: int,
     operation: str,
+    layout: Any,
     engine: str,
 ) -> Tensor:
     shape = tuple(input if operation == "dgrad" else weight)
-    return empty(shape, first.dtype, first.device, memory_layout(first, second))
+    return empty(shape, first.dtype, first.device, layout)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, other, stride, padding, dilation, groups, relu, _, dgrad, wgrad = inputs
     ctx.save_for_backward(x, weight, output if relu else None)
-    ctx.geometry = (stride, padding, dilation, groups)
+    ctx.geometry, ctx.number = (stride, padding, dilation, groups), number_of(x.dtype)
     ctx.engines, ctx.biased, ctx.added = (dgrad, wgrad), bias is not None, other is not None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _gradients(ctx, grad, torch.ops.steadytorch.conv_engine_grad)
+
+
+def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Tensor]) -> tuple[Any, ...]:
     x, weight, output = ctx.saved_tensors
     if output is not None:
         grad = grad * (output > 0)
-    shapes = (list(x.shape), list(weight.shape))
-    run = torch.ops.steadytorch.conv_engine_grad
     needs = ctx.needs_input_grad
-    dgrad, wgrad = ctx.engines
-    dx = run(grad, weight, *shapes, *ctx.geometry, "dgrad", dgrad) if needs[0] else None
-    dw = run(x, grad, *shapes, *ctx.geometry, "wgrad", wgrad) if needs[1] else None
     db = grad.sum([0, *range(2, grad.dim())]) if ctx.biased and needs[2] else None
     dz = grad if ctx.added and needs[3] else None
+    # Engines for TF32 are none for float32: the setting may have changed since the forward pass.
+    same = number_of(x.dtype) == ctx.number
+    dgrad, wgrad = ctx.engines if same else (ATEN, ATEN)
+    stride, padding, dilation, groups = ctx.geometry
+    # All three passes in the layout of the first, as PyTorch runs them.
+    layout, shapes = memory_layout(x, weight), (list(x.shape), list(weight.shape))
+    grad = as_laid_out(grad, layout)
+    dx = dw = None
+    own = [needs[0] and dgrad == ATEN, needs[1] and wgrad == ATEN, False]
+    if any(own):
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            *(grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups),
+            own,
+        )
+    if needs[0] and not own[0]:
+        dx = run(grad, weight, *shapes, *ctx.geometry, "dgrad", layout, dgrad)
+    if needs[1] and not own[1]:
+        dw = run(x, grad, *shapes, *ctx.geometry, "wgrad", layout, wgrad)
     return dx, dw, db, dz, *([None] * 8)
+
+
+def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    first, second, input, weight, *geometry, operation, _, _ = inputs
+    ctx.save_for_backward(first, second)
+    ctx.shapes, ctx.geometry, ctx.operation = (input, weight), geometry, operation
+
+
+def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients of gradients, by PyTorch's own operators: both are linear in either operand."""
+    first, second = ctx.saved_tensors
+    needs, operands = ctx.needs_input_grad, (ctx.shapes, ctx.geometry)
+    one = two = None
+    if ctx.operation == "dgrad":
+        one = plain(grad, second, None, None, False, ctx.geometry) if needs[0] else None
+        two = plain_grad(grad, first, *operands, "wgrad") if needs[1] else None
+    else:
+        one = plain_grad(second, grad, *operands, "dgrad") if needs[0] else None
+        two = plain(first, grad, None, None, False, ctx.geometry) if needs[1] else None
+    return one, two, *([None] * 9)
 
 
 _LIBRARY.impl("conv_engine", _impl, "CompositeExplicitAutograd")
@@ -278,5 +304,38 @@ torch.library.register_fake("steadytorch::conv_engine_grad", _grad_fake, lib=_LI
 torch.library.register_autograd(
     "steadytorch::conv_engine", _backward, setup_context=_setup_context, lib=_LIBRARY
 )
+torch.library.register_autograd(
+    "steadytorch::conv_engine_grad", _grad_backward, setup_context=_setup_grad_context, lib=_LIBRARY
+)
 
 conv_engine: Any = torch.ops.steadytorch.conv_engine
+
+
+class _Directly(torch.autograd.Function):
+    """The operator past the dispatcher, which takes more than half of its time on the host."""
+
+    # Not with `setup_context` apart: PyTorch then looks at the signature of `forward` at each call.
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        output = _impl(*given)
+        _setup_context(ctx, given, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        recorded = torch.is_grad_enabled()
+        return _gradients(
+            ctx, grads[0], torch.ops.steadytorch.conv_engine_grad if recorded else _grad_impl
+        )
+
+
+def conv_engine_eagerly(x: Tensor, *rest: Any) -> Tensor:
+    """As `conv_engine`, sooner where nothing looks at its operators: no compiler, no fake tensor.
+
+    Args:
+        x: the input.
+        rest: the operator's other arguments.
+    """
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return conv_engine(x, *rest)
+    return _Directly.apply(x, *rest)

@@ -80,14 +80,12 @@ def problem_of(
         UnsupportedError: an element type or an epilogue that has no name here.
         UsageError: sizes that do not fit.
     """
-    number, epilogue = NUMBERS.get(x.dtype), EPILOGUES.get((bias, other, relu))
+    number, epilogue = number_of(x.dtype), EPILOGUES.get((bias, other, relu))
     if number is None or epilogue is None or weight.dtype != x.dtype:
         raise UnsupportedError(
             f"no engines for {x.dtype} with a weight of {weight.dtype}, bias {bias}, "
             f"add {other}, ReLU {relu}"
         )
-    if number == "fp32" and tf32_allowed():
-        number = "tf32"
     stride, padding, dilation, groups = geometry
     return ConvProblem(
         operation="fprop",
@@ -103,10 +101,12 @@ def problem_of(
     )
 
 
-def tf32_allowed() -> bool:
-    """Whether this process lets convolutions of float32 round to TF32."""
+def number_of(dtype: torch.dtype) -> Number | None:
+    """What this process lets convolutions of an element type compute in; None for other types."""
     cudnn: Any = torch.backends.cudnn
-    return cudnn.conv.fp32_precision == "tf32"
+    if dtype == torch.float32 and cudnn.conv.fp32_precision == "tf32":
+        return "tf32"
+    return NUMBERS.get(dtype)
 
 
 class Plan:
@@ -131,7 +131,7 @@ class Plan:
         with torch.cuda.device(device):
             if engine == HEURISTIC:
                 engine = _first(problem, device)
-            self._graph = Graph(problem, target(device))
+            self._graph = Graph(problem, target(device), engine)
             if engine not in self._graph.names:
                 raise UnsupportedError(f"this cuDNN has no plan {engine} for {problem.key}")
             self._index = self._graph.names.index(engine)

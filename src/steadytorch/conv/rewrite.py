@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from steadytorch.conv.module import EngineConv
+from steadytorch.conv.module import EngineConv, layer_geometry
 from steadytorch.conv.plans import Geometry, problem_of
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.errors import SteadyError
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _ADDS = (operator.add, operator.iadd, torch.add)
@@ -149,30 +148,13 @@ def _find(traced: fx.GraphModule) -> Iterator[_Found]:
 
 def _eligible(node: fx.Node, modules: Mapping[str, Any]) -> bool:
     module, seen = modules[str(node.target)], node.meta.get(_SEEN)
-    # A subclass or a parametrised layer has a type of its own, and may compute something else.
-    if type(module) not in _CONVOLUTIONS or len(node.args) != 1 or node.kwargs or _hooked(module):
+    if layer_geometry(module) is None or len(node.args) != 1 or node.kwargs or _hooked(module):
         return False
     source = node.args[0]
     x = source.meta.get(_SEEN) if isinstance(source, fx.Node) else None
     if seen is None or x is None or x.dim() != module.weight.dim() or x.numel() == 0:
         return False
-    return (
-        module.padding_mode == "zeros"
-        and _padding(module) is not None
-        and x.dtype == module.weight.dtype
-        and seen.dtype == x.dtype
-    )
-
-
-def _padding(module: Any) -> tuple[int, ...] | None:
-    """Zeros on either side of each dimension; None where the two sides differ."""
-    if module.padding == "valid":
-        return (0,) * len(module.kernel_size)
-    if module.padding == "same":
-        sizes = zip(module.dilation, module.kernel_size, strict=True)
-        total = [gap * (size - 1) for gap, size in sizes]
-        return None if any(t % 2 for t in total) else tuple(t // 2 for t in total)
-    return tuple(module.padding)
+    return x.dtype == module.weight.dtype and seen.dtype == x.dtype
 
 
 def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
@@ -267,9 +249,8 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
     if bias is None and (found.add is not None or found.relu is not None):
         # cuDNN has precompiled engines for these forms with a bias alone.
         bias = weight.detach().new_zeros(weight.shape[0])
-    padding = _padding(conv)
-    assert padding is not None
-    geometry: Geometry = (tuple(conv.stride), padding, tuple(conv.dilation), conv.groups)
+    geometry = layer_geometry(conv)
+    assert geometry is not None
     source: Any = found.conv.args[0]
     problem = _problem(source, weight, bias is not None, found, geometry)
     label, relu = str(found.conv.target), found.relu is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
+from steadytorch.conv.engines import NONDETERMINISTIC
 from steadytorch.measure.race import race
 
 BENCHMARK = "aten, benchmark mode"
@@ -43,6 +44,7 @@ class Measured(msgspec.Struct, frozen=True):
         notes: what cuDNN says of it.
         error: relative L2 error; None if it was not verified.
         excluded: why it is not to be used, None if it may be.
+        repeats: whether two runs gave the same bits; None if it was not run twice.
     """
 
     choice: str
@@ -53,6 +55,16 @@ class Measured(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     error: float | None = None
     excluded: str | None = None
+    repeats: bool | None = None
+
+    @property
+    def deterministic(self) -> bool | None:
+        """Whether it gives the same bits on every run, as far as is known.
+
+        True takes two equal runs and no note of cuDNN's against it; None where it was not run
+        twice, as PyTorch's own.
+        """
+        return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
 class Arm:
@@ -197,18 +209,49 @@ class Flush:
         self._kept.add_(0)
 
 
-def time_all(arms: list[Arm], flush: Flush | None, rng: Random, stop: Callable[[], bool]) -> None:
-    """Records and warms all arms, screens them, and races those that are near the fastest."""
+def time_all(
+    arms: list[Arm],
+    flush: Flush | None,
+    rng: Random,
+    stop: Callable[[], bool],
+    incumbent: str | None = None,
+) -> None:
+    """Records and warms all arms, then takes rounds of them; see `take_rounds`."""
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     for arm in arms:
         arm.record(stream, pool)
     torch.cuda.synchronize()
+    take_rounds(arms, flush, rng, stop, incumbent)
+
+
+def take_rounds(
+    arms: list[Arm],
+    flush: Flush | None,
+    rng: Random,
+    stop: Callable[[], bool],
+    incumbent: str | None = None,
+) -> None:
+    """Screens all arms, and races those that are near the fastest.
+
+    The incumbent races too, however far behind: what takes its place is to be shown by pairs.
+
+    Args:
+        arms: get their times, in the order of the rounds.
+        flush: before each run; None for a warm cache.
+        rng: of the order within a round.
+        stop: asked before each round of the race.
+        incumbent: the choice made before.
+    """
     for _ in range(SCREEN_ROUNDS):
         for arm in rng.sample(arms, len(arms)):
             arm.times_ns.append(arm.block_ns(flush))
     medians = {id(arm): float(np.median(arm.times_ns)) for arm in arms}
     fastest = min(medians.values())
-    near = [arm for arm in arms if medians[id(arm)] <= FAR_BEHIND * fastest]
+    near = [
+        arm
+        for arm in arms
+        if medians[id(arm)] <= FAR_BEHIND * fastest or arm.found.choice == incumbent
+    ]
     result = race(
         [lambda arm=arm: arm.block_ns(flush) for arm in near],
         rng=rng,

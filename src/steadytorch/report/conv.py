@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from steadytorch.tune.conv import ConvReport, Layer
 
 _US = 1e-3
+_BITS = {True: "=", False: "~", None: "?"}
+"""Marks of engines that are deterministic, that are not, and of which it is not known."""
 
 
 def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     """The table of distinct convolutions, in the order of the network."""
     total_ns = sum(_total_ns(layer) for layer in report.layers)
     default_ns = sum(len(layer.names) * (_default_ns(layer) or 0.0) for layer in report.layers)
-    table = _table()
+    table = _table(between=0)
     table.add_column("#", justify="right")
     for heading in ("n", "share", "us", "default", "bench", "gain", "TFLOP/s", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("memory", "error"):
+    for heading in ("memory", "error", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, layer in enumerate(report.layers, 1):
         table.add_row(str(number), *_row(layer, report, total_ns))
@@ -45,7 +47,8 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     console.print(
         "n: how often; us: one, with what is fused into it; default and bench: the same by "
         "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
-        "least time that the measured rates allow over the time; memory: workspace. L2 cache "
+        "least time that the measured rates allow over the time; memory: workspace. Last: = the "
+        "same bits from run to run, by cuDNN's notes and two runs; ~ not so; ? not known. L2 cache "
         f"{cache}.",
         style="dim",
     )
@@ -72,9 +75,9 @@ def render_layer(console: Console, layer: Layer) -> None:
 def _row(layer: Layer, report: ConvReport, total_ns: float) -> tuple[str, ...]:
     outcome, times = layer.outcome, str(len(layer.names))
     if outcome is None or not outcome.chosen_ns:
-        return (times, *[""] * 9)
+        return (times, *[""] * 10)
     chosen_ns = outcome.chosen_ns
-    found = next(e for e in outcome.engines if e.choice == outcome.choice)
+    found = outcome.chosen
     least_s = max(
         layer.operations / report.operations_per_s, layer.traffic_bytes / report.bytes_per_s
     )
@@ -87,6 +90,7 @@ def _row(layer: Layer, report: ConvReport, total_ns: float) -> tuple[str, ...]:
         f"{100 * least_s * 1e9 / chosen_ns:.0f} %",
         _bytes(found.workspace_bytes),
         "" if found.error is None else f"{found.error:.0e}",
+        _BITS[found.deterministic],
     )
 
 
@@ -124,5 +128,6 @@ def _bytes(count: int | None) -> str:
     return "" if count is None else size(count)
 
 
-def _table() -> Table:
-    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+def _table(between: int = 1) -> Table:
+    """An empty table with so many spaces between columns, beside the one of its rules."""
+    return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, between, 0, 0))

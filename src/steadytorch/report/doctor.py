@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -17,6 +17,9 @@ from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
+
+if TYPE_CHECKING:
+    from steadytorch.runtime.switch import Switch
 
 _WIDTH = 80
 _LABEL_WIDTH = 22
@@ -66,6 +69,7 @@ def render_doctor(
     snapshot: Snapshot,
     observations: Sequence[Observation],
     noise: NoiseFloor | Mapping[str, Any] | None = None,
+    switch: Switch | None = None,
 ) -> None:
     """Prints the machine, its software, its present state, and what is hidden and why.
 
@@ -75,6 +79,7 @@ def render_doctor(
         snapshot: What does.
         observations: What can be observed, and what to do about the rest.
         noise: The A/A noise floor, where it was measured.
+        switch: cuDNN's benchmark mode, where it was looked at.
 
     Raises:
         msgspec.ValidationError: `noise` is a mapping of another shape than `NoiseFloor`.
@@ -83,6 +88,8 @@ def render_doctor(
     _section(console, "Machine", _machine(facts))
     _section(console, "Software", _software(facts))
     _section(console, "State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))])
+    if switch is not None:
+        _section(console, "cuDNN's benchmark mode in a new process", *_switch(switch))
     seen = [
         (observation.name, observation.detail) for observation in observations if observation.ok
     ]
@@ -91,7 +98,7 @@ def render_doctor(
     _hidden_section(console, "Cannot be observed here, and what to do", groups)
 
 
-def _section(console: Console, title: str, rows: Rows) -> None:
+def _section(console: Console, title: str, rows: Rows, said: Sequence[str] = ()) -> None:
     if not rows:
         return
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -100,7 +107,8 @@ def _section(console: Console, title: str, rows: Rows) -> None:
     for label, value in rows:
         # Text objects, never strings: a device name must not be read as markup.
         table.add_row(Text(plain(label)), Text(plain(value)))
-    _show(console, title, [Padding(table, (0, 0, 0, 2), expand=False)])
+    lines = [Padding(Text(plain(line), overflow="fold"), (0, 0, 0, 4)) for line in said]
+    _show(console, title, [Padding(table, (0, 0, 0, 2), expand=False), *lines])
 
 
 def _hidden_section(console: Console, title: str, groups: list[Hidden]) -> None:
@@ -171,6 +179,31 @@ def _state(now: Snapshot) -> Rows:
         ("temperature", _shown(now.temperature_celsius, "{} degrees Celsius")),
         ("clock held by", _reasons(now.clock_event_reasons)),
     ]
+
+
+def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
+    """Where the switch stands, and what to know of it."""
+    effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
+    given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())
+    rows = [
+        ("benchmark", _on(switch.benchmark) + effect),
+        ("engines tried", _tried(switch.benchmark_limit)),
+        ("deterministic", _on(switch.deterministic)),
+        ("float32 convolutions", switch.fp32_precision),
+        ("environment", given or "no TORCH_CUDNN_ variable is set"),
+    ]
+    if not switch.traps:
+        return rows, ()
+    head = "It is on:" if switch.benchmark else "Before it is switched on:"
+    return rows, (head, *(f"- {trap}" for trap in switch.traps))
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _tried(limit: int | None) -> str:
+    return "none" if limit is None else str(limit or "all")
 
 
 def _hidden(unknown: Mapping[str, str], observations: Iterable[Observation]) -> list[Hidden]:

@@ -15,6 +15,7 @@ from steadytorch.report.measure import representative
 if TYPE_CHECKING:
     from steadytorch.explain.result import Explanation
     from steadytorch.plan.plan import Plan, Trial
+    from steadytorch.runtime.switch import Switch
     from steadytorch.trial.compare import CompareResult
     from steadytorch.trial.measure import MeasureResult
     from steadytorch.tune.conv import ConvReport
@@ -76,8 +77,12 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
 
 
 def conv_document(workload: str, facts: DeviceFacts, report: ConvReport) -> bytes:
-    """Every distinct convolution with all its engines."""
-    return _document("conv", workload, facts, msgspec.to_builtins(report))
+    """Every distinct convolution with all its engines, and whether the chosen is deterministic."""
+    fields = msgspec.to_builtins(report)
+    for shown, layer in zip(fields["layers"], report.layers, strict=True):
+        chosen = None if layer.outcome is None else layer.outcome.chosen
+        shown["deterministic"] = None if chosen is None else chosen.deterministic
+    return _document("conv", workload, facts, fields)
 
 
 def measure_document(workload: str, facts: DeviceFacts, result: MeasureResult) -> bytes:
@@ -202,12 +207,17 @@ def explain_document(workload: str, result: Explanation) -> bytes:
 
 
 def doctor_document(
-    facts: DeviceFacts, snapshot: msgspec.Struct, observations: list[Any], noise: Any
+    facts: DeviceFacts,
+    snapshot: msgspec.Struct,
+    observations: list[Any],
+    noise: Any,
+    switch: Switch,
 ) -> bytes:
     """The machine as `steady doctor` found it."""
     fields = {
         "state": msgspec.to_builtins(snapshot),
         "observability": msgspec.to_builtins(observations),
         "noise_floor": msgspec.to_builtins(noise),
+        "benchmark_mode": msgspec.to_builtins(switch),
     }
     return _document("doctor", "", facts, fields)

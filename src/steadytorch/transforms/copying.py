@@ -38,6 +38,23 @@ def copy_with(model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor]) -
         return copy.deepcopy(model, memo)
 
 
+def twin(model: ModuleT) -> ModuleT:
+    """Copies the modules alone: both trees keep their parameters and buffers in one place.
+
+    A tensor that is assigned to either, or converted in it, is seen by both; training the copy
+    trains the model.
+
+    Args:
+        model: the module to copy; scripted modules in it are copied with tensors of their own.
+    """
+    copied = copy_with(model, lambda tensor: tensor)
+    for mine, own in zip(copied.modules(), model.modules(), strict=True):
+        for registry in ("_parameters", "_buffers"):
+            if registry in vars(own):
+                vars(mine)[registry] = vars(own)[registry]
+    return copied
+
+
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,18 +18,32 @@ from steadytorch.errors import SteadyError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.cast_weights import CastModel
 from steadytorch.transforms.channels_last import ChannelsLastModel
+from steadytorch.transforms.copying import twin
 from steadytorch.transforms.tracing import is_hooked, traced, untraceable
-from steadytorch.transforms.traits import NO_CONVOLUTION, convolutions, decide, no_copy, no_cuda
+from steadytorch.transforms.traits import (
+    NO_CONVOLUTION,
+    PLAIN_CALLABLE,
+    convolutions,
+    decide,
+    no_cuda,
+)
 from steadytorch.workload.workload import Workload
 
+if TYPE_CHECKING:
+    from steadytorch.conv.training import Engines
+
 _WRAPPERS = (CastModel, ChannelsLastModel)
+_UNKNOWN_KIND = "none of its convolutions is a plain one padded with zeros"
 
 
 class CudnnEngines(Transform):
-    """Fuses batch norm, bias, residual add and ReLU into convolutions and runs chosen engines.
+    """Runs convolutions by chosen engines; for inference, with what follows them fused into them.
 
-    The model is replaced by its graph, on a copy that shares whatever is not folded. A convolution
-    whose engine is gone, or does not build here, runs as PyTorch would run it.
+    For inference the model is replaced by its graph, on a copy that shares whatever is not folded:
+    batch norm, bias, residual add and ReLU become part of the convolutions. In a training workload
+    its layers stay as they are, on the model's own weights, and engines are chosen for the forward
+    pass and for both gradients. A convolution whose engine is gone, or does not build here, runs as
+    PyTorch would run it.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,35 +61,69 @@ class CudnnEngines(Transform):
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, the cuDNN frontend, and a traceable model with a convolution, for inference.
+        """Needs CUDA, the cuDNN frontend and a convolution; for inference a model to be traced.
 
         The model's `forward` is traced with symbols; no arithmetic is done.
         """
         module = workload.module
         refused = decide(
-            *no_copy(workload),
+            (module is None, PLAIN_CALLABLE),
             no_cuda(facts),
             (find_spec("cudnn") is None, "needs the extra steadytorch[cudnn]"),
             (not convolutions(module), NO_CONVOLUTION),
-            (module is not None and module.training, "the model is in training mode"),
-            (module is not None and is_hooked(module), "the model has hooks, which a graph lacks"),
         )
         if isinstance(refused, NotApplicable):
             return refused
-        try:
-            traced(workload.with_model(_innermost(workload.model)))
-        except Exception as error:  # forward is the user's code: anything may come out of tracing
-            return untraceable(error)
-        return Applicable()
+        return _trainable(workload) if workload.is_training else _fusible(workload)
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the rewritten graph; there is nothing to undo."""
+        """Yields the workload on a rewritten copy; there is nothing to undo."""
+        choices = read_choices(self.parameters.choices)
+        if workload.is_training:
+            from steadytorch.conv.training import Engines
+
+            yield workload.with_model(engined_model(workload.model, Engines(choices)))
+            return
         from steadytorch.conv.module import use
 
         rewritten = rewritten_model(workload)
-        use(rewritten, read_choices(self.parameters.choices))
+        use(rewritten, choices)
         yield workload.with_model(rewritten)
+
+
+def _trainable(workload: Workload) -> Applicable | NotApplicable:
+    from steadytorch.conv.module import layer_geometry
+
+    layers = convolutions(workload.module)
+    return decide((all(layer_geometry(layer) is None for layer in layers), _UNKNOWN_KIND))
+
+
+def _fusible(workload: Workload) -> Applicable | NotApplicable:
+    model = workload.model
+    refused = decide(
+        (model.training, "the model is in training mode"),
+        (is_hooked(model), "the model has hooks, which a graph lacks"),
+    )
+    if isinstance(refused, NotApplicable):
+        return refused
+    try:
+        traced(workload.with_model(_innermost(model)))
+    except Exception as error:  # forward is the user's code: anything may come out of tracing
+        return untraceable(error)
+    return Applicable()
+
+
+def engined_model(model: nn.Module, engines: Engines) -> nn.Module:
+    """The model with its convolutions called by engines, on the parameters and buffers it has.
+
+    Args:
+        model: one that trains; it is left as it is.
+        engines: which.
+    """
+    from steadytorch.conv.training import equip
+
+    return equip(twin(model), engines)
 
 
 def rewritten_model(workload: Workload) -> Any:

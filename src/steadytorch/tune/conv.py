@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ import msgspec
 import torch
 
 from steadytorch import transforms
-from steadytorch.conv.choices import Choice, read_choice, read_choices, write_choices
-from steadytorch.conv.choose import Options, Outcome, choose, is_cold
+from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
+from steadytorch.conv.choose import Options, Outcome, choose, is_cold, variants
 from steadytorch.conv.engines import Filters
+from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.plans import DTYPES
 from steadytorch.conv.problem import ConvProblem
+from steadytorch.conv.training import Recorder
+from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
+from steadytorch.plan.engines import keep_engines, known_engines
+from steadytorch.plan.store import Store
 from steadytorch.process.worker import Worker
 from steadytorch.transforms.base import Candidate, TransformSpec, applied_in_order
-from steadytorch.transforms.cudnn_engines import rewritten_model
+from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
 from steadytorch.trial.worker import WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload
 
@@ -74,7 +80,7 @@ class ConvHandler(WorkloadHandler):
     """Answers whoever chooses engines. Methods take and return msgpack types."""
 
     def choose(
-        self, prefix: list[Any], seconds: float, options: dict[str, Any], incumbent: str
+        self, prefix: list[Any], seconds: float, options: dict[str, Any], incumbent: dict[str, str]
     ) -> dict[str, Any]:
         """Chooses for every convolution as it is after `prefix`; returns a `ConvReport`."""
         from steadytorch.conv.frontend import version
@@ -82,27 +88,32 @@ class ConvHandler(WorkloadHandler):
         start = time.perf_counter()
         specs = msgspec.convert(prefix, list[TransformSpec])
         device = self._workload.device
-        with applied_in_order([transforms.create(s) for s in specs], self._workload) as applied:
-            found = _found(applied)
+        training = self._workload.is_training
+        found = (_found_in_training if training else _found)(self._workload, specs)
         torch.cuda.empty_cache()
         counts = {problem: len(names) for problem, names in found.items()}
         cold = is_cold(counts, device)
-        asked = msgspec.structs.replace(msgspec.convert(options, Options), cold=cold)
-        before = read_choices(incumbent)
-        outcomes: dict[str, Outcome] = {}
-        with torch.no_grad():
-            # The largest first: they matter most where time runs out.
-            for problem in sorted(counts, key=lambda p: -p.traffic_bytes * counts[p]):
-                left = seconds - (time.perf_counter() - start)
-                if left <= 0:
-                    break
-                within = msgspec.structs.replace(asked, seconds=min(asked.seconds, left))
-                with suppress(torch.OutOfMemoryError):
-                    outcome = choose(problem, device, within, before.get(problem.key))
-                    outcomes[problem.key] = outcome
-        chosen = {key: read_choice(o.choice) for key, o in outcomes.items()}
-        for problem in counts:
-            chosen.setdefault(problem.key, before.get(problem.key, Choice("aten")))
+        asked = msgspec.structs.replace(
+            msgspec.convert(options, Options), cold=cold, padded=not training
+        )
+        barred = _beyond_fp16(self._workload, specs) if asked.other_half else set()
+        options_of = {
+            problem: msgspec.structs.replace(
+                asked, other_half=asked.other_half and problem.key not in barred
+            )
+            for problem in counts
+        }
+        before = _incumbents(options_of, incumbent)
+        # The largest first: they matter most where time runs out.
+        options_of = dict(
+            sorted(options_of.items(), key=lambda pair: -pair[0].traffic_bytes * counts[pair[0]])
+        )
+        outcomes = _outcomes(options_of, before, device, start + seconds)
+        # One that was not reached is as it was before, or left out and run as PyTorch would. Which
+        # engines are deterministic is seen only where they are listed.
+        kept = {} if asked.filters.deterministic else before
+        chosen = kept | {key: read_choice(o.choice) for key, o in outcomes.items()}
+        chosen = chosen or {problem.key: Choice(ATEN) for problem in counts}
         layers = tuple(_layer(p, names, outcomes.get(p.key)) for p, names in found.items())
         took = time.perf_counter() - start
         rates = _rates(next(iter(counts), None), str(device))
@@ -110,13 +121,66 @@ class ConvHandler(WorkloadHandler):
         return msgspec.to_builtins(report)
 
 
-def _found(workload: Workload) -> dict[ConvProblem, list[str]]:
+def _outcomes(
+    options_of: Mapping[ConvProblem, Options],
+    before: Mapping[str, Choice],
+    device: torch.device,
+    end: float,
+) -> dict[str, Outcome]:
+    """What is chosen for each problem, by key, up to an end on the clock `perf_counter`."""
+    found: dict[str, Outcome] = {}
+    with torch.no_grad():
+        for problem, options in options_of.items():
+            left = end - time.perf_counter()
+            if left <= 0:
+                break
+            within = msgspec.structs.replace(options, seconds=min(options.seconds, left))
+            with suppress(torch.OutOfMemoryError):
+                found[problem.key] = choose(problem, device, within, before.get(problem.key))
+    return found
+
+
+def _incumbents(
+    options_of: Mapping[ConvProblem, Options], given: Mapping[str, str]
+) -> dict[str, Choice]:
+    """What was chosen before for these problems, by key, as far as it may be chosen now."""
+    found: dict[str, Choice] = {}
+    for problem, options in options_of.items():
+        if problem.key in given:
+            choice = read_choice(given[problem.key])
+            ways = [(way.channels, way.number) for _, way in variants(problem, options)]
+            if (choice.channels, choice.number) in ways:
+                found[problem.key] = choice
+    return found
+
+
+def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
+    """Problems, by key, whose values leave too little room to fp16 on the workload's inputs."""
+    with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
+        model = rewritten_model(applied)
+        return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
+
+
+def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> dict[ConvProblem, list[str]]:
     """The distinct problems of a workload, in order, with the names of their layers."""
     found: dict[ConvProblem, list[str]] = {}
-    for convolution in engine_convolutions(rewritten_model(workload)):
-        if convolution.problem is not None:
-            found.setdefault(convolution.problem, []).append(convolution.label)
+    with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
+        for convolution in engine_convolutions(rewritten_model(applied)):
+            if convolution.problem is not None:
+                found.setdefault(convolution.problem, []).append(convolution.label)
     return found
+
+
+def _found_in_training(
+    workload: Workload, prefix: Sequence[TransformSpec]
+) -> dict[ConvProblem, list[str]]:
+    """Likewise, with the gradients that a training step computes, seen at one forward pass."""
+    recorder = Recorder()
+    # What surrounds training leaves the model as it is: engines stand inside of it all.
+    inner = workload.with_model(engined_model(workload.model, recorder))
+    with applied_in_order([transforms.create(spec) for spec in prefix], inner) as applied:
+        applied.model(*workload.inputs, **workload.kwargs)
+    return recorder.found
 
 
 def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
@@ -136,7 +200,8 @@ def choose_engines(
     device: str = "cuda",
     deadline_s: float = 60.0,
     deterministic: bool = False,
-    incumbent: str = "",
+    other_half: bool = False,
+    incumbent: Mapping[str, Choice] | None = None,
     directory: Path | None = None,
 ) -> ConvReport:
     """Chooses an engine for every convolution of a workload, in a worker process.
@@ -148,7 +213,11 @@ def choose_engines(
         deadline_s: seconds of choosing; convolutions not reached keep PyTorch's choice.
         deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
             Those that differ between two runs are left out in any case.
-        incumbent: choices made before; each is kept unless another engine is clearly faster.
+        other_half: whether convolutions in bf16 may run in fp16, their results converted back. It
+            is tried where all values leave room in fp16's range on the workload's own inputs
+            (`headroom`); whether it may be used is for a verification of the whole to say.
+        incumbent: choices made before, by problem key, also for problems of other workloads; each
+            stays unless another engine is shown to be clearly faster (`choose.stays`).
         directory: with the workload's payload in it; None to write one.
 
     Raises:
@@ -163,14 +232,14 @@ def choose_engines(
             save_payload(workload, place)
         worker = Worker(HANDLER, place, "engines")
         worker.call("load", START_S, device=device, ambient=transforms.ambient())
-        options = Options(filters=Filters(deterministic=deterministic))
+        options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
         found = worker.call(
             "choose",
             START_S + deadline_s,
             prefix=msgspec.to_builtins(prefix),
             seconds=deadline_s,
             options=msgspec.to_builtins(options),
-            incumbent=incumbent,
+            incumbent={key: str(choice) for key, choice in (incumbent or {}).items()},
         )
     finally:
         if worker is not None:
@@ -180,21 +249,35 @@ def choose_engines(
     return msgspec.convert(found, ConvReport)
 
 
-def engine_choices(
+def choose_and_keep(
     workload: Workload,
-    prefix: Candidate,
-    device: str,
-    deadline_s: float,
-    directory: Path | None = None,
-    incumbent: str = "",
-) -> str:
-    """The parameter of `cudnn_engines` for a workload under `prefix`; see `choose_engines`."""
-    report = choose_engines(
-        workload,
-        prefix=prefix,
-        device=device,
-        deadline_s=deadline_s,
-        directory=directory,
-        incumbent=incumbent,
-    )
-    return report.choices
+    facts: DeviceFacts,
+    plans: Store,
+    *,
+    prefix: Candidate = (),
+    device: str = "cuda",
+    **asked: Any,
+) -> ConvReport:
+    """Chooses from what is known of this device on, and keeps it for whoever chooses next.
+
+    Args:
+        workload: as it came; it is not run in this process.
+        facts: of the device.
+        plans: the plan store.
+        prefix: transforms under which the engines are to run.
+        device: a CUDA device.
+        asked: further arguments of `choose_engines`, which see.
+
+    Raises:
+        WorkerFault: as `choose_engines`.
+        UsageError: likewise.
+    """
+    known = known_engines(facts, plans)
+    report = choose_engines(workload, prefix=prefix, device=device, incumbent=known, **asked)
+    found = {
+        layer.problem: read_choice(layer.outcome.choice)
+        for layer in report.layers
+        if layer.outcome is not None
+    }
+    keep_engines(workload, prefix, facts, found, plans)
+    return report

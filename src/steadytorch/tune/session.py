@@ -23,7 +23,6 @@ from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
-from steadytorch.tune.conv import engine_choices
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import Search
@@ -149,7 +148,20 @@ class Session:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _engines(self, directory: Path, prefix: Candidate, seconds: float) -> str:
-        return engine_choices(self.workload, prefix, self._device, seconds, directory)
+        from steadytorch.tune.conv import choose_and_keep
+
+        report = choose_and_keep(
+            self.workload,
+            self.facts,
+            self._store,
+            prefix=prefix,
+            device=self._device,
+            deadline_s=seconds,
+            # Who allows bf16 allows more error than fp16 makes; its range is seen to (`headroom`).
+            other_half=self.options.precision == "bf16",
+            directory=directory,
+        )
+        return report.choices
 
     def keep(self, result: TuneResult) -> Plan:
         """Makes a plan of a complete search and stores it, in memory where the disk refuses."""

@@ -1,0 +1,202 @@
+"""Convolutions of a model that trains: forward and both gradients by engines known by name.
+
+Layers stay layers, with their parameters, hooks and names; what changes is the call. Nothing is
+fused but the bias. A convolution for which no engine was chosen is called as PyTorch calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from steadytorch.conv.choices import ATEN, HEURISTIC, Choice
+from steadytorch.conv.module import layer_geometry
+from steadytorch.conv.operator import conv_engine_eagerly
+from steadytorch.conv.plans import Geometry, memory_layout, number_of
+from steadytorch.conv.problem import ConvProblem, Layout, Number, Operation, parse
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+OPERATIONS: tuple[Operation, ...] = ("fprop", "dgrad", "wgrad")
+"""The passes of a convolution: forward, and the gradients by its input and by its weight."""
+Passes = tuple[str, str, str]
+"""The engines of one convolution, in the order of `OPERATIONS`."""
+_OWN: Passes = (ATEN, ATEN, ATEN)
+
+
+class Posed(NamedTuple):
+    """What the three problems of one convolution share; fields as those of `ConvProblem`."""
+
+    number: Number
+    layout: Layout
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    biased: bool
+
+    def problem(self, operation: Operation) -> ConvProblem:
+        """The problem of one pass; the bias is part of the forward one alone."""
+        epilogue = "bias" if self.biased and operation == "fprop" else "none"
+        return ConvProblem(operation, epilogue, *self[:-1])
+
+
+class Engines:
+    """Which engines run the convolutions of a model.
+
+    Args:
+        choices: by problem key. Where there are none at all, each pass runs with the first plan of
+            cuDNN's heuristics; one that is missing among others runs as PyTorch would. Those that
+            need other weights, or fuse more than the bias, are left out: they are for inference.
+    """
+
+    def __init__(self, choices: Mapping[str, Choice]) -> None:
+        self._default: Passes = _OWN if choices else (HEURISTIC, HEURISTIC, HEURISTIC)
+        self._chosen: dict[Posed, Passes] = {}
+        for key, choice in choices.items():
+            problem = parse(key)
+            if choice == Choice(choice.engine) and problem.epilogue in ("none", "bias"):
+                self._keep(problem, choice.engine)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
+        return self  # copies of a model are run by the same
+
+    def _keep(self, problem: ConvProblem, engine: str) -> None:
+        forward = problem.operation == "fprop"
+        for biased in (problem.biased,) if forward else (False, True):
+            posed = Posed(
+                *(problem.number, problem.layout, problem.input, problem.weight),
+                *(problem.stride, problem.padding, problem.dilation, problem.groups, biased),
+            )
+            passes = dict(zip(OPERATIONS, self._chosen.get(posed, _OWN), strict=True))
+            passes[problem.operation] = engine
+            self._chosen[posed] = (passes["fprop"], passes["dgrad"], passes["wgrad"])
+
+    def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
+        """The engines of a convolution that is about to run.
+
+        Args:
+            label: name of its layer.
+            posed: the problem.
+            x: the input.
+            weight: that it is convolved with.
+        """
+        return self._chosen.get(posed, self._default)
+
+
+class Recorder(Engines):
+    """Has PyTorch run every convolution, and notes which problems a step of the model poses.
+
+    Attributes:
+        found: the distinct problems in order, with the names of the layers that pose them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.found: dict[ConvProblem, list[str]] = {}
+
+    def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
+        """Notes the passes of this call: gradients are computed by what requires them."""
+        recorded = torch.is_grad_enabled()
+        needs = (True, recorded and x.requires_grad, recorded and weight.requires_grad)
+        for operation, needed in zip(OPERATIONS, needs, strict=True):
+            if needed:
+                self.found.setdefault(posed.problem(operation), []).append(label)
+        return _OWN
+
+
+class _Way(NamedTuple):
+    """How a layer is called."""
+
+    engines: Engines
+    label: str
+    geometry: Geometry
+
+
+class _EngineLayer:
+    """A convolution layer that is called by engines; stands before PyTorch's own class.
+
+    A compiler takes it in whole where it computes in 16 bits. In float32 it breaks the graph: which
+    precision is allowed has to be read at the call.
+    """
+
+    steady_way: _Way
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        engines, label, geometry = self.steady_way
+        x, w, b = _as_autocast(input, weight, bias)
+        posed = _posed(x, w, b, geometry)
+        passes = _OWN if posed is None else engines.of(label, posed, x, w)
+        if passes == _OWN:
+            own: Any = super()
+            return own._conv_forward(x, w, b)
+        return conv_engine_eagerly(x, w, b, None, *geometry, False, *passes)
+
+
+class EngineConv1d(_EngineLayer, nn.Conv1d):
+    """`nn.Conv1d` by engines."""
+
+
+class EngineConv2d(_EngineLayer, nn.Conv2d):
+    """`nn.Conv2d` by engines."""
+
+
+class EngineConv3d(_EngineLayer, nn.Conv3d):
+    """`nn.Conv3d` by engines."""
+
+
+_KINDS: dict[type, Any] = {
+    nn.Conv1d: EngineConv1d,
+    nn.Conv2d: EngineConv2d,
+    nn.Conv3d: EngineConv3d,
+}
+
+
+def equip(model: ModuleT, engines: Engines) -> ModuleT:
+    """Has the convolutions of a model called by engines, from now on.
+
+    Args:
+        model: changed in place; its parameters, buffers and their names are not.
+        engines: which.
+
+    Returns:
+        `model`.
+    """
+    for label, layer in model.named_modules():
+        geometry = layer_geometry(layer)
+        if geometry is not None:
+            layer.__class__ = _KINDS[type(layer)]
+            vars(layer)["steady_way"] = _Way(engines, label, geometry)
+    return model
+
+
+def _posed(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Posed | None:
+    """What a call poses; None for one that PyTorch is to run, or to refuse."""
+    number = number_of(x.dtype)
+    fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
+    if number is None or not fitting or x.dim() != weight.dim() or x.numel() == 0:
+        return None
+    sizes: Any = (tuple(x.shape), tuple(weight.shape), *geometry)
+    return Posed._make((number, memory_layout(x, weight), *sizes, bias is not None))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
+def _as_autocast(*tensors: Tensor | None) -> Any:
+    """The tensors as autocast hands them to a convolution, if it is on."""
+    given = tensors[0]
+    if given is None or not torch.is_autocast_enabled(given.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(given.device.type)
+    return tuple(t if t is None or _kept_by_autocast(t) else t.to(dtype) for t in tensors)
+
+
+def _kept_by_autocast(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float64 or not tensor.is_floating_point()

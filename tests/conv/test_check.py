@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from steadytorch.conv.check import operands, verify
+from steadytorch.conv.engines import OUTPUT
+from steadytorch.conv.plans import DTYPES, empty
+from steadytorch.conv.problem import parse
+
+SHAPES = "i2x16x9x9/w8x4x3x3/s2x2/p1x1/d1x1/g4"
+RESULTS = {"fprop": (2, 8, 5, 5), "dgrad": (2, 16, 9, 9), "wgrad": (8, 4, 3, 3)}
+
+
+@pytest.mark.parametrize("number", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("operation", RESULTS)
+def test_pytorch_is_as_near_to_the_reference_as_its_type_allows(operation, layout, number):
+    given = operands(parse(f"{operation}/none/{number}/{layout}/{SHAPES}"), torch.device("cpu"))
+    found = given.by_pytorch()
+    assert found.shape == given.reference.shape == RESULTS[operation]
+    assert given.error_of(found) < {"fp32": 1e-6, "tf32": 1e-6, "bf16": 6e-3, "fp16": 1e-3}[number]
+
+
+@pytest.mark.parametrize("operation", RESULTS)
+def test_results_are_about_1(operation):
+    given = operands(parse(f"{operation}/none/fp16/last/{SHAPES}"), torch.device("cpu"))
+    assert 0.3 < float(given.reference.square().mean().sqrt()) < 3
+
+
+@pytest.mark.parametrize(("number", "precision"), [("fp32", "ieee"), ("tf32", "tf32")])
+@pytest.mark.parametrize("ambient", ["ieee", "tf32"])
+def test_float32_is_computed_as_the_problem_says_and_the_setting_stays(
+    number, precision, ambient, monkeypatch
+):
+    from steadytorch.conv import check
+
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    seen, plain = [], check.plain
+    monkeypatch.setattr(
+        check, "plain", lambda *given: seen.append(conv.fp32_precision) or plain(*given)
+    )
+    before = conv.fp32_precision
+    conv.fp32_precision = ambient
+    try:
+        operands(parse(f"fprop/none/{number}/last/{SHAPES}"), torch.device("cpu")).by_pytorch()
+        assert seen == ["ieee", precision]
+        assert conv.fp32_precision == ambient
+    finally:
+        conv.fp32_precision = before
+
+
+class Answering:
+    """Stands in for a built plan: its runs give what PyTorch gives, times these factors."""
+
+    workspace_bytes = 0
+
+    def __init__(self, given: Any, *factors: float) -> None:
+        self._given, self._factors = given, list(factors)
+
+    def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
+        if not self._factors:
+            return False
+        problem, result = self._given.problem, self._given.by_pytorch()
+        made = empty(
+            tuple(result.shape), DTYPES[problem.number], torch.device("cpu"), problem.layout
+        ).copy_(result * self._factors.pop(0))
+        ctypes.memmove(pointers[OUTPUT], made.data_ptr(), made.nbytes)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("factors", "fault", "repeats"),
+    [
+        ((1.0, 1.0), None, True),
+        ((1.0, 1.001), "other bits from run to run", False),
+        ((2.0, 2.0), "exceeds", True),
+        ((float("nan"), 1.0), "not finite", None),
+        ((), "does not run", None),
+    ],
+    ids=["the same twice", "other bits", "wrong twice", "not finite", "refuses"],
+)
+def test_two_runs_show_whether_an_engine_is_right_and_repeats_itself(factors, fault, repeats):
+    given = operands(parse(f"fprop/none/fp32/last/{SHAPES}"), torch.device("cpu"))
+    plan: Any = Answering(given, *factors)
+    found = verify(plan, given, bound=1e-4)
+    assert found.repeats is repeats
+    assert fault in found.fault if fault else found.fault is None
