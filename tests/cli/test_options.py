@@ -76,6 +76,7 @@ COMMANDS = {
         ("--layer", "integer range", None),
         ("--budget", "text", "60s"),
         ("--deterministic", "flag", False),
+        STORE,
         JSON,
         QUIET,
     ],

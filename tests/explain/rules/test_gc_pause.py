@@ -25,6 +25,16 @@ def test_long_collections_are_found_with_their_share_of_the_variance():
     assert set(found.transforms) <= set(names())
 
 
+def test_a_collection_that_waits_for_a_core_is_not_to_blame():
+    """It lasts as long as its thread is kept waiting, which is another finding."""
+
+    def waiting(share):
+        return lambda at: share * at
+
+    assert rule(_with_collections(30 * MS, 100, device="cpu", wait_ns=waiting(0.99))) == ()
+    assert the(rule(_with_collections(30 * MS, 100, device="cpu", wait_ns=waiting(0.1)))).id == NAME
+
+
 def test_frequent_short_collections_are_found_by_their_sum():
     assert the(rule(_with_collections(40 * US, 2))).cost_ns > 15 * US
 

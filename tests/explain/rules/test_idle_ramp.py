@@ -31,6 +31,22 @@ def _probe(slower, spread=0.002, rounds=10, seed=3, **more) -> dict[str, Any]:
     } | more
 
 
+RECORDED = {
+    "pause_ms": [10, 100],
+    "after_ns": [2541295.0, 2782365.0],
+    "steady_ns": 2314006.5,
+    "rounds": 10,
+    "after_samples_ns": [
+        [4434223, 2581415, 2534240, 2538430, 2470479, 2665649, 2498005, 2644049, 2492747, 2544160],
+        [3685106, 2761289, 2551341, 2512871, 2655444, 3182646, 2788269, 2778526, 2786204, 2792815],
+    ],
+    "steady_samples_ns": [
+        *(2512526, 2326996, 2294566, 2306799, 2301523, 2387563, 2266712, 2334725, 2319895, 2308118)
+    ],
+}
+"""ResNet-50 at batch 1, eager, on an H200 with nothing else on it."""
+
+
 def _steps(pause_ns):
     events = []
     for k in range(4):
@@ -45,6 +61,12 @@ def test_slower_calls_of_a_program_that_pauses_are_found():
     assert found.id == NAME
     assert found.cost_ns == pytest.approx(0.09 * 900 * US, rel=0.1)
     assert "100 ms" in found.title
+    assert len(found.evidence) == 2
+
+
+def test_an_h200_is_slower_after_pauses():
+    found = the(rule(Case(notes={"pause_probe": RECORDED | {"asked": True}})))
+    assert "100 ms takes 20 % longer" in found.title
     assert len(found.evidence) == 2
 
 

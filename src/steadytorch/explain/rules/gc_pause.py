@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from steadytorch.device.recording import Recording
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
 from steadytorch.explain.rules.gpu import step_ns
@@ -39,14 +40,16 @@ def rule(case: Case) -> Verdict:
 def _in_samples(samples: Samples) -> Verdict:
     recording = samples.recording
     starts = np.asarray(recording.gc_start_ns, dtype=np.int64)
-    lengths = np.asarray(recording.gc_duration_ns, dtype=np.int64)
+    announced = np.asarray(recording.gc_duration_ns, dtype=np.int64)
     began = samples.starts_ns[0]
     within = (starts >= began) & (starts <= began + samples.elapsed_ns)
+    lengths = _running(recording, starts, announced)
     spent = int(lengths[within].sum())
     share = spent / samples.elapsed_ns
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
-    stands_out = varies is not None and varies >= LEAST_VARIANCE
+    own = 2 * spent >= int(announced[within].sum())  # and not the wait for a core, for the most
+    stands_out = own and varies is not None and varies >= LEAST_VARIANCE
     if not stands_out and not (samples.host_bound and share >= LEAST_SHARE):
         return ()
     step = samples.median_ns / samples.group
@@ -63,6 +66,17 @@ def _in_samples(samples: Samples) -> Verdict:
     if len(places):
         evidence.append(f"{many(len(places), 'outlier')} of the timing during a collection")
     return (_finding((), evidence, cost, share, varies),)
+
+
+def _running(recording: Recording, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """How long the collections ran: a thread that waits for a core meanwhile collects nothing."""
+    if recording.wait_ns is None:
+        return lengths
+    at, waited = (
+        np.asarray(column, dtype=np.int64) for column in (recording.at_ns, recording.wait_ns)
+    )
+    meanwhile = np.interp(starts + lengths, at, waited) - np.interp(starts, at, waited)
+    return lengths - np.minimum(lengths, meanwhile.astype(np.int64))
 
 
 def _in_trace(case: Case, cost: int) -> Verdict:
