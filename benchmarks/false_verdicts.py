@@ -36,7 +36,13 @@ from steadytorch.trial.worker import WorkloadHandler, save_payload
 
 COUNT = 7
 METRIC = "latency"
-_NEIGHBOUR = "import torch; torch.set_num_threads(1); a = torch.randn(512, 512)\nwhile True: a @ a"
+_NEIGHBOUR = """
+import os, torch
+torch.set_num_threads(1)
+a, parent = torch.randn(512, 512), os.getppid()
+while os.getppid() == parent:  # it ends with whoever started it, however that ends
+    a @ a
+"""
 
 
 class DelayedHandler(WorkloadHandler):
