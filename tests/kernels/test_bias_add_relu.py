@@ -6,6 +6,8 @@ import torch
 from steadytorch.kernels import bias_add_relu as room
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 
+from .watching import Watch
+
 LAYOUTS = {"first": torch.contiguous_format, "last": torch.channels_last}
 ROUNDING = {torch.float32: 2e-7, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 """Half a unit in the last place, and a little for the sum in float32; a whole unit in bfloat16,
@@ -122,18 +124,9 @@ def test_pytorch_finds_the_operator_well_formed(layout, biased):
 
 
 def test_functions_overridden_by_modes_and_subclasses_are_seen():
-    from torch.overrides import TorchFunctionMode
-
-    seen = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     x = random((1, 2, 4, 4))
     expected = bias_add_relu(x, x, None)
-    with Watch():
+    with Watch() as watch:
         found = bias_add_relu(x, x, None)
-    assert seen[0] is bias_add_relu
+    assert watch.seen[0] is bias_add_relu
     assert torch.equal(found, expected)

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from steadytorch.kernels import relu_max_pool
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 
+from .watching import Watch
+
 NAN, INF = float("nan"), float("inf")
 LAYOUTS = {"first": torch.contiguous_format, "last": torch.channels_last}
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -222,18 +224,9 @@ def test_pytorch_finds_the_operator_well_formed(layout, needs_grad):
 
 
 def test_functions_overridden_by_modes_and_subclasses_are_seen():
-    from torch.overrides import TorchFunctionMode
-
-    seen = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     x = random((1, 2, 4, 4))
     expected = relu_max_pool2d(x, 2)
-    with Watch():
+    with Watch() as watch:
         found = relu_max_pool2d(x, 2)
-    assert seen[0] is relu_max_pool2d
+    assert watch.seen[0] is relu_max_pool2d
     assert torch.equal(found, expected)

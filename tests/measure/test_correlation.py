@@ -5,15 +5,7 @@ from hypothesis import strategies as st
 
 from steadytorch.measure import correlation as c
 
-
-def _ar1(rho, count, seed):
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal(count)
-    out = np.empty(count)
-    out[0] = noise[0]
-    for i in range(1, count):
-        out[i] = rho * out[i - 1] + np.sqrt(1 - rho**2) * noise[i]
-    return out
+from .series import ar1
 
 
 def test_independent_samples_are_worth_about_their_number():
@@ -25,7 +17,7 @@ def test_correlated_samples_are_worth_far_fewer():
     # The indicator of a Gaussian AR(1) has autocorrelation (2/pi) asin(rho^k).
     lags = np.arange(1, 400)
     tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
-    measured = 20_000 / c.effective_size(_ar1(0.9, 20_000, 1))
+    measured = 20_000 / c.effective_size(ar1(0.9, 20_000, 1))
     assert measured == pytest.approx(tau, rel=0.25)
 
 
@@ -37,7 +29,7 @@ def test_constant_and_tiny_series_have_no_correlation(series):
 def test_worth_by_ranks_agrees_with_theory_and_scatters_little():
     lags = np.arange(1, 400)
     tau = 1 + 2 * np.sum(2 / np.pi * np.arcsin(0.9**lags))
-    worth = [2000 / c.rank_effective_size(_ar1(0.9, 2000, seed)) for seed in range(50)]
+    worth = [2000 / c.rank_effective_size(ar1(0.9, 2000, seed)) for seed in range(50)]
     assert np.mean(worth) == pytest.approx(tau, rel=0.1)
     assert np.std(worth) < 0.3 * tau
 
@@ -52,7 +44,7 @@ def test_worth_by_ranks_is_blind_to_scale_and_ties():
 def test_corrected_size_is_below_the_plain_one_under_correlation():
     sizes = [
         (c.corrected_size(x, 0.5), c.effective_size(x))
-        for x in (_ar1(0.9, 1000, seed) for seed in range(20))
+        for x in (ar1(0.9, 1000, seed) for seed in range(20))
     ]
     assert np.median([a / b for a, b in sizes]) < 0.9
 
@@ -78,7 +70,7 @@ def test_single_outliers_hardly_count():
 
 def test_noise_on_top_does_not_hide_slow_correlation():
     """Neighbours hardly resemble each other, and blocks do."""
-    slow, fast = _ar1(0.97, 4000, 2), np.random.default_rng(3).standard_normal(4000)
+    slow, fast = ar1(0.97, 4000, 2), np.random.default_rng(3).standard_normal(4000)
     mixed = slow + fast
     assert c.rank_effective_size(mixed) > 1000
     assert c.claimable_size(mixed, 0.5) < 300

@@ -7,17 +7,9 @@ from hypothesis import strategies as st
 
 from steadytorch.measure import statistics as s
 
+from .series import ar1
+
 finite = st.floats(-1e3, 1e3, allow_nan=False).map(lambda x: round(x, 6))
-
-
-def _ar1(rho, count, seed):
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal(count)
-    out = np.empty(count)
-    out[0] = noise[0]
-    for i in range(1, count):
-        out[i] = rho * out[i - 1] + np.sqrt(1 - rho**2) * noise[i]
-    return out
 
 
 def test_interval_of_the_median_covers_at_its_nominal_rate():
@@ -33,7 +25,7 @@ def test_interval_of_the_median_covers_at_its_nominal_rate():
 def test_interval_covers_under_correlation_where_the_naive_one_does_not():
     naive = ours = 0
     for seed in range(200):
-        samples = _ar1(0.9, 2000, seed)
+        samples = ar1(0.9, 2000, seed)
         interval, _ = s.quantile_interval(samples, 0.5)
         assert interval is not None
         ours += interval[0] <= 0 <= interval[1]

@@ -22,7 +22,16 @@ from steadytorch.conv.handles import target
 from steadytorch.conv.module import pad_channels
 from steadytorch.conv.plans import DTYPES, Plan, empty
 from steadytorch.conv.problem import ConvProblem
-from steadytorch.conv.timing import BENCHMARK, NOISE, Arm, Flush, Measured, by_pytorch, time_all
+from steadytorch.conv.timing import (
+    BENCHMARK,
+    NOISE,
+    Arm,
+    Flush,
+    Measured,
+    by_pytorch,
+    record_all,
+    take_rounds,
+)
 from steadytorch.errors import SteadyError
 from steadytorch.measure.race import ALPHA
 from steadytorch.measure.statistics import signed_rank_interval
@@ -114,7 +123,8 @@ def choose(
     flush = Flush(device, given.first) if options.cold else None
     deadline = start + options.seconds
     before = None if incumbent is None else str(incumbent)
-    time_all(arms, flush, rng, lambda: time.perf_counter() > deadline, before)
+    record_all(arms)
+    take_rounds(arms, flush, rng, lambda: time.perf_counter() > deadline, before)
     measured = sorted((arm.summary() for arm in arms), key=lambda m: m.median_ns or np.inf)
     by_name = {m.choice: m for m in measured}
     kept = before is not None and stays({arm.found.choice: arm.times_ns for arm in arms}, before)

@@ -6,7 +6,7 @@ A recorded run is one launch, so that what is timed is the device and not the ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -209,19 +209,12 @@ class Flush:
         self._kept.add_(0)
 
 
-def time_all(
-    arms: list[Arm],
-    flush: Flush | None,
-    rng: Random,
-    stop: Callable[[], bool],
-    incumbent: str | None = None,
-) -> None:
-    """Records and warms all arms, then takes rounds of them; see `take_rounds`."""
+def record_all(arms: Sequence[Arm]) -> None:
+    """Records all arms and warms them up, before rounds are taken of them."""
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     for arm in arms:
         arm.record(stream, pool)
     torch.cuda.synchronize()
-    take_rounds(arms, flush, rng, stop, incumbent)
 
 
 def take_rounds(

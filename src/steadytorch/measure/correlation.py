@@ -75,9 +75,11 @@ def rank_effective_size(samples: np.ndarray) -> float:
     Args:
         samples: shape (N,), in the order taken.
     """
-    count = len(samples)
-    scores = _scores(samples)
-    power = float(scores @ scores)
+    return _autoregressive_size(_scores(samples))
+
+
+def _autoregressive_size(scores: np.ndarray) -> float:
+    count, power = len(scores), float(scores @ scores)
     if count < 4 or power == 0.0:
         return float(count)
     rho = float(scores[1:] @ scores[:-1]) / power
@@ -101,8 +103,8 @@ def _coarse_size(samples: np.ndarray, leniency: float = 1.0) -> float:
     Independent noise on top of a slow one hides its correlation from neighbouring samples, and not
     from neighbouring blocks, in which it averages out.
     """
-    least = rank_effective_size(samples)
     scores, length = _scores(samples), COARSER
+    least = _autoregressive_size(scores)
     while (blocks := len(samples) // length) >= FEWEST_BLOCKS:
         means = scores[: blocks * length].reshape(blocks, length).mean(axis=1)
         least = min(least, leniency * rank_effective_size(means))
