@@ -3,9 +3,13 @@
 The executor is trivially cheap, so that what is timed is the dispatch. Both are timed in blocks
 that take turns, short enough to pass between interruptions, and medians over blocks are compared.
 Then the look at the weights of a ResNet-50, which executors with weights of their own need after
-each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay: with the same
-input at each call, with two that take turns (so that the graph's source changes each time), and
-with the static input itself. The result is named after the device that was measured.
+each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay. A raw replay
+computes with what lies in its input, and leaves its output where the next one overwrites it: what
+is added contains the copies of both. Times are latencies, the device idle before and after.
+
+Inputs are the same tensor at each call; two that take turns; one of sixteen, drawn at random, so
+that no address foretells the next; the static input itself. `host_us` says where a call spends its
+time until it returns, by medians of stamps taken on the way, each of which costs it some 0.1 us.
 
     python benchmarks/dispatch.py [--device cuda] [--out benchmarks/results]
 """
@@ -20,7 +24,9 @@ import statistics
 import time
 from datetime import date
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,6 +34,7 @@ from torch import nn
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
+from steadytorch.transforms import cuda_graph
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.workload.loading import load_workload
 
@@ -95,39 +102,97 @@ def weights(blocks: int) -> dict[str, Any]:
     return {"changed_us": found["changed"], "tensors": tensors, "modules": len([*model.modules()])}
 
 
-def graph(blocks: int) -> dict[str, float]:
-    """Latency of a recorded ResNet-50 at batch 1 in us, synchronised, against raw replay."""
-    workload = load_workload("resnet50", batch=1, device="cuda")
-    (x,) = workload.inputs
-    tuned = serving(workload.model, (TransformSpec("cuda_graph"),), x)
-    (entry,) = tuned._found.values()
+def waited(call: Any) -> Any:
+    """The call, and the wait for the device."""
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def cases(tuned: TunedModule, x: torch.Tensor) -> dict[str, Any]:
+    """Calls by what they are given."""
+    two = itertools.cycle([x, x.clone()])
+    many = [x.clone() for _ in range(16)]
+    drawn = itertools.cycle(Random(0).choices(many, k=4096))
     (buffer,), _ = tuned.static_inputs(x)
-    raw = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(3):
-            workload.model(x)
-        with torch.cuda.graph(raw, stream=stream):
-            workload.model(x)
-
-    def waited(call: Any) -> Any:
-        def run() -> None:
-            call()
-            torch.cuda.synchronize()
-
-        return run
-
-    others = itertools.cycle([x, x.clone()])
-    calls = {
-        "replay": raw.replay,
-        "executor": lambda: entry.call(x),
-        "tuned": lambda: tuned(x),
-        "tuned_new_address": lambda: tuned(next(others)),
+    return {
+        "same": lambda: tuned(x),
+        "two_in_turn": lambda: tuned(next(two)),
+        "any_of_16": lambda: tuned(next(drawn)),
         "zero_copy": lambda: tuned(buffer),
     }
-    latency = interleaved({name: waited(call) for name, call in calls.items()}, blocks, 50)
-    added = {f"{name}_added_us": latency[name] - latency["replay"] for name in latency}
-    return {**latency, **added}
+
+
+def raw_replay(model: nn.Module, x: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """The model recorded by hand."""
+    raw, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x)
+        with torch.cuda.graph(raw, stream=stream):
+            model(x)
+    return raw
+
+
+def graph(blocks: int) -> dict[str, Any]:
+    """A recorded ResNet-50 at batch 1, in us: latency of raw replay, and what calls add to it."""
+    workload = load_workload("resnet50", batch=1, device="cuda")
+    (x,) = workload.inputs
+    raw = raw_replay(workload.model, x)
+    tuned = serving(workload.model, (TransformSpec("cuda_graph"),), x)
+    (entry,) = tuned._found.values()
+    calls = {"replay": raw.replay, "executor alone": lambda: entry.call(x), **cases(tuned, x)}
+    latency = interleaved({name: waited(call) for name, call in calls.items()}, blocks, 25)
+    replay = latency.pop("replay")
+    added = {name: found - replay for name, found in latency.items()}
+    host = {"replay": spent(raw.replay, []), **stamped(workload.model, x)}
+    return {"replay_us": replay, "added_us": added, "host_us": host}
+
+
+def stamped(model: nn.Module, x: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Where the host spends a call, in us, by what it is given."""
+    stamps: list[int] = []
+    make = cuda_graph._exact_replayer
+
+    def with_stamps(recorded: Any, collect: Any) -> Any:
+        return make(recorded._replace(replay=stamping(recorded.replay, stamps)), collect)
+
+    with patch.object(cuda_graph, "_exact_replayer", with_stamps):
+        tuned = serving(model, (TransformSpec("cuda_graph"),), x)
+    (entry,) = tuned._found.values()
+    entry.call = stamping(entry.call, stamps)
+    return {case: spent(call, stamps) for case, call in cases(tuned, x).items()}
+
+
+def stamping(call: Any, stamps: list[int]) -> Any:
+    """The call, which notes when it began and ended."""
+
+    def run(*args: Any) -> Any:
+        stamps.append(time.perf_counter_ns())
+        result = call(*args)
+        stamps.append(time.perf_counter_ns())
+        return result
+
+    return run
+
+
+def spent(call: Any, stamps: list[int], count: int = 200) -> dict[str, float]:
+    """Medians of the times between the stamps of a call, in us."""
+    rows = []
+    for _ in range(count):
+        stamps.clear()
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        end = time.perf_counter_ns()
+        marks = [start, *stamps, end]
+        rows.append([(b - a) / 1e3 for a, b in itertools.pairwise(marks)])
+    names = ("look_up", "staging", "launch", "outputs", "weights_and_counts")
+    medians = map(statistics.median, zip(*rows, strict=True))
+    return dict(zip(names if stamps else ("launch",), medians, strict=True))
 
 
 def device_name(device: str) -> str:

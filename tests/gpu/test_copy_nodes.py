@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.transforms import copy_nodes
+from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.copy_nodes import MOST
 from steadytorch.transforms.cuda_graph import CudaGraph, _Pool, _record
 from steadytorch.transforms.static_buffers import static_inputs
@@ -70,7 +72,9 @@ def test_static_tensors_and_others_may_be_mixed():
 @pytest.mark.parametrize(
     "change", [torch.neg, torch.Tensor.double, torch._neg_view, torch.Tensor.cpu]
 )
-def test_tensors_of_other_types_and_places_are_converted(change):
+@pytest.mark.parametrize("most", [0, MOST])
+def test_tensors_of_other_types_and_places_are_converted(change, most, monkeypatch):
+    monkeypatch.setattr(copy_nodes, "MOST", most)
     with recorded() as workload:
         (x,) = numbers()
         for _ in range(3):
@@ -85,3 +89,87 @@ def test_after_closing_a_call_raises():
     for given in (x, x.clone()):
         with pytest.raises(RuntimeError):
             workload.model(given)
+
+
+def test_inputs_that_a_transform_before_converts_are_what_is_computed():
+    model, inputs = nn.Linear(100, 4).eval().cuda(), numbers(10, 100)
+    with (
+        torch.no_grad(),
+        CastWeights().applied(Workload(model, (inputs[0],), {})) as half,
+        CudaGraph().applied(half) as workload,
+    ):
+        found = [workload.model.exact(x) for x in inputs]
+        for x, result in zip(inputs, found, strict=True):
+            torch.testing.assert_close(result, half.model(x), rtol=0.02, atol=0.02)
+
+
+class Several(nn.Module):
+    """Outputs of several kinds, the last of them the input itself."""
+
+    def forward(self, x):
+        return {"rest": [x.half(), (x.reshape(10, -1).T, 3)], "same": x}
+
+
+def test_each_output_has_memory_of_its_own():
+    with recorded() as workload:
+        inputs = numbers(50)
+        torch.cuda._sleep(20_000_000)  # so that all calls are made before the first replay
+        found = [workload.model(x) for x in inputs]
+        for x, result in zip(inputs, found, strict=True):
+            assert torch.equal(result, x)
+        assert len({result.data_ptr() for result in found}) == 50
+
+
+@pytest.mark.parametrize("most", [0, MOST])
+def test_outputs_nested_strided_or_handed_through_are_copied(most, monkeypatch):
+    monkeypatch.setattr(copy_nodes, "MOST", most)
+    with CudaGraph().applied(Workload(Several(), tuple(numbers()), {})) as workload:
+        inputs = [numbers()[0] for _ in range(5)]
+        found = [workload.model(x) for x in inputs]
+        for x, result in zip(inputs, found, strict=True):
+            torch.testing.assert_close(result, Several()(x))
+            assert result["same"].data_ptr() != x.data_ptr()
+
+
+def test_outputs_are_right_on_whatever_stream_comes_next():
+    with recorded() as workload:
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        inputs = numbers(30)
+        torch.cuda.synchronize()
+        found = []
+        for i, x in enumerate(inputs):
+            with torch.cuda.stream(streams[i % 3 if i % 2 else 0]):
+                found.append(workload.model(x) + 0)
+        torch.cuda.synchronize()
+        for x, result in zip(inputs, found, strict=True):
+            assert torch.equal(result, x)
+
+
+def test_outputs_made_in_inference_mode_can_be_used_outside():
+    with recorded() as workload:
+        (x,) = numbers()
+        with torch.inference_mode():
+            workload.model(x)
+        weight = torch.ones(1000, device="cuda", requires_grad=True)
+        (workload.model(x) * weight).sum().backward()
+        assert torch.equal(weight.grad, x)
+
+
+def test_memory_of_results_is_given_back():
+    with recorded() as workload:
+        (x,) = numbers()
+        workload.model(x)
+        before = torch.cuda.memory_allocated()
+        for _ in range(100):
+            workload.model(x)
+        assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_calls_from_another_current_device_are_right():
+    with recorded() as workload:
+        inputs = numbers(10)
+        with torch.cuda.device(1):
+            found = [workload.model(x) for x in inputs]
+        for x, result in zip(inputs, found, strict=True):
+            assert torch.equal(result, x)

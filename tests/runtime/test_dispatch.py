@@ -148,6 +148,16 @@ def served(linear, serving):
     return tuned
 
 
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_gradients_are_turned_off_for_all_but_replays(served, is_replay):
+    (entry,) = served._found.values()
+    entry.is_replay, entry.call = is_replay, lambda x: torch.is_grad_enabled()
+    assert served(torch.ones(2, 3)) is is_replay
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert served(torch.ones(2, 3)) is False
+
+
 def test_an_ordinary_call_has_no_obstacle(served):
     assert obstacle((X,), {"y": X, "n": 1}) is None
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from steadytorch.errors import PlanError
+from steadytorch.runtime import entries
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
@@ -100,6 +103,16 @@ def test_refreshing_follows_the_mode_of_the_model(model, x):
     tuned.refresh()
     tuned(x)
     assert tuned.report().calls[NO_PLAN] == 1
+
+
+@pytest.mark.parametrize("static", [None, ((1,), {})])
+def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
+    build = entries.build
+    monkeypatch.setattr(entries, "build", lambda *args: replace(build(*args), static=static))
+    tuned = TunedModule(model, Script(Resolution(LIVE)))
+    tuned(x)
+    (entry,) = tuned._found.values()
+    assert entry.is_replay is (static is not None)
 
 
 def test_options_default_to_the_safe_ones():

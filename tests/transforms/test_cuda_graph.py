@@ -1,12 +1,27 @@
 from __future__ import annotations
 
+import ctypes
+from threading import Lock
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from steadytorch.errors import UsageError
 from steadytorch.transforms.base import Applicable
-from steadytorch.transforms.cuda_graph import CudaGraph, _collector_paused, _first_cause
+from steadytorch.transforms.copy_nodes import CopyNode
+from steadytorch.transforms.cuda_graph import (
+    CudaGraph,
+    _collector_paused,
+    _first_cause,
+    _Recorded,
+    _replayer,
+)
+from steadytorch.transforms.static_buffers import StaticInputs
 from steadytorch.workload.workload import Workload
+
+from .driver import Driver
 
 
 def test_an_inference_workload_on_a_gpu_will_do(gpu, on_gpu):
@@ -47,3 +62,113 @@ def test_the_garbage_collector_is_as_before_after_recording(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable() if before else gc.disable()
+
+
+# -- calls of what was recorded, with the host in the place of the device -----------------------
+
+
+class Playing:
+    """A recording of `2 * x`, replayed on the host, called on `stream` or while `recording`."""
+
+    def __init__(self, static, by_node=True):
+        self.driver, self.stream, self.recording, self.follows = Driver(), 7, False, 0
+        self.static, self.output = static, 2 * static
+        node = CopyNode(self.driver, static, ctypes.c_void_p())
+        assert node.open(1)
+        pool = SimpleNamespace(
+            lock=Lock(),
+            index=0,
+            last_address=None,
+            address=lambda index: self.stream,
+            is_recording=lambda: self.recording,
+            follow=self.follow,
+        )
+        self.pool, nodes, inputs = pool, [node] * by_node, StaticInputs((static,), {})
+        recorded = _Recorded(self.replay, nodes, inputs, self.output, pool, self.model)
+        self.call = _replayer(recorded)
+
+    def model(self, x):
+        return "the model", torch.is_grad_enabled()
+
+    def follow(self):
+        self.follows += 1
+        self.pool.last_address = self.stream
+
+    def replay(self):
+        self.driver.replay()
+        torch.mul(self.static, 2, out=self.output)
+
+
+@pytest.mark.parametrize("by_node", [True, False], ids=["node", "launched"])
+@pytest.mark.parametrize("way", ["call", "exact"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_results_are_of_their_inputs_and_stay_as_they_are(by_node, way, mode):
+    playing = Playing(torch.zeros(3), by_node)
+    call = playing.call if way == "call" else playing.call.exact
+    static, x, y = playing.static, torch.randn(3), torch.randn(3, requires_grad=True)
+    found, expected = [], []
+    for each in (x, y, x, x, torch._neg_view(x), static, static[:], y):
+        if each.data_ptr() == static.data_ptr():
+            static.fill_(5)
+        expected.append(2 * each.detach())
+        with mode():
+            found.append(call(each))
+    for result, wanted in zip(found, expected, strict=True):
+        assert torch.equal(result, wanted)
+        assert not result.requires_grad
+    assert playing.follows == 1
+
+
+def test_aliased_outputs_are_the_recorded_ones_and_results_given_out_stay():
+    playing, x = Playing(torch.zeros(3)), torch.ones(3)
+    kept = playing.call.exact(x)
+    assert playing.call.aliasing(3 * x) is playing.output
+    assert playing.call.exact(4 * x).tolist() == [8, 8, 8]
+    assert kept.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("by_node", [True, False], ids=["node", "launched"])
+def test_tensors_of_another_type_are_converted_and_of_another_shape_refused(by_node):
+    playing = Playing(torch.zeros(3), by_node)
+    assert playing.call(torch.ones(3, dtype=torch.float64)).tolist() == [2, 2, 2]
+    with pytest.raises(UsageError, match="recorded for other inputs"):
+        playing.call(torch.ones(1))
+    assert playing.call(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.double, lambda x: x.T.contiguous().T, lambda x: x[:1].expand(4, 4)],
+    ids=["type", "layout", "expanded"],
+)
+def test_inputs_that_a_transform_before_converted_are_never_read_as_they_lie(change):
+    playing = Playing(torch.zeros(4, 4))
+    for x in (torch.randn(4, 4), torch.randn(4, 4)):
+        for _ in range(2):
+            assert torch.equal(playing.call.exact(change(x)), 2 * change(x).float())
+
+
+def test_every_change_of_the_stream_is_followed():
+    playing, x = Playing(torch.zeros(3)), torch.ones(3)
+    for playing.stream in (7, 7, 8, 7):
+        assert playing.call.exact(x).tolist() == [2, 2, 2]
+    assert playing.follows == 3
+
+
+def test_after_a_call_that_the_driver_failed_the_next_is_right():
+    playing, x = Playing(torch.zeros(3)), torch.ones(3)
+    playing.call.exact(x)
+    playing.driver.refuses = ("point", "turn")
+    with pytest.raises(RuntimeError, match="turn off"):
+        playing.call.exact(2 * x)
+    playing.driver.refuses = ()
+    assert playing.call.exact(x).tolist() == [2, 2, 2]
+
+
+def test_within_another_recording_the_model_runs_without_gradients():
+    playing = Playing(torch.zeros(3))
+    playing.recording = True
+    for call in (playing.call, playing.call.exact, playing.call.aliasing):
+        assert call(torch.ones(3)) == ("the model", False)
+        assert torch.is_grad_enabled()
+    assert playing.follows == 0

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _set_grad_enabled
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from steadytorch.errors import PlanError
-from steadytorch.runtime.executors import Executor
+from steadytorch.runtime.executors import Executor, without_gradients
 from steadytorch.runtime.settings import needed
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
@@ -117,6 +117,7 @@ class Entry:
         trial: watches the calls until the executor has proved itself.
         is_proved: whether it has.
         is_frozen: whether the executor must not run once weights have changed.
+        is_replay: whether the executor replays a recording, so that grad mode does not matter.
         is_padded: whether calls are padded to another signature, which serves them.
         hits: calls that the executor answered.
         others: calls that the model answered.
@@ -131,6 +132,7 @@ class Entry:
     trial: Any = None
     is_proved: bool = False
     is_frozen: bool = False
+    is_replay: bool = False
     is_padded: bool = False
     hits: Ticks = field(default_factory=Ticks)
     others: Ticks = field(default_factory=Ticks)
@@ -246,18 +248,13 @@ def runner(
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs)
-        # What `torch.no_grad` does, at an eighth of its time.
-        records = is_grad_enabled()
         try:
-            if records:
-                _set_grad_enabled(False)
-            result = call(*args, **kwargs)
+            if entry.is_replay:
+                result = call(*args, **kwargs)
+            else:
+                result = without_gradients(call, args, kwargs)
         except Exception as error:
-            _set_grad_enabled(records)  # the untouched model is called as the caller would
             return failed(entry, error, args, kwargs)
-        finally:
-            if records:
-                _set_grad_enabled(True)
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
         if entry.is_frozen and weights.changed():
             return stale(entry, args, kwargs)
@@ -291,8 +288,10 @@ def fast_path(
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
                 a = args[0]
                 entry = get((a.shape, a.stride(), a.dtype, a.device, a.layout))
+                needs_gradient = a.requires_grad and is_grad_enabled()
             else:
                 entry = get(quick_key(args, kwargs))
+                needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
         except Exception:  # no signature
             return with_care(args, kwargs)
         if (
@@ -307,7 +306,7 @@ def fast_path(
             or peek_interpreter_stack() is not None
             or forward_ad._current_level >= 0
             or is_compiling()
-            or (is_grad_enabled() and _needs_gradient(args, kwargs))
+            or needs_gradient
         ):
             return with_care(args, kwargs)
         return run(entry, args, kwargs)

@@ -194,7 +194,7 @@ class Entries:
             return
         self._is_built = True
         entry.executor, entry.call, entry.reason = executor, executor.call, None
-        entry.is_frozen = not executor.is_live
+        entry.is_frozen, entry.is_replay = not executor.is_live, executor.static is not None
         device = Workload(self._model, args, kwargs).device
         if not self._options.canary:
             entry.trial = FirstCall(executor, self.weights, device)

@@ -11,7 +11,8 @@ The nodes are made and changed through the CUDA driver's own interface, for PyTo
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class CopyNode:
         driver: of CUDA.
         target: the static tensor: dense, and not complex.
         context: of the driver's, in which it was made.
+
+    Attributes:
+        source: address of what replays copy as it is, or None.
     """
 
     __slots__ = (
@@ -66,9 +70,10 @@ class CopyNode:
         "_is_on",
         "_is_open",
         "_own",
-        "_source",
+        "_set_source",
         "_strides",
         "handle",
+        "source",
         "target",
     )
 
@@ -81,7 +86,7 @@ class CopyNode:
         self._copy.source = self._copy.target = self._own
         self.handle = ctypes.c_void_p()
         self._args: tuple[Any, ...] = (ctypes.byref(self._copy), context)
-        self._source: int | None = None
+        self.source: int | None = None
         self._is_open, self._is_on = False, True
 
     def add_to(self, graph: ctypes.c_void_p) -> bool:
@@ -92,12 +97,15 @@ class CopyNode:
     def open(self, executable: int) -> bool:
         """Takes the instantiated graph, and does nothing in it until fed; False where refused."""
         self._args = (ctypes.c_void_p(executable), self.handle, *self._args)
-        self._source, self._is_open = self._own, True
+        self._set_source: Callable[[], int] = partial(
+            self._driver.cuGraphExecMemcpyNodeSetParams, *self._args
+        )
+        self.source, self._is_open = self._own, True
         return self._turn(False)
 
     def close(self) -> None:
         """Leaves the graph alone from now on; to be called before it is destroyed."""
-        self._source, self._is_open = None, False
+        self.source, self._is_open = None, False
 
     def feed(self, x: Tensor) -> None:
         """Has the next replay compute with a tensor, which is of the target's shape.
@@ -106,34 +114,33 @@ class CopyNode:
             RuntimeError: the driver refuses; the graph must not be replayed.
         """
         if (
-            x.data_ptr() != self._source
+            x.data_ptr() != self.source
             or x.stride() != self._strides
             or x.dtype is not self._dtype
             or x.is_neg()
             or x.device != self._device
         ):
-            self._change(x)
+            self.change(x)
 
-    def feed_alike(self, x: Tensor) -> None:
-        """The same where all tensors are known to agree in strides, type and device.
+    def change(self, x: Tensor) -> None:
+        """The same for a tensor that is not the one that replays copy as it is.
+
+        Where all tensors are known to agree in strides, type and device, it is one that does not
+        lie at `source`, or is a negative view.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
         """
-        if x.data_ptr() != self._source or x.is_neg():
-            self._change(x)
-
-    def _change(self, x: Tensor) -> None:
         # What fails half-way must not pass for done at the next call.
-        self._source = None
+        self.source = None
         address = x.data_ptr() if self._is_plain(x) else 0
         if address not in (0, self._own) and self._is_open and self._point(address):
-            self._source = address
+            self.source = address
             return
         if not self._turn(False):
             raise RuntimeError("the CUDA driver refuses to turn off a node of a graph")
         if address == self._own:
-            self._source = address
+            self.source = address
         else:
             self.target.copy_(x.detach() if x.requires_grad else x)
 
@@ -149,8 +156,7 @@ class CopyNode:
 
     def _point(self, address: int) -> bool:
         self._copy.source = address
-        refused = self._driver.cuGraphExecMemcpyNodeSetParams(*self._args)
-        return not refused and self._turn(True)
+        return not self._set_source() and self._turn(True)
 
     def _turn(self, on: bool) -> bool:
         if self._is_on is not on and self._is_open:

@@ -17,9 +17,7 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transfo
 from steadytorch.transforms.conversion import own_device
 from steadytorch.transforms.copy_nodes import CopyNode, add_copy_nodes
 from steadytorch.transforms.static_buffers import (
-    FeedOne,
     StaticInputs,
-    check_shape,
     collector,
     feeder,
     static_inputs,
@@ -67,7 +65,9 @@ class CudaGraph(Transform):
             graph, nodes, outputs = _record(workload.model, static, pool)
         pool.graphs += 1
         try:
-            recorded = _Recorded(graph, nodes, static, outputs, pool, workload.model)
+            # Past the method in Python that stands before the one that launches.
+            replay = super(torch.cuda.CUDAGraph, graph).replay
+            recorded = _Recorded(replay, nodes, static, outputs, pool, workload.model)
             yield workload.with_model(_replayer(recorded))
         finally:
             with pool.lock:
@@ -177,9 +177,9 @@ def _first_cause(error: BaseException) -> str:
 
 
 class _Recorded(NamedTuple):
-    """A graph with all that a replay needs; `model` is what was recorded."""
+    """What a replay needs; `model` is what was recorded."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     nodes: list[CopyNode]
     static: StaticInputs
     outputs: Any
@@ -188,23 +188,22 @@ class _Recorded(NamedTuple):
 
 
 def _replayer(recorded: _Recorded) -> Callable[..., Any]:
-    static = recorded.static
+    # Replays need no grad mode, so callers set none; the model within a recording does.
+    recorded = recorded._replace(model=torch.no_grad()(recorded.model))
+    args, kwargs = recorded.static
     copies, own = collector(recorded.outputs), lambda: recorded.outputs
-    if len(static.args) == 1 and not static.kwargs and isinstance(static.args[0], torch.Tensor):
-        feed, alike = _single_feeds(recorded)
-        call = _single_replayer(recorded, feed, copies)
-        exact = _single_replayer(recorded, alike, copies)
-        aliasing = _single_replayer(recorded, alike, own)
-    else:
-        call = exact = _general_replayer(recorded, copies)
-        aliasing = _general_replayer(recorded, own)
-    vars(call).update(static_inputs=static, exact=exact, aliasing=aliasing)
+    call = exact = _general_replayer(recorded, copies)
+    aliasing = _general_replayer(recorded, own)
+    if recorded.nodes and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+        exact, aliasing = _exact_replayer(recorded, copies), _exact_replayer(recorded, own)
+        call = _single_replayer(args[0], exact, call)
+    vars(call).update(static_inputs=recorded.static, exact=exact, aliasing=aliasing)
     return call
 
 
 def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callable[..., Any]:
     feed = feeder(recorded.static, [node.feed for node in recorded.nodes])
-    replay, pool, model = recorded.graph.replay, recorded.pool, recorded.model
+    replay, pool, model = recorded.replay, recorded.pool, recorded.model
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -220,41 +219,37 @@ def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callab
     return call
 
 
-def _single_replayer(
-    recorded: _Recorded, feed: FeedOne, collect: Callable[[], Any]
+def _exact_replayer(
+    recorded: _Recorded, collect: Callable[[], Any]
 ) -> Callable[[torch.Tensor], Any]:
     """The same for the most common call, with nothing on the way that it does not need."""
-    replay, pool, model = recorded.graph.replay, recorded.pool, recorded.model
+    replay, pool, model, node = recorded.replay, recorded.pool, recorded.model, recorded.nodes[0]
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
+    change = node.change
 
-    def call(x: torch.Tensor, /) -> Any:
+    def exact(x: torch.Tensor, /) -> Any:
         if is_recording():
             return model(x)
         with lock:
             if address(index) != pool.last_address:
                 pool.follow()
-            feed(x)
+            if x.data_ptr() != node.source or x.is_neg():
+                change(x)
             replay()
             return collect()
 
+    return exact
+
+
+def _single_replayer(
+    static: torch.Tensor, exact: Callable[..., Any], general: Callable[..., Any]
+) -> Callable[[torch.Tensor], Any]:
+    """Takes the short way with tensors of the recorded signature, and converts all others."""
+    expected = (static.shape, static.stride(), static.dtype, static.device)
+
+    def call(x: torch.Tensor, /) -> Any:
+        is_plain = type(x) is torch.Tensor
+        is_exact = is_plain and (x.shape, x.stride(), x.dtype, x.device) == expected
+        return exact(x) if is_exact else general(x)
+
     return call
-
-
-def _single_feeds(recorded: _Recorded) -> tuple[FeedOne, FeedOne]:
-    """What copies any tensor of the right shape, and what only those of the recorded signature."""
-    static: torch.Tensor = recorded.static.args[0]
-    shape = static.shape
-
-    def launch(x: torch.Tensor) -> None:
-        if x is not static:
-            static.copy_(x.detach() if x.requires_grad else x)
-
-    convert = alike = launch
-    if recorded.nodes:
-        convert, alike = recorded.nodes[0].feed, recorded.nodes[0].feed_alike
-
-    def feed(x: torch.Tensor) -> None:
-        check_shape(x.shape, shape)
-        convert(x)
-
-    return feed, alike

@@ -118,16 +118,6 @@ def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]]
     return copy
 
 
-def check_shape(found: torch.Size, expected: torch.Size) -> None:
-    """Refuses a tensor that copying would broadcast.
-
-    Raises:
-        UsageError: the shapes differ.
-    """
-    if found != expected:
-        raise _mismatch(f"shape {tuple(found)} in the place of {tuple(expected)}")
-
-
 def collector(outputs: Any) -> Callable[[], Any]:
     """Makes the function that returns copies of outputs which the next call will overwrite.
 
