@@ -158,6 +158,22 @@ def test_gradients_are_turned_off_for_all_but_replays(served, is_replay):
         assert served(torch.ones(2, 3)) is False
 
 
+def test_replays_whose_result_is_no_answer_are_thrown_away(served, linear):
+    (entry,) = served._found.values()
+    entry.is_replay, x = True, torch.ones(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(served(x), linear(x))
+    assert torch.equal(served(x.clone().requires_grad_()), linear(x))
+    hits = served.report().hits
+    served._model.train()
+    assert torch.equal(served(x), linear(x))
+    assert served.report().hits == hits
+    served._model.eval()
+    assert served(x).sum() == 0
+    served._gate.off = "closed"
+    assert torch.equal(served(x), linear(x))
+
+
 def test_an_ordinary_call_has_no_obstacle(served):
     assert obstacle((X,), {"y": X, "n": 1}) is None
 

@@ -18,7 +18,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.errors import PlanError
 from steadytorch.runtime.executors import Executor, without_gradients
@@ -231,28 +231,35 @@ Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Run = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def runner(
-    weights: Weights,
-    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any]], Any],
-    stale: Run,
-) -> Run:
+class Detours(NamedTuple):
+    """What answers a call that cannot be served the plain way.
+
+    Attributes:
+        with_care: any call.
+        failed: one in which the executor raised, or (None) is gone meanwhile.
+        stale: one whose result may be that of other weights.
+    """
+
+    with_care: Serve
+    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any]], Any]
+    stale: Run
+
+
+def runner(weights: Weights, detours: Detours) -> Run:
     """Makes the function that calls an entry's executor and looks at the weights.
 
     Args:
         weights: of the model.
-        failed: answers a call in which the executor raised, or (None) is gone meanwhile.
-        stale: answers a call whose result may be that of other weights.
+        detours: what answers otherwise.
     """
+    _, failed, stale = detours
 
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs)
         try:
-            if entry.is_replay:
-                result = call(*args, **kwargs)
-            else:
-                result = without_gradients(call, args, kwargs)
+            result = without_gradients(call, args, kwargs)
         except Exception as error:
             return failed(entry, error, args, kwargs)
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
@@ -264,8 +271,25 @@ def runner(
     return run
 
 
+def _stopper(
+    gate: Gate, attributes: dict[str, Any]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """Makes the function that says whether something keeps a call from being served tuned."""
+
+    def stopped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return (
+            gate.off is not None
+            or attributes["training"] is not gate.mode
+            or _is_any_autocast_enabled()
+            or forward_ad._current_level >= 0
+            or (is_grad_enabled() and _needs_gradient(args, kwargs))
+        )
+
+    return stopped
+
+
 def fast_path(
-    model: nn.Module, gate: Gate, found: dict[Any, Entry], run: Run, with_care: Serve
+    model: nn.Module, gate: Gate, found: dict[Any, Entry], weights: Weights, detours: Detours
 ) -> Serve:
     """The way of a call that nothing stands in: one look-up, one executor, no lock.
 
@@ -274,41 +298,50 @@ def fast_path(
 
     Args:
         model: the untouched model.
-        gate: where closed, every call is left to `with_care`.
+        gate: where closed, every call takes a detour.
         found: entry by quick key.
-        run: calls an executor that has proved itself.
-        with_care: answers all other calls.
+        weights: of the model.
+        detours: what answers otherwise.
     """
-    attributes, get = vars(model), found.get
+    attributes, get, run = vars(model), found.get, runner(weights, detours)
+    with_care, failed, stale = detours
     if "training" not in attributes:  # a scripted model
         return with_care
+    stopped = _stopper(gate, attributes)
 
     def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
                 a = args[0]
                 entry = get((a.shape, a.stride(), a.dtype, a.device, a.layout))
-                needs_gradient = a.requires_grad and is_grad_enabled()
             else:
                 entry = get(quick_key(args, kwargs))
-                needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
         except Exception:  # no signature
             return with_care(args, kwargs)
         if (
             entry is None
             or not entry.is_proved
-            or gate.off is not None
-            or attributes["training"] is not gate.mode
             or needed.alive
-            # `obstacle`, without the calls.
-            or _is_any_autocast_enabled()
+            # `_is_transformed`, without calls: exporting shows in the stack.
             or _len_torch_dispatch_stack()
             or peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
-            or is_compiling()
-            or needs_gradient
+            or is_dynamo_compiling()
         ):
             return with_care(args, kwargs)
-        return run(entry, args, kwargs)
+        call = entry.call
+        if call is None or not entry.is_replay:
+            return with_care(args, kwargs) if stopped(args, kwargs) else run(entry, args, kwargs)
+        # A recording is the same in whatever mode it is replayed, and a GPU idles until it is
+        # launched. So what makes its result no answer to this call is looked at afterwards.
+        try:
+            result = call(*args, **kwargs)
+        except Exception as error:
+            return failed(entry, error, args, kwargs)
+        if stopped(args, kwargs):
+            return with_care(args, kwargs)
+        if entry.is_frozen and weights.changed():
+            return stale(entry, args, kwargs)
+        entry.hits.tick()
+        return result
 
     return serve

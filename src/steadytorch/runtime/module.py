@@ -29,6 +29,7 @@ from steadytorch.runtime.buckets import Fitted
 from steadytorch.runtime.dispatch import (
     NO_PLAN,
     Arrival,
+    Detours,
     Entry,
     Gate,
     Resolution,
@@ -91,10 +92,10 @@ class TunedModule(StandIn):
         state["_entries"] = Entries(model, resolve, options)
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
-        state["_calls"] = Counter()
-        state["_counting"] = Lock()
-        state["_run"] = runner(self._entries.weights, self._failed, self._stale)
-        serve = fast_path(model, self._gate, self._found, self._run, self._with_care)
+        state["_calls"], state["_counting"] = Counter(), Lock()
+        detours = Detours(self._with_care, self._failed, self._stale)
+        state["_run"] = runner(self._entries.weights, detours)
+        serve = fast_path(model, self._gate, self._found, self._entries.weights, detours)
         state["_entrance"] = (
             serve,
             [

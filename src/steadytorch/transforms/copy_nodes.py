@@ -63,6 +63,7 @@ class CopyNode:
 
     __slots__ = (
         "_args",
+        "_cell",
         "_copy",
         "_device",
         "_driver",
@@ -84,6 +85,7 @@ class CopyNode:
         self._copy = _Copy(width_bytes=size, height=1, depth=1)
         self._copy.source_kind = self._copy.target_kind = _DEVICE_MEMORY
         self._copy.source = self._copy.target = self._own
+        self._cell = ctypes.c_uint64.from_buffer(self._copy, _Copy.source.offset)
         self.handle = ctypes.c_void_p()
         self._args: tuple[Any, ...] = (ctypes.byref(self._copy), context)
         self.source: int | None = None
@@ -105,7 +107,7 @@ class CopyNode:
 
     def close(self) -> None:
         """Leaves the graph alone from now on; to be called before it is destroyed."""
-        self.source, self._is_open = None, False
+        self.source, self._is_open, self._is_on = None, False, False
 
     def feed(self, x: Tensor) -> None:
         """Has the next replay compute with a tensor, which is of the target's shape.
@@ -122,11 +124,29 @@ class CopyNode:
         ):
             self.change(x)
 
+    def mover(self) -> Callable[[Tensor, int], None]:
+        """The same for tensors that are known to agree with the target in strides, type and device.
+
+        Returns:
+            A function of a tensor and where it lies. It need not be called for one that lies at
+            `source`, unless that is a negative view. It raises what `feed` raises. The device idles
+            while it runs, so it looks nothing up that stays.
+        """
+        own, cell, set_source, change = self._own, self._cell, self._set_source, self.change
+
+        def move(x: Tensor, address: int) -> None:
+            if self._is_on and address != own and type(x) is Tensor and not x.is_neg():
+                self.source = None
+                cell.value = address
+                if not set_source():
+                    self.source = address
+                    return
+            change(x)
+
+        return move
+
     def change(self, x: Tensor) -> None:
         """The same for a tensor that is not the one that replays copy as it is.
-
-        Where all tensors are known to agree in strides, type and device, it is one that does not
-        lie at `source`, or is a negative view.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
@@ -155,7 +175,7 @@ class CopyNode:
         )
 
     def _point(self, address: int) -> bool:
-        self._copy.source = address
+        self._cell.value = address
         return not self._set_source() and self._turn(True)
 
     def _turn(self, on: bool) -> bool:

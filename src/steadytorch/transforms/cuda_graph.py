@@ -225,7 +225,7 @@ def _exact_replayer(
     """The same for the most common call, with nothing on the way that it does not need."""
     replay, pool, model, node = recorded.replay, recorded.pool, recorded.model, recorded.nodes[0]
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
-    change = node.change
+    move = node.mover()
 
     def exact(x: torch.Tensor, /) -> Any:
         if is_recording():
@@ -233,8 +233,9 @@ def _exact_replayer(
         with lock:
             if address(index) != pool.last_address:
                 pool.follow()
-            if x.data_ptr() != node.source or x.is_neg():
-                change(x)
+            at = x.data_ptr()
+            if at != node.source or x.is_neg():
+                move(x, at)
             replay()
             return collect()
 
