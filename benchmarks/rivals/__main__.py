@@ -1,0 +1,209 @@
+"""steadytorch beside every option that engineers try by hand, workload after workload.
+
+    python benchmarks/rivals --seconds 560                      # as many as end in time
+    python benchmarks/rivals --seconds 560 --only vit_b_16 bert # further ones, same files
+    python benchmarks/rivals --device cpu
+
+Per workload: `tune` searches within its budget; then its plan and the options of `rival_options`
+are set up in fresh processes, all at once; then they are timed block by block in random order, one
+process at a time. The figure of the plan is therefore not the one it was chosen by.
+
+Results go into the files of the device and the day, `rivals_DEVICE_DATE.json` and `.md`: what is
+run again replaces what they said of it, all else stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+from rival_arms import OURS, start_all
+from rival_cases import CASES, Case, chosen
+from rival_options import OPTIONS
+from rival_power import power_of, recorded
+from rival_results import Document, Row, failed_row, merge, read, row_of
+from rival_tables import markdown
+from rival_timing import time_all
+
+from steadytorch import __version__
+from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.device.telemetry import snapshot
+from steadytorch.process.worker import WorkerFault
+from steadytorch.quantities import parse_duration
+from steadytorch.trial.worker import save_payload
+from steadytorch.tune.moves import describe
+from steadytorch.tune.select import Options
+from steadytorch.tune.session import Session
+from steadytorch.workload.workload import Workload
+
+RESULTS = Path(__file__).parents[1] / "results"
+METRICS = {"cuda": ("period", "latency"), "cpu": ("period",)}
+BUDGET_S = {"cuda": 85.0, "cpu": 90.0}
+START_S = 40.0
+"""Of a workload, beside search, set-ups and timing: to load it and to start processes."""
+
+
+def searched(
+    case: Case, workload: Workload, args: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Any], str | None]:
+    """What the search found, for the record, and the file of its plan; None where it failed."""
+    options = Options(precision=case.precision, budget_s=args.budget)
+    try:
+        session = Session(workload, options, args.device, folder / "store")
+        result = session.search()
+        plan = session.keep(result)
+    except Exception as error:  # the rivals are worth timing all the same
+        return {"search_failed": f"{type(error).__name__}: {error}"[:500]}, None
+    found = {
+        "plan": describe(result.chosen),
+        "regime": result.regime,
+        "search_s": result.seconds,
+        "speedup": msgspec.to_builtins(result.speedup),
+        "trials": msgspec.to_builtins(result.candidates),
+        "not_tried": result.not_tried,
+    }
+    return found, plan.path
+
+
+def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Document:
+    """One workload: its rows and what is to be known beside them."""
+    began, environment = time.monotonic(), {**msgspec.to_builtins(load_facts(args.device))}
+    entry: dict[str, Any] = {
+        "spec": case.spec,
+        "size": case.size,
+        "precision": case.precision,
+        "budget_s": args.budget,
+        "cap_s": args.cap,
+        "timing_s": args.timing,
+        "environment": {**environment, "steadytorch": __version__},
+        "created": now(),
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
+            rows = _rows(case, args, entry, Path(folder), tell)
+    except Exception as error:  # the other workloads are worth having
+        reason = error.reason if isinstance(error, WorkerFault) else str(error)
+        tell(f"failed: {reason}")
+        rows = [failed_row(case.name, OURS, f"{type(error).__name__}: {reason}"[:500])]
+    entry["seconds"] = time.monotonic() - began
+    return {
+        "created": entry["created"],
+        "environment": entry["environment"],
+        "rows": rows,
+        "workloads": {case.name: entry},
+    }
+
+
+def _rows(
+    case: Case,
+    args: argparse.Namespace,
+    entry: dict[str, Any],
+    folder: Path,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    workload, kind = case.load(), args.device.partition(":")[0]
+    save_payload(workload, folder)
+    entry["state_before"] = msgspec.to_builtins(snapshot(args.device))
+    tell(f"searching for {args.budget:.0f} s")
+    found, plan = searched(case, workload, args, folder)
+    entry |= found
+    tell(found.get("plan") or found["search_failed"])
+    del workload
+    options = [name for name in OPTIONS[kind] if not any(text in name for text in args.skip)]
+    began = time.monotonic()
+    arms = start_all(plan, options, args.device, folder, args.cap, tell)
+    entry["set_ups_s"] = time.monotonic() - began
+    try:
+        tell("timing")
+        began = time.monotonic()
+        rng = Random(args.seed)
+        recording = recorded(args.device, partial(time_all, arms, METRICS[kind], args.timing, rng))
+        entry["timing_took_s"] = time.monotonic() - began
+    finally:
+        for arm in arms:
+            arm.worker.kill()
+    ours = next((arm for arm in arms if arm.option == OURS), None)
+    rows = [row_of(case.name, arm, ours) for arm in arms]
+    if ours is None:
+        rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
+    else:
+        entry["power"] = power_of(recording, ours.spans)
+    return rows
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def stem(device_name: str | None, created: str) -> str:
+    """Name of the files of a device and a day, such as `rivals_h200_2026-11-21`."""
+    words = (device_name or "unknown").lower().replace("nvidia ", "")
+    short = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    return f"rivals_{short}_{created[:10]}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="as resnet50, gpt2:4x256, SPEC:BATCH"
+    )
+    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="parts of options")
+    parser.add_argument("--precision", help="of the searches; by default that of the list")
+    parser.add_argument(
+        "--budget", type=parse_duration, help="of each search, 85s (90s on the CPU)"
+    )
+    parser.add_argument("--cap", type=parse_duration, default=90.0, help="of autotuned set-ups")
+    parser.add_argument("--timing", type=parse_duration, default=25.0, help="of each workload")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="no workload is begun that would end later"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    began, args = time.monotonic(), arguments()
+    args.device = resolve_device(args.device)
+    kind = args.device.partition(":")[0]
+    known, args.budget = CASES[kind], args.budget or BUDGET_S[kind]
+    waiting = chosen(known, args.only, args.precision)
+    order, longest = [case.name for case in known], 0.0
+    args.out.mkdir(parents=True, exist_ok=True)
+    expected = START_S + args.budget + args.cap + args.timing
+    while waiting:
+        start = time.monotonic()
+        if start - began + (longest or expected) > args.seconds:
+            break
+        case = waiting.pop(0)
+        tell = partial(_tell, case.name, began)
+        fresh = run(case, args, tell)
+        path = args.out / f"{stem(fresh['environment']['name'], fresh['created'])}.json"
+        document = merge(read(path), fresh, order)
+        path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+        path.with_suffix(".md").write_text(markdown(document))
+        print(markdown({**document, **fresh}), flush=True)
+        longest = max(longest, time.monotonic() - start)
+    if waiting:
+        print("not begun:", " ".join(case.name for case in waiting), flush=True)
+
+
+def _tell(name: str, began: float, message: str) -> None:
+    print(f"{time.monotonic() - began:6.0f} s  {name}: {message}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The workloads of the list, by device, and those that the user names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from steadytorch import load_workload
+from steadytorch.errors import UsageError
+from steadytorch.workload.workload import Workload
+
+
+class Case(NamedTuple):
+    """A workload of the list.
+
+    Attributes:
+        spec: what `load_workload` resolves.
+        size: a batch size, or the shape of its first input, such as `4x256`.
+        precision: that the search may go down to.
+    """
+
+    spec: str
+    size: str
+    precision: str = "same"
+
+    @property
+    def name(self) -> str:
+        """What results call it: without the library it comes from."""
+        return f"{self.spec.rpartition(':')[2]}:{self.size}"
+
+    def load(self) -> Workload:
+        """The workload on the CPU, with random weights."""
+        if "x" in self.size:
+            return load_workload(self.spec, inputs=[self.size])
+        return load_workload(self.spec, batch=int(self.size))
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "cuda": (
+        Case("resnet50", "1", "fp16"),
+        Case("resnet50", "64", "fp16"),
+        Case("mobilenet_v3_large", "1", "fp16"),
+        Case("torchvision:densenet121", "1", "fp16"),
+        Case("torchvision:efficientnet_b0", "64", "fp16"),
+        Case("torchvision:convnext_tiny", "32", "fp16"),
+        Case("torchvision:vgg16_bn", "64", "fp16"),
+        Case("vit_b_16", "1", "bf16"),
+        Case("vit_b_16", "64", "bf16"),
+        # The nearest to 256x256 that its four poolings admit.
+        Case("unet", "4x1x252x252", "fp16"),
+        Case("transformers:bert", "8x128", "bf16"),
+        Case("gpt2", "4x256", "bf16"),
+    ),
+    "cpu": (Case("resnet50", "1"), Case("mobilenet_v3_large", "1"), Case("vit_b_16", "1")),
+}
+
+
+def chosen(cases: Sequence[Case], only: Sequence[str], precision: str | None) -> list[Case]:
+    """The cases whose names begin with one of `only`; a text that fits none is a case itself.
+
+    Raises:
+        UsageError: it fits none, and is not of the form SPEC:SIZE.
+    """
+    found = [] if only else list(cases)
+    for text in only:
+        fitting = [case for case in cases if case.name.startswith(text)]
+        found += [case for case in fitting if case not in found] or (
+            [] if fitting else [_own(text)]
+        )
+    return [case._replace(precision=precision or case.precision) for case in found]
+
+
+def _own(text: str) -> Case:
+    spec, _, size = text.rpartition(":")
+    if not spec or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
+        raise UsageError(f"{text!r} is no workload: write SPEC:BATCH or SPEC:SHAPE")
+    return Case(spec, size)

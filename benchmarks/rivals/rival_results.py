@@ -1,0 +1,199 @@
+"""What the benchmark found, as one document: rows, their merging, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import msgspec
+import numpy as np
+from rival_arms import OURS, Arm
+from rival_options import AUTOTUNED
+
+from steadytorch.explain.rules.clock_throttled import LEAST_HELD
+from steadytorch.measure.correlation import effective_size
+from steadytorch.measure.measurement import P99_NEEDS
+from steadytorch.measure.race import judge
+from steadytorch.measure.statistics import order_interval
+
+SCHEMA = 1
+P99_LIMIT, CV_LIMIT = 1.02, 0.005
+"""Of our own period, p99 over median and CV from which on the cause is asked for."""
+
+Row = dict[str, Any]
+Document = dict[str, Any]
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def failed_row(workload: str, option: str, reason: str, detail: str = "") -> Row:
+    """A row of what could not be timed."""
+    figures = dict.fromkeys(
+        ("period_ms", "p99_over_median", "cv", "latency_ms", "setup_s", "peak_mb", "error")
+    )
+    return {"workload": workload, "option": option, **figures, "failed": reason, "detail": detail}
+
+
+def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
+    """The figures of one option, and the verdicts on ours against it."""
+    if arm.failed is not None or arm.set_up is None or not arm.blocks:
+        return failed_row(workload, arm.option, arm.failed or "was not timed", arm.detail)
+    # On the CPU, where a call returns with its result, the period is the latency.
+    latency = "latency" if "latency" in arm.blocks else "period"
+    period = np.asarray(arm.samples("period"), dtype=np.float64)
+    interval = order_interval(np.asarray(arm.medians("period")))
+    row: Row = {
+        "workload": workload,
+        "option": arm.option,
+        "period_ms": _ms(float(np.median(period))),
+        "p99_over_median": tail(period),
+        "cv": float(period.std() / period.mean()),
+        "latency_ms": _ms(float(np.median(arm.samples(latency)))),
+        "setup_s": arm.set_up.setup_s,
+        "peak_mb": arm.set_up.peak_memory_bytes / 1e6,
+        "error": arm.set_up.error,
+        "failed": None,
+        "period_ci_ms": None if interval is None else [*map(_ms, interval)],
+        "samples": len(period),
+        "block_medians_ns": {metric: arm.medians(metric) for metric in arm.blocks},
+    }
+    if arm.option == OURS:
+        row["samples_ns"] = {metric: arm.samples(metric) for metric in arm.blocks}
+    elif ours is not None and ours.failed is None:
+        row["ours_against_it"] = {m: verdict(arm.medians(m), ours.medians(m)) for m in arm.blocks}
+    return row
+
+
+def _ms(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e6, 6)
+
+
+def tail(samples: np.ndarray) -> float | None:
+    """p99 over the median of all samples; None where they are worth too few independent ones.
+
+    Nothing is left out as warm-up: every process was warm before the first block.
+    """
+    if effective_size(samples, 0.99) < P99_NEEDS:
+        return None
+    return float(np.quantile(samples, 0.99) / np.median(samples))
+
+
+def verdict(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """What `judge` says of ours against theirs; block `i` of both is of the same round."""
+    return msgspec.to_builtins(judge(list(zip(theirs, ours, strict=False))))
+
+
+# -- documents ------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Document:
+    """The document of a file, or an empty one where there is none."""
+    if not path.exists():
+        return {"schema": SCHEMA, "kind": "rivals", "environment": {}, "rows": [], "workloads": {}}
+    return json.loads(path.read_text())
+
+
+def merge(document: Document, fresh: Document, order: Sequence[str]) -> Document:
+    """The document with every workload of `fresh` in place of what it said of that before.
+
+    Args:
+        document: what there is.
+        fresh: what was found now; environment and date are taken from it.
+        order: names of workloads, in the order to show them; others follow.
+    """
+    workloads = {**document["workloads"], **fresh["workloads"]}
+    names = sorted(workloads, key=lambda name: order.index(name) if name in order else len(order))
+    kept = [row for row in document["rows"] if row["workload"] not in fresh["workloads"]]
+    rows = [*kept, *fresh["rows"]]
+    return {
+        **document,
+        "created": fresh["created"],
+        "environment": fresh["environment"],
+        "rows": [row for name in names for row in rows if row["workload"] == name],
+        "workloads": {name: workloads[name] for name in names},
+    }
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def rows_of(document: Document, workload: str) -> list[Row]:
+    return [row for row in document["rows"] if row["workload"] == workload]
+
+
+def ours_of(rows: Sequence[Row]) -> Row | None:
+    """Our own row, where it was timed."""
+    return next((row for row in rows if row["option"] == OURS and not row["failed"]), None)
+
+
+def best_of(rows: Sequence[Row], figure: str) -> Row | None:
+    """The fastest of the rivals by `period_ms` or `latency_ms`; None where none was timed."""
+    timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
+    return min(timed, key=lambda row: row[figure], default=None)
+
+
+def against(row: Row | None, metric: str) -> dict[str, Any] | None:
+    """The verdict on ours against a row; the period's where there is no latency of its own."""
+    found = (row or {}).get("ours_against_it")
+    return None if found is None else found.get(metric, found["period"])
+
+
+def ratio(judgement: dict[str, Any] | None) -> float | None:
+    """Our time over theirs."""
+    if judgement is None or judgement["estimate"] is None:
+        return None
+    return 1.0 + judgement["estimate"]
+
+
+def cause(ours: Row, power: dict[str, Any]) -> str:
+    """What our variability is put down to, where it is over a limit; else empty."""
+    tail = ours["p99_over_median"]
+    if ours["cv"] <= CV_LIMIT and (tail is None or tail <= P99_LIMIT):
+        return ""
+    held = power.get("held")
+    if held is None or held < LEAST_HELD:
+        return "not attributed"
+    at = [f"{power[k]:.0f} {unit}" for k, unit in UNITS.items() if power.get(k) is not None]
+    return f"power limit, {100 * held:.0f} % of the time ({', '.join(at)})"
+
+
+UNITS = {"sm_clock_mhz": "MHz", "power_watts": "W"}
+
+
+def totals(document: Document) -> dict[str, Any]:
+    """Figures over all workloads; a workload without ours or without a rival is left out.
+
+    Returns:
+        Per metric the geometric mean and the worst of the ratios of ours to the best rival's;
+        the median of the search's seconds, and the set-ups of what is autotuned.
+    """
+    found: dict[str, Any] = {}
+    for metric in ("period", "latency"):
+        ratios = {}
+        for name in document["workloads"]:
+            rows = rows_of(document, name)
+            best = best_of(rows, f"{metric}_ms") if ours_of(rows) else None
+            value = ratio(against(best, metric))
+            if value is not None:
+                ratios[name] = value
+        worst = max(ratios, key=lambda name: ratios[name], default=None)
+        found[metric] = {
+            "workloads": len(ratios),
+            "geometric_mean": geometric_mean(ratios.values()) if ratios else None,
+            "worst": None if worst is None else ratios[worst],
+            "worst_workload": worst,
+        }
+    searches = [w["search_s"] for w in document["workloads"].values() if w.get("search_s")]
+    tuned = [row for row in document["rows"] if AUTOTUNED in row["option"]]
+    ready = [row["setup_s"] for row in tuned if row["setup_s"] is not None]
+    return {
+        **found,
+        "search_s": median(searches) if searches else None,
+        "autotuned_s": median(ready) if ready else None,
+        "autotuned_ready": len(ready),
+        "autotuned": len(tuned),
+    }

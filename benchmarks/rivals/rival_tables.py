@@ -1,0 +1,227 @@
+"""The benchmark's document as Markdown: every row, a summary, and the table of the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rival_options import AUTOTUNED
+from rival_results import (
+    Document,
+    Row,
+    against,
+    best_of,
+    cause,
+    ours_of,
+    rows_of,
+    totals,
+)
+
+NONE = ""
+ROWS = (
+    "workload",
+    "option",
+    "device period ms (95 %)",
+    "p99/median",
+    "CV",
+    "latency ms",
+    "set-up s",
+    "peak MB",
+    "error",
+    "our period against it (99 %)",
+    "our latency",
+)
+SUMMARY = (
+    "workload",
+    "plan",
+    "best by hand",
+    "our period against it (99 %)",
+    "our latency against the best (99 %)",
+    "p99/median",
+    "CV",
+    "put down to",
+    "latency/period",
+    "search s",
+    "max-autotune s",
+)
+README = (
+    "workload",
+    "eager",
+    "best by hand",
+    "steadytorch",
+    "its period against the best (99 %)",
+    "its latency",
+    "p99/median",
+    "search",
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in lines]
+
+
+def figure(value: float | None, form: str, unit: str = "") -> str:
+    """A figure, or nothing where there is none."""
+    return NONE if value is None else f"{value:{form}}{unit}"
+
+
+def effect(judgement: dict[str, Any] | None) -> str:
+    """An effect on time with its interval, such as `-9.2 % (-11.0 to -8.6)`."""
+    if judgement is None or judgement["estimate"] is None:
+        return NONE
+    text = f"{100 * judgement['estimate']:+.1f} %"
+    if judgement["low"] is not None:
+        text += f" ({100 * judgement['low']:+.1f} to {100 * judgement['high']:+.1f})"
+    return text
+
+
+def told(judgement: dict[str, Any] | None) -> str:
+    """The same with the verdict."""
+    return f"{effect(judgement)}, {judgement['verdict']}" if judgement else NONE
+
+
+def heading(document: Document) -> str:
+    """Hardware, versions and date."""
+    seen = [entry["environment"] for entry in document["workloads"].values()]
+    every = seen or [document["environment"]]
+
+    def of(key: str) -> str:
+        return " and ".join(sorted({str(each[key]) for each in every if each.get(key)}))
+
+    versions = [
+        f"{label} {of(key)}"
+        for key, label in (("torch", "torch"), ("cudnn", "cuDNN"), ("driver", "driver"))
+        if of(key)
+    ]
+    cores = of("cores_logical")
+    dates = sorted({str(e["created"])[:10] for e in document["workloads"].values()})
+    between = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else NONE
+    return ", ".join([of("name") or "unknown", f"{cores} cores", *versions, between])
+
+
+def row_cells(row: Row) -> list[str]:
+    """One row of the table of everything."""
+    head = [row["workload"], row["option"]]
+    if row["failed"]:
+        return [*head, f"failed: {row['failed']}", *[NONE] * (len(ROWS) - 3)]
+    ends = row["period_ci_ms"]
+    within = NONE if ends is None else f" ({ends[0]:.3f} to {ends[1]:.3f})"
+    return [
+        *head,
+        f"{row['period_ms']:.3f}{within}",
+        figure(row["p99_over_median"], ".3f"),
+        figure(row["cv"], ".2%"),
+        f"{row['latency_ms']:.3f}",
+        figure(row["setup_s"], ".1f"),
+        figure(row["peak_mb"], ".0f"),
+        figure(row["error"], ".1e"),
+        told(against(row, "period")),
+        told(against(row, "latency")),
+    ]
+
+
+def autotuned(rows: Sequence[Row]) -> str:
+    """Seconds that autotuning took, or why it did not end."""
+    row = next((row for row in rows if AUTOTUNED in row["option"]), None)
+    if row is None:
+        return NONE
+    return row["failed"] or f"{row['setup_s']:.0f}"
+
+
+def summary_cells(document: Document, name: str) -> list[str]:
+    """One workload of the summary."""
+    rows, entry = rows_of(document, name), document["workloads"][name]
+    ours, best = ours_of(rows), best_of(rows, "period_ms")
+    search, plan = figure(entry.get("search_s"), ".0f"), entry.get("plan") or NONE
+    if ours is None or best is None:
+        why = next((row["failed"] for row in rows if row["failed"]), "not timed")
+        return [name, f"`{plan}`" if plan else why, *[NONE] * (len(SUMMARY) - 3), search]
+    return [
+        name,
+        f"`{plan}`",
+        best["option"],
+        told(against(best, "period")),
+        told(against(best_of(rows, "latency_ms"), "latency")),
+        figure(ours["p99_over_median"], ".3f"),
+        figure(ours["cv"], ".2%"),
+        cause(ours, entry.get("power") or {}),
+        f"{ours['latency_ms'] / ours['period_ms']:.3f}",
+        search,
+        autotuned(rows),
+    ]
+
+
+def over_all(document: Document) -> list[str]:
+    """Sentences over all workloads."""
+    found, lines = totals(document), []
+    for metric in ("period", "latency"):
+        each = found[metric]
+        if each["geometric_mean"] is None:
+            continue
+        lines.append(
+            f"- our {metric} over the best rival's: geometric mean {each['geometric_mean']:.3f} "
+            f"of {each['workloads']} workloads, worst {each['worst']:.3f} "
+            f"({each['worst_workload']})"
+        )
+    if found["search_s"] is not None:
+        lines.append(f"- search: median {found['search_s']:.0f} s")
+    if found["autotuned"]:
+        took = figure(found["autotuned_s"], ".0f", " s median set-up, ")
+        lines.append(
+            f"- {AUTOTUNED}: {took}{found['autotuned_ready']} of {found['autotuned']} ready in time"
+        )
+    return lines
+
+
+def markdown(document: Document) -> str:
+    """The whole document."""
+    names = list(document["workloads"])
+    lines = [
+        "# steadytorch beside what engineers write by hand",
+        "",
+        f"{heading(document)}.",
+        "",
+        "Every option in a fresh process; set-ups share the machine, so their seconds are upper "
+        "bounds; then timed block by block in random order, one process at a time. Inputs and "
+        "results are float32 (or token ids) for all, and results are copies. `steadytorch` is "
+        "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64. "
+        "p99 is shown from 1,000 independent samples on.",
+        "",
+        *table(ROWS, map(row_cells, document["rows"])),
+        "",
+        "## Summary",
+        "",
+        *table(SUMMARY, (summary_cells(document, name) for name in names)),
+        "",
+        *over_all(document),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def readme_cells(document: Document, name: str) -> list[str] | None:
+    """One workload of the README's table; None where there is nothing to compare."""
+    rows, entry = rows_of(document, name), document["workloads"][name]
+    ours, best = ours_of(rows), best_of(rows, "period_ms")
+    if ours is None or best is None:
+        return None
+    eager = next((row for row in rows if row["option"].startswith("eager")), None)
+    return [
+        f"{name}, {entry['precision']}",
+        figure((eager or {}).get("period_ms"), ".3f", " ms"),
+        f"{best['period_ms']:.3f} ms, {best['option']}",
+        f"{ours['period_ms']:.3f} ms",
+        effect(against(best, "period")),
+        effect(against(best_of(rows, "latency_ms"), "latency")),
+        figure(ours["p99_over_median"], ".3f"),
+        figure(entry.get("search_s"), ".0f", " s"),
+    ]
+
+
+def readme(document: Document) -> str:
+    """The table of the README, with what it was measured on."""
+    cells = [readme_cells(document, name) for name in document["workloads"]]
+    shown = [each for each in cells if each is not None]
+    lines = [f"{heading(document)}:", "", *table(README, shown), "", *over_all(document)]
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,105 @@
+"""Options timed one block at a time, in random order, while every other process waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+from rival_arms import OURS, Arm
+
+from steadytorch.measure.correlation import effective_size
+from steadytorch.measure.measurement import P99_NEEDS
+from steadytorch.measure.race import LOOKS
+from steadytorch.process.worker import WorkerFault
+
+NEAR = 1.5
+"""Rivals within this factor of ours are timed as often as ours, others just often enough."""
+BLOCK_NS = 5e6
+"""Least time of a block."""
+ENOUGH, MOST = 1500, 4000
+"""Samples to take for p99 where that can be afforded, and at the most."""
+BLOCK_S = 120.0
+
+
+def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: Random) -> None:
+    """Fills the arms' blocks: paired rounds within half of the time, then samples for p99.
+
+    Args:
+        arms: those that failed are passed by, and one that fails meanwhile is out from there on.
+        metrics: the first is the one whose p99 is asked for.
+        seconds: for all of it; the fewest rounds that support a verdict are taken in any case.
+        rng: decides the order within each round.
+    """
+    for arm in arms:
+        if arm.is_live:
+            arm.typical_ns = float(np.median(_block(arm, metrics[0], 3) or [np.inf]))
+    live = [arm for arm in arms if arm.is_live]
+    base_ns = min((arm.typical_ns for arm in live if arm.option == OURS), default=0.0)
+    base_ns = base_ns or min((arm.typical_ns for arm in live), default=0.0)
+    near = [arm for arm in live if arm.typical_ns <= NEAR * base_ns]
+    start = time.monotonic()
+    for number in range(LOOKS[-1]):
+        if number >= LOOKS[0] and time.monotonic() - start > seconds / 2:
+            break
+        taking_part = live if number < LOOKS[0] else near
+        for metric in metrics if number < LOOKS[0] or number % 2 == 0 else metrics[:1]:
+            _round(taking_part, metric, base_ns, rng)
+    left_s = max(seconds - (time.monotonic() - start), seconds / 2)
+    _top_up(affordable(near, metrics[0], left_s), metrics[0], base_ns, rng, left_s)
+
+
+def block_count(typical_ns: float, base_ns: float) -> int:
+    """Iterations of one block: at least `BLOCK_NS` of them, 5 to 10 of near arms, 3 of others."""
+    least = int(np.ceil(BLOCK_NS / max(typical_ns, 1.0)))
+    if typical_ns > NEAR * base_ns:
+        return max(3, least)
+    return max(least, int(np.clip(50e6 / max(typical_ns, 1.0), 5, 10)))
+
+
+def affordable(arms: Sequence[Arm], metric: str, seconds: float) -> list[Arm]:
+    """Ours, then the fastest, as long as the samples they lack for p99 fit into the time."""
+    chosen: list[Arm] = []
+    for arm in sorted(arms, key=lambda arm: (arm.option != OURS, arm.typical_ns)):
+        lacking = max(0, ENOUGH - len(arm.samples(metric)))
+        seconds -= 1.3e-9 * lacking * arm.typical_ns  # what is discarded at each switch included
+        if seconds < 0:
+            break
+        chosen.append(arm)
+    return chosen
+
+
+def _top_up(arms: list[Arm], metric: str, base_ns: float, rng: Random, seconds: float) -> None:
+    """More rounds among arms until each has samples enough for its p99."""
+    end = time.monotonic() + 1.5 * seconds
+    while (arms := [arm for arm in arms if lacks(arm, metric)]) and time.monotonic() < end:
+        _round(arms, metric, base_ns, rng)
+
+
+def lacks(arm: Arm, metric: str) -> bool:
+    """Whether more samples are wanted before something is said of its p99."""
+    samples = arm.samples(metric)
+    if not arm.is_live or len(samples) >= MOST:
+        return False
+    return len(samples) < ENOUGH or effective_size(np.asarray(samples), 0.99) < P99_NEEDS
+
+
+def _round(arms: Sequence[Arm], metric: str, base_ns: float, rng: Random) -> None:
+    for arm in rng.sample(arms, len(arms)):
+        if not arm.is_live:
+            continue
+        began = time.perf_counter_ns()
+        block = _block(arm, metric, block_count(arm.typical_ns, base_ns))
+        if block is not None:
+            arm.blocks.setdefault(metric, []).append(block)
+            if metric == "period":
+                arm.spans.append((began, time.perf_counter_ns()))
+
+
+def _block(arm: Arm, metric: str, count: int) -> list[int] | None:
+    try:
+        return arm.worker.call("block", BLOCK_S, metric=metric, count=count)
+    except WorkerFault as fault:
+        arm.reject(f"while it was timed: {fault.reason}", fault.detail)
+        return None

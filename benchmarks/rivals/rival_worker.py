@@ -1,0 +1,79 @@
+"""One option in a worker process: set up, checked against float64, then timed on demand."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import torch
+from rival_options import OPTIONS, Call
+
+import steadytorch as steady
+from steadytorch.measure.sampler import warm_up
+from steadytorch.trial.worker import WorkloadHandler, own_errors
+from steadytorch.tune.verify import verify
+from steadytorch.tune.worker import REFERENCE
+
+
+class SetUp(msgspec.Struct, frozen=True):
+    """How an option came to be ready, and how right it is.
+
+    Attributes:
+        setup_s: seconds from the loaded model to its first result, compilation included.
+        peak_memory_bytes: allocated on the device (CUDA), or resident (CPU), at the most.
+        error: relative L2 error against float64, the worst of three inputs.
+        fault: why its results cannot be used, None where they can.
+    """
+
+    setup_s: float
+    peak_memory_bytes: int
+    error: float | None
+    fault: str | None
+
+
+class RivalHandler(WorkloadHandler):
+    """Answers the benchmark. Methods take and return msgpack types."""
+
+    def prepare(self, option: str, plan: str | None) -> float:
+        """Makes a hand-written option, or with `plan` what steadytorch serves; seconds it took."""
+        device = self._workload.device.type
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with own_errors():
+            self._model = self._served(plan) if plan is not None else self._by_hand(device, option)
+            self._step = self._workload.with_model(self._model).step_function()
+            self._sampler.latencies(self._step, 1)
+            self._setup_s = time.perf_counter() - start
+            if plan is not None:
+                self._check_served()
+            warmed = warm_up(self._step, self._sampler)
+        self._group, self._iteration_ns = warmed.group, warmed.iteration_ns
+        return self._setup_s
+
+    def check(self) -> dict[str, Any]:
+        """What verification says of it, after its peak of memory was read; returns a `SetUp`."""
+        peak = self._peak_memory()
+        data = torch.load(
+            self._directory / REFERENCE, map_location=self._workload.device, weights_only=True
+        )
+        found = verify(self._model, self._workload, data)
+        error = None if found.error is None else found.error.relative_l2
+        return msgspec.to_builtins(SetUp(self._setup_s, peak, error, found.fault))
+
+    def _by_hand(self, device: str, option: str) -> Call:
+        example = (self._workload.inputs, dict(self._workload.kwargs))
+        return OPTIONS[device][option](self._workload.model, example)
+
+    def _served(self, plan: str) -> Call:
+        """What a user of the plan calls: `plan.apply`, look-up and checks at each call included."""
+        loaded = steady.load_plan(plan)
+        self._transforms = len(loaded.candidate)
+        self._tuned = loaded.apply(self._workload.model)
+        return self._tuned
+
+    def _check_served(self) -> None:
+        report = self._tuned.report()
+        if self._transforms and not report.hits:
+            raise RuntimeError(f"the plan was not served: {report}".replace("\n", "; "))

@@ -1,0 +1,76 @@
+"""The document as Markdown."""
+
+from __future__ import annotations
+
+import rival_tables
+
+from .rivalry import ENVIRONMENT, document, judgement, one_workload
+
+
+def cells(text, first):
+    """The cells of the lines of a table that begin with this cell."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [row for row in rows if row[0].strip() == first]
+
+
+def test_every_row_is_shown_and_a_failure_says_why():
+    text = rival_tables.markdown(document(*one_workload("a:1", -0.1)))
+    rows = cells(text, "a:1")
+    assert len(rows) == 5  # four options, and the summary
+    assert rows[0][2] == "0.300 (0.300 to 0.301)"
+    assert rows[2][-1].startswith("-10.0 % (-11.0 to -9.0), faster")
+    assert rows[3][2].startswith("failed: > 90 s, not ready")
+
+
+def test_all_rows_of_a_table_have_as_many_cells_as_its_head():
+    text = rival_tables.markdown(document(*one_workload("a:1", -0.1)))
+    counts = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert set(counts) == {len(rival_tables.ROWS) + 1, len(rival_tables.SUMMARY) + 1}
+
+
+def test_the_summary_holds_ours_against_the_best():
+    text = rival_tables.markdown(document(*one_workload("a:1", -0.1, tail=1.03)))
+    summary = dict(zip(rival_tables.SUMMARY, cells(text, "a:1")[-1], strict=True))
+    assert summary["best by hand"] == "fp16 compile freezing, CUDA graph"
+    assert summary["our period against it (99 %)"] == "-10.0 % (-11.0 to -9.0), faster"
+    assert summary["put down to"] == "not attributed"
+    assert summary["latency/period"] == "1.050"
+    assert summary["max-autotune s"] == "> 90 s, not ready"
+    assert "geometric mean 0.900 of 1 workloads, worst 0.900 (a:1)" in text
+    assert "0 of 1 ready in time" in text
+
+
+def test_a_workload_without_ours_is_in_the_summary_with_its_reason():
+    rows = one_workload("a:1", -0.1)
+    rows[0] = {**rows[3], "option": "steadytorch", "failed": "no budget"}
+    text = rival_tables.markdown(document(*rows, plan=None))
+    assert cells(text, "a:1")[-1][1] == "no budget"
+    assert "a:1" not in rival_tables.readme(document(*rows))
+
+
+def test_the_heading_names_what_it_was_measured_on_once():
+    found = document(*one_workload("a:1", -0.1), *one_workload("b:1", -0.1))
+    assert rival_tables.heading(found) == (
+        "NVIDIA H200, 16 cores, torch 2.11.0, cuDNN 9.19.0, driver 580.1, 2026-11-21"
+    )
+    found["workloads"]["b:1"]["environment"] = {**ENVIRONMENT, "driver": "580.2"}
+    found["workloads"]["b:1"]["created"] = "2026-11-22T01:00:00+00:00"
+    assert rival_tables.heading(found).endswith("driver 580.1 and 580.2, 2026-11-21 to 2026-11-22")
+
+
+def test_a_verdict_without_an_interval_shows_none():
+    early = {**judgement(-0.1, "undecided"), "low": None, "high": None}
+    assert rival_tables.told(early) == "-10.0 %, undecided"
+    assert rival_tables.told(None) == ""
+
+
+def test_the_readme_has_a_line_a_workload():
+    text = rival_tables.readme(document(*one_workload("a:1", -0.1)))
+    (row,) = cells(text, "a:1, fp16")
+    assert row[1:5] == [
+        "3.000 ms",
+        "0.400 ms, fp16 compile freezing, CUDA graph",
+        "0.300 ms",
+        "-10.0 % (-11.0 to -9.0)",
+    ]
+    assert row[-1].strip() == "55 s"

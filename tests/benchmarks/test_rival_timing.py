@@ -1,0 +1,101 @@
+"""Who is timed how often. The workers here answer with times that are known beforehand."""
+
+from __future__ import annotations
+
+from random import Random
+
+import rival_timing
+from rival_arms import Arm
+
+from steadytorch.process.worker import Fault, WorkerFault
+
+
+class Scripted:
+    """Stands for a worker whose iterations take turns between a time and a hundredth more."""
+
+    def __init__(self, ns, dies_after=None):
+        self.ns, self.dies_after, self.asked = ns, dies_after, []
+
+    def call(self, method, deadline_s, metric, count):
+        self.asked.append((metric, count))
+        if self.dies_after is not None and len(self.asked) > self.dies_after:
+            raise WorkerFault(Fault.SIGNAL, "segmentation fault")
+        return [int(self.ns * (1 + 0.01 * (i % 2))) for i in range(count)]
+
+    def kill(self):
+        self.ns = None
+
+
+def arms(**ns):
+    return [Arm(name, Scripted(value), stage="ready") for name, value in ns.items()]
+
+
+def timed(found, metrics=("period", "latency"), seconds=20.0):
+    rival_timing.time_all(found, metrics, seconds, Random(0))
+    return {arm.option: arm for arm in found}
+
+
+def test_ours_and_near_rivals_get_the_samples_that_p99_needs():
+    found = timed(arms(steadytorch=1e6, near=1.4e6, far=1.6e6))
+    for name in ("steadytorch", "near"):
+        assert len(found[name].samples("period")) >= 1000
+    assert len(found["far"].blocks["period"]) == 12
+    assert len(found["far"].samples("period")) < 100
+
+
+def test_block_i_of_all_arms_is_of_the_same_round():
+    found = timed(arms(steadytorch=1e6, near=1.4e6, far=9e6))
+    assert len(found["far"].blocks["latency"]) == 12
+    assert len(found["near"].blocks["latency"]) == len(found["steadytorch"].blocks["latency"])
+    assert len(found["near"].blocks["period"]) >= 60
+
+
+def test_with_no_time_left_the_fewest_rounds_are_taken_still():
+    found = timed(arms(steadytorch=1e6, near=1.4e6), seconds=0.0)
+    assert {len(arm.blocks["period"]) for arm in found.values()} == {12}
+    assert {len(arm.blocks["latency"]) for arm in found.values()} == {12}
+
+
+def test_an_arm_that_dies_is_out_and_the_others_go_on():
+    found = arms(steadytorch=1e6, near=1.2e6)
+    found[1].worker.dies_after = 5
+    by_name = timed(found)
+    assert by_name["near"].failed == "while it was timed: segmentation fault"
+    assert len(by_name["steadytorch"].blocks["period"]) >= 60
+
+
+def test_without_ours_the_fastest_is_what_near_means():
+    found = timed(arms(eager=9e6, graph=1e6))
+    assert len(found["graph"].blocks["period"]) > len(found["eager"].blocks["period"]) == 12
+
+
+def test_those_that_never_got_ready_are_passed_by():
+    found = arms(steadytorch=1e6, broken=1e6)
+    found[1].reject("> 90 s, not ready")
+    assert timed(found)["broken"].blocks == {}
+
+
+def test_ours_comes_first_where_time_is_short():
+    given = arms(fast=5e6, steadytorch=6e6, slow=7e6)
+    for arm in given:
+        arm.typical_ns = arm.worker.ns
+    needed_s = 1.3e-9 * 1500 * 6e6
+    one = rival_timing.affordable(given, "period", 1.01 * needed_s)
+    two = rival_timing.affordable(given, "period", 1.9 * needed_s)
+    assert [arm.option for arm in one] == ["steadytorch"]
+    assert [arm.option for arm in two] == ["steadytorch", "fast"]
+
+
+def test_blocks_last_five_milliseconds_at_least():
+    assert rival_timing.block_count(0.1e6, 0.1e6) == 50
+    assert rival_timing.block_count(1e6, 1e6) == 10
+    assert rival_timing.block_count(20e6, 20e6) == 5
+    assert rival_timing.block_count(20e6, 1e6) == 3
+
+
+def test_samples_in_clumps_are_not_taken_for_independent_ones():
+    (alone,) = arms(steadytorch=1e6)
+    alone.blocks["period"] = [[1_000_000] * 743 + [2_000_000] * 7] * 2
+    assert rival_timing.lacks(alone, "period")
+    alone.blocks["period"] = [[1_000_000 + 7 * (i * 7919 % 1501) for i in range(1500)]]
+    assert not rival_timing.lacks(alone, "period")
