@@ -2,6 +2,7 @@
 
     python benchmarks/cold_start.py --name amd-epyc --out benchmarks/results
     python benchmarks/cold_start.py --device cuda --batch 1 64 --seconds 220 --name h200 --out ...
+    python benchmarks/cold_start.py --plan "channels_last + compile(max-autotune, freezing)"
 
 Four ways, whose processes take turns: the untouched model; a stored plan with an empty compiler
 cache; the same plan with its bundle, and an empty compiler cache; and `torch.compile` with the same
@@ -32,11 +33,24 @@ WAYS = {
     "bundle": "plan with its bundle",
     "compile": "torch.compile, warm cache",
 }
-CANDIDATES = {
-    "cpu": ("same", "compile(default, freezing)"),
-    "cuda": ("fp16", "cast_weights(fp16)+compile(default, freezing)+cuda_graph"),
+COMPILES = ("plan", "compile")
+"""The ways that take seconds."""
+PLANS = {
+    "cpu": "compile(default, freezing)",
+    "cuda": "fold_batch_norm + cast_weights(fp16) + channels_last + compile(default, freezing) "
+    "+ cuda_graph",
 }
-"""Precision and transforms of the plans: what searches over ResNet-50 at batch 1 have chosen."""
+"""What searches over ResNet-50 at batch 1 have chosen."""
+
+
+def candidate_of(text: str, device: str) -> tuple[Any, str]:
+    """The transforms that a text names, and the precision that they need."""
+    from steadytorch import transforms
+    from steadytorch.device.facts import load_facts
+    from steadytorch.transforms.precision import precision_of
+
+    candidate = transforms.parse(text, load_facts(device))
+    return candidate, precision_of(candidate)
 
 
 def built(device: str, workload: str, batch: int) -> tuple[Any, Any]:
@@ -75,61 +89,67 @@ def kept_unmeasured(session: Any, candidate: Any) -> Any:
     return session.keep(result)
 
 
-def store_plan(device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
+def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
     """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
-    from steadytorch import load_workload, transforms
+    from steadytorch import load_workload
     from steadytorch.plan import bundle
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 
-    precision, text = CANDIDATES[device]
+    candidate, precision = candidate_of(text, device)
     session = Session(
         load_workload(workload, batch=batch), Options(precision=precision), device, folder
     )
-    plan = kept_unmeasured(session, transforms.parse(text, session.facts))
+    plan = kept_unmeasured(session, candidate)
     start = time.perf_counter()
     reason = session.keep_bundle(plan)
     path = bundle.path_of(plan)
     assert path is not None
+    packaged = path.with_suffix(bundle.PACKAGE)
     return {
         "device": session.facts.name or session.facts.device,
         "plan": " + ".join(map(str, plan.candidate)),
         "bundle_made_s": time.perf_counter() - start,
         "bundle_bytes": path.stat().st_size if reason is None else None,
+        "package_bytes": packaged.stat().st_size if packaged.exists() else None,
         "bundle_fault": reason,
     }
 
 
-def tuned(way: str, device: str, model: Any, folder: Path) -> Any:
+def tuned(way: str, text: str, device: str, model: Any, folder: Path) -> Any:
     """What a way makes of the model."""
     import torch
 
     import steadytorch as steady
 
-    precision, text = CANDIDATES[device]
     if way == "untouched":
         return model
     if way in ("plan", "bundle"):
+        _, precision = candidate_of(text, device)
         return steady.optimize(
             model, store=folder, precision=precision, canary=False, bundle=way == "bundle"
         )
     import torch._inductor.config as inductor
 
     inductor.freezing = "freezing" in text
+    if "channels_last" in text:
+        model = model.to(memory_format=torch.channels_last)
     if "cast_weights" in text:
         half = torch.compile(model.half())
         return lambda x: half(x.half()).float()
     return torch.compile(model)
 
 
-def timed(way: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
+def timed(
+    way: str, text: str, device: str, workload: str, batch: int, folder: Path
+) -> dict[str, Any]:
     """Seconds to the first result, in this process, and what the compiler's caches gave."""
     import torch
 
     with torch.no_grad():
         model, x = built(device, workload, batch)
         start = time.perf_counter()
-        fast = tuned(way, device, model, folder)
+        fast = tuned(way, text, device, model, folder)
         fast(x)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -166,6 +186,7 @@ def in_process(arguments: list[str], cache: Path) -> dict[str, Any]:
 def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) -> dict[str, Any]:
     """One batch size: the plan and its bundle, then the ways in turns."""
     common = ["--device", options.device, "--workload", options.workload, "--batch", str(batch)]
+    common += ["--plan", options.plan]
     store, warm = folder / "plans", folder / "warm"
     facts = in_process([*common, "--child", "store", "--folder", str(store)], folder / "unused")
 
@@ -179,7 +200,7 @@ def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) 
     for number in range(options.repeats):
         order = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
         for way in order:
-            most = options.cold_repeats if way == "plan" else options.repeats
+            most = options.cold_repeats if way in COMPILES else options.repeats
             if taken[way] and (time.monotonic() > until or len(taken[way]) >= most):
                 continue
             cache = warm if way == "compile" else folder / f"cache-{way}-{number}"
@@ -206,7 +227,10 @@ def table(found: dict[str, Any]) -> str:
         "",
     ]
     for each in found["batches"]:
-        size = f"{(each['bundle_bytes'] or 0) / 1e6:.1f} MB, made in {each['bundle_made_s']:.0f} s"
+        size = f"{(each['bundle_bytes'] or 0) / 1e6:.1f} MB and package "
+        size += (
+            f"{(each['package_bytes'] or 0) / 1e6:.1f} MB, made in {each['bundle_made_s']:.0f} s"
+        )
         lines += [
             f"Batch {each['batch']}: `{each['plan']}`; bundle {each['bundle_fault'] or size}; load "
             f"average {each['load_average'][0]:.1f} on {found['cores']} cores.",
@@ -227,7 +251,8 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=tuple(CANDIDATES))
+    parser.add_argument("--device", default="cpu", choices=tuple(PLANS))
+    parser.add_argument("--plan", help="its transforms; by default what searches have chosen")
     parser.add_argument("--workload", default="resnet50")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=3)
@@ -240,8 +265,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.cold_repeats = options.cold_repeats or options.repeats
+    options.plan = options.plan or PLANS[options.device]
     if options.child is not None:
-        given = (options.device, options.workload, options.batch[0], options.folder)
+        given = (
+            *(options.plan, options.device, options.workload),
+            *(options.batch[0], options.folder),
+        )
         child = store_plan(*given) if options.child == "store" else timed(options.child, *given)
         print(json.dumps(child))
         return

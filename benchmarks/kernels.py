@@ -5,7 +5,7 @@ twice: called from Python, and as part of a CUDA graph, where only the device co
 copy that moves as many bytes, timed alongside. Inputs that fit the L2 cache stay in it, for every
 option alike.
 
-    python benchmarks/kernels.py [--rounds 100] [--out benchmarks/results/kernels_h200_DATE]
+    python benchmarks/kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results/NAME]
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import tiled_matmul
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import copy_bandwidth
 from steadytorch.kernels.bias_add_relu import bias_add_relu
+from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
+from steadytorch.tune.stem import fastest
 
 Call = Callable[[], Any]
 SAMPLES = 5
@@ -42,13 +44,14 @@ MATMUL_SIDE = 2048
 
 
 class Case(NamedTuple):
-    """What to compute, and how many bytes it must move."""
+    """What to compute, and how many bytes it must move; `others` are further ways, by name."""
 
     name: str
     eager: Callable[..., Any]
     ours: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
     bytes: int
+    others: dict[str, Callable[..., Any]] = {}  # noqa: RUF012 - never written to
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, layout: Any = FIRST) -> torch.Tensor:
@@ -81,25 +84,62 @@ def epilogue(shape: tuple[int, ...], dtype: torch.dtype, layout: Any) -> Case:
     return Case(name, eager, bias_add_relu, (x, other, bias), 3 * x.nbytes)
 
 
+def stem(batch: int, dtype: torch.dtype, layout: Any, side: int) -> Case:
+    """A convolution of 64 channels with stride 2, ReLU and pooling, in the configuration chosen."""
+    x, weight = made((batch, 3, 224, 224), dtype, layout), made((64, 3, side, side), dtype, layout)
+    weight *= (3 * side * side) ** -0.5
+    bias, padding = torch.randn(64, device="cuda").to(dtype), side // 2
+    sizes: Any = (2, padding, 3, 2, 1, False)
+    config = fastest([(x, weight, bias, *sizes, "")], lambda: False)
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(F.conv2d(x, weight, bias, 2, padding).relu(), 3, 2, 1)
+
+    def halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return relu_max_pool2d(F.conv2d(x, weight, bias, 2, padding), 3, 2, 1)
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return conv_relu_max_pool2d(x, weight, bias, *sizes, config)
+
+    y, exact = ours(x, weight, bias), eager(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    name = f"convolution {side}x{side} + ReLU + max-pool, {list(x.shape)} {_kind(x)}, {config}"
+    moved = x.nbytes + weight.nbytes + y.nbytes
+    others: dict[str, Callable[..., Any]] = {
+        "convolution alone": lambda x, w, b: F.conv2d(x, w, b, 2, padding),
+        "convolution, relu_max_pool2d": halves,
+    }
+    return Case(name, eager, ours, (x, weight, bias), moved, others)
+
+
 def _kind(x: torch.Tensor) -> str:
     layout = "NCHW" if x.is_contiguous() else "NHWC"
     return f"{str(x.dtype).removeprefix('torch.')} {layout}"
 
 
-def cases() -> list[Callable[[], Case]]:
-    """Made one at a time: the large ones fill gigabytes."""
+def cases() -> list[tuple[str, Callable[[], Case]]]:
+    """By kind, made one at a time: the large ones fill gigabytes."""
     single, half = torch.float32, torch.float16
     return [
-        lambda: pooling((64, 64, 256, 256), single, FIRST, 2),
-        lambda: pooling((1, 64, 256, 256), single, FIRST, 2),
-        lambda: pooling((64, 64, 112, 112), half, LAST, 3, 2, 1),
-        lambda: pooling((64, 64, 112, 112), single, FIRST, 3, 2, 1),
-        lambda: pooling((64, 64, 112, 112), half, FIRST, 3, 2, 1),
-        lambda: pooling((1, 64, 112, 112), half, LAST, 3, 2, 1),
-        lambda: epilogue((64, 256, 56, 56), half, LAST),
-        lambda: epilogue((64, 256, 56, 56), single, FIRST),
-        lambda: epilogue((1, 256, 56, 56), half, LAST),
+        ("pooling", lambda: pooling((64, 64, 256, 256), single, FIRST, 2)),
+        ("pooling", lambda: pooling((1, 64, 256, 256), single, FIRST, 2)),
+        ("pooling", lambda: pooling((64, 64, 112, 112), half, LAST, 3, 2, 1)),
+        ("pooling", lambda: pooling((64, 64, 112, 112), single, FIRST, 3, 2, 1)),
+        ("pooling", lambda: pooling((64, 64, 112, 112), half, FIRST, 3, 2, 1)),
+        ("pooling", lambda: pooling((1, 64, 112, 112), half, LAST, 3, 2, 1)),
+        ("sum", lambda: epilogue((64, 256, 56, 56), half, LAST)),
+        ("sum", lambda: epilogue((64, 256, 56, 56), single, FIRST)),
+        ("sum", lambda: epilogue((1, 256, 56, 56), half, LAST)),
+        ("stem", lambda: stem(64, half, LAST, 7)),
+        ("stem", lambda: stem(1, half, LAST, 7)),
+        ("stem", lambda: stem(64, torch.bfloat16, LAST, 7)),
+        ("stem", lambda: stem(64, half, LAST, 3)),
+        ("stem", lambda: stem(64, half, FIRST, 7)),
+        ("stem", lambda: stem(64, single, LAST, 7)),
     ]
+
+
+KINDS = ("pooling", "sum", "stem", "matmul")
 
 
 def recorded(call: Call, repeats: int) -> Call:
@@ -151,7 +191,7 @@ def row(option: str, samples: list[int], ours: list[int] | None, moved: int) -> 
 def measured(case: Case, rounds: int) -> dict[str, Any]:
     torch._dynamo.reset()
     compiled = torch.compile(case.eager, dynamic=False)
-    options = {"eager": case.eager, "Inductor": compiled, "steadytorch": case.ours}
+    options = {"eager": case.eager, "Inductor": compiled, **case.others, "steadytorch": case.ours}
     source = torch.empty(case.bytes // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     repeats = 20 if case.bytes < SMALL_BYTES else 1
@@ -236,6 +276,7 @@ def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     facts = load_facts("cuda")
@@ -247,8 +288,10 @@ def main() -> None:
         "copy_bytes_per_s": copy_bandwidth("cuda"),
     }
     with torch.no_grad():
-        found["cases"] = [measured(make(), options.rounds) for make in cases()]
-        found["cases"].append(matmul(options.rounds))
+        asked = [make for kind, make in cases() if kind in options.only]
+        found["cases"] = [measured(make(), options.rounds) for make in asked]
+        if "matmul" in options.only:
+            found["cases"].append(matmul(options.rounds))
     print(markdown(found))
     if options.out is not None:
         options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

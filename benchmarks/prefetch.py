@@ -1,10 +1,14 @@
 """What prefetching gains on a loader whose batches come from pageable memory and are really copied.
 
-Each option runs over the same batches with the same model; a run is timed from its first batch to
-the device's end. Options take turns in random order. `compute` is the model alone on a batch that
-is there already: the least that any option can take.
+In a loop of the caller's: each option runs over the same batches with the same model; a run is
+timed from its first batch to the device's end. Options take turns in random order. `compute` is the
+model alone on a batch that is there already: the least that any option can take.
 
-    python benchmarks/prefetch.py [--runs 70] [--out benchmarks/results/prefetch_h200_DATE]
+As a transform: the steps of a workload that carries the loader, untouched and with `prefetch`, as
+`steady compare` times them, in fresh pairs of processes.
+
+    python benchmarks/prefetch.py [--runs 70] [--processes 3]
+                                  [--out benchmarks/results/prefetch_h200_DATE]
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 import steadytorch as steady
 from steadytorch.device.facts import load_facts
-from steadytorch.runtime.prefetch import prefetch
+from steadytorch.transforms.prefetch import Prefetch
+from steadytorch.trial.compare import compare_live
 from steadytorch.workload.loading import load_workload
+from steadytorch.workload.workload import Workload
 
 BATCH = 64
 BATCHES = 12
@@ -43,6 +50,19 @@ class Loader:
             yield self._sources[index % SOURCES]
 
 
+class Model(nn.Module):
+    """ResNet-50 in float16 and channels last, of batches in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner: Any = load_workload("resnet50", batch=1).model.half()
+        self.inner = inner.to(memory_format=torch.channels_last)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Class scores."""
+        return self.inner(batch.half().to(memory_format=torch.channels_last))
+
+
 def options(loader: Loader) -> dict[str, Callable[[], Any]]:
     there = torch.randn(BATCH, 3, 224, 224, device="cuda")
     return {
@@ -51,7 +71,7 @@ def options(loader: Loader) -> dict[str, Callable[[], Any]]:
         "pin_memory, non_blocking": lambda: (
             batch.pin_memory().to("cuda", non_blocking=True) for batch in loader
         ),
-        "steadytorch.prefetch": lambda: prefetch(loader),
+        "steadytorch.prefetch": lambda: steady.prefetch(loader),
     }
 
 
@@ -92,6 +112,28 @@ def measured(runs: int, waits: bool, model: Any) -> dict[str, Any]:
     return {"consumer": "waits for each result" if waits else "runs ahead", "rows": rows}
 
 
+def as_transform(metric: str, processes: int) -> dict[str, Any]:
+    """Steps with the transform against steps without."""
+    workload = Workload.from_loader(Model().eval(), Loader())
+    sides = (workload, (), "untouched"), (workload, (Prefetch().spec,), "prefetch")
+    taken = compare_live(*sides, metric=metric, processes=processes, device="cuda")
+    return {
+        "metric": metric,
+        "untouched_ns": taken.a.median_ns,
+        "prefetch_ns": taken.b.median_ns,
+        "effect": msgspec.to_builtins(taken.effect),
+        "samples_ns": msgspec.to_builtins(taken.samples),
+        "failed": taken.failed,
+    }
+
+
+def interval(effect: dict[str, Any]) -> str:
+    """An effect on time with its interval, where there is one."""
+    if effect["low"] is None:
+        return f"{effect['estimate']:+.1%}"
+    return f"{effect['estimate']:+.1%} ({effect['low']:+.1%} to {effect['high']:+.1%})"
+
+
 def markdown(found: dict[str, Any]) -> str:
     lines = [
         f"{found['device']}, torch {found['torch']}, {found['date']}: {found['workload']}.",
@@ -101,37 +143,37 @@ def markdown(found: dict[str, Any]) -> str:
         lines += [f"**The consumer {case['consumer']}**", ""]
         lines += ["| option | ms a batch | against to(device) |", "|---|---|---|"]
         for each in case["rows"]:
-            found_here = each["against_to"]
-            effect = ""
-            if each["option"] != "to(device)":
-                low, high = found_here["low"], found_here["high"]
-                effect = f"{found_here['estimate']:+.1%} ({low:+.1%} to {high:+.1%})"
+            effect = "" if each["option"] == "to(device)" else interval(each["against_to"])
             lines.append(f"| {each['option']} | {each['median_ns'] / 1e6:.2f} | {effect} |")
         lines.append("")
-    return "\n".join(lines)
+    lines += ["**The transform `prefetch`, a step of the workload**", ""]
+    lines += ["| metric | untouched, ms | prefetch, ms | effect on time | claim |"]
+    lines += ["|---|---|---|---|---|"]
+    for each in found["transform"]:
+        times = f"{each['untouched_ns'] / 1e6:.2f} | {each['prefetch_ns'] / 1e6:.2f}"
+        effect = each["effect"]
+        lines.append(f"| {each['metric']} | {times} | {interval(effect)} | {effect['claim']} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=70)
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     facts = load_facts("cuda")
-    model: Any = load_workload("resnet50", batch=1).model.cuda().half()
-    model = model.to(memory_format=torch.channels_last)
-
-    def run(batch: torch.Tensor) -> torch.Tensor:
-        return model(batch.half().to(memory_format=torch.channels_last))
-
     found: dict[str, Any] = {
         "device": facts.name,
         "torch": facts.torch,
         "date": datetime.date.today().isoformat(),
         "workload": f"ResNet-50 in float16, {BATCH} images of float32 a batch",
     }
+    model = Model().cuda().eval()
     with torch.no_grad():
-        found["cases"] = [measured(given.runs, waits, run) for waits in (False, True)]
+        found["cases"] = [measured(given.runs, waits, model) for waits in (False, True)]
+    found["transform"] = [as_transform(m, given.processes) for m in ("period", "latency")]
     print(markdown(found))
     if given.out is not None:
         given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

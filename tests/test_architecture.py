@@ -34,7 +34,7 @@ FLOORS = {
     "__main__": 9,
 }
 LONGEST = 350
-OTHERS = {"gpu", "examples"}
+OTHERS = {"benchmarks", "gpu", "examples"}
 """Folders of tests that mirror no room."""
 # The version stands in the package itself, and importing it imports nothing else.
 VERSION = ("steadytorch", "__version__")

@@ -37,17 +37,26 @@ NAMES = [
 SIGNATURES = {
     "Workload": (
         "(model: 'Any', inputs: 'Any' = (), kwargs: 'Mapping[str, Any]' = <factory>, "
-        "name: 'str' = '', training_step: 'TrainingStep | None' = None, untouched: 'Any' = None) "
-        "-> None"
+        "name: 'str' = '', training_step: 'TrainingStep | None' = None, untouched: 'Any' = None, "
+        "feed: 'Feed | None' = None) -> None"
     ),
     "Workload.training": (
         "(model: 'nn.Module', inputs: 'Any', loss: 'Loss', "
         "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
         "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
     ),
+    "Workload.from_loader": (
+        "(model: 'Any', loader: 'Iterable[Any]', loss: 'TargetLoss | None' = None, "
+        "optimizer: 'torch.optim.Optimizer | OptimizerFactory | None' = None, *, "
+        "name: 'str' = '') -> 'Workload'"
+    ),
     "Plan.apply": (
         "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False, "
         "bundle: 'bool' = False) -> 'TunedModule'"
+    ),
+    "Plan.batches": (
+        "(self, loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
+        "-> 'Iterable[BatchT]'"
     ),
     "explain": (
         "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
@@ -67,7 +76,7 @@ SIGNATURES = {
     "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
     "prefetch": (
         "(loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
-        "-> 'Prefetch[BatchT]'"
+        "-> 'Prefetched[BatchT]'"
     ),
     "export_plans": (
         "(path: 'str | os.PathLike[str]', ids: 'Sequence[str]' = (), "
@@ -114,8 +123,9 @@ EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanErr
 
 PLAN_FIELDS = (
     *("name", "signature", "candidate", "evidence", "key", "created", "version", "path"),
+    "trains",
 )
-PLAN_EXTRAS = ("apply", "id", "origin", "resolve")
+PLAN_EXTRAS = ("apply", "batches", "id", "origin", "resolve")
 
 HEAVY = ("torch", "numpy", "scipy", "rich")
 

@@ -108,6 +108,19 @@ def test_a_host_buffer_that_the_loader_uses_again_does_no_harm():
     assert [f.item() for f in found] == list(range(8))
 
 
+def test_a_page_locked_buffer_that_the_loader_uses_again_does_no_harm():
+    """Nothing copies from it but the device, later than the loader asks for it again."""
+    large = 1 << 26
+    buffer = torch.empty(large).pin_memory()
+
+    def again():
+        for i in range(6):
+            yield buffer.fill_(i)
+
+    found = [batch[[0, -1]].clone() for batch in prefetch(again())]
+    assert [f.tolist() for f in found] == [[i, i] for i in range(6)]
+
+
 def test_two_batches_are_on_the_device_at_a_time():
     torch.cuda.synchronize()
     gc.collect()

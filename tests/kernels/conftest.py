@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steadytorch import kernels
-from steadytorch.kernels import bias_add_relu, relu_max_pool
+from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, relu_max_pool
 
 
 @pytest.fixture
@@ -26,7 +28,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     spec.loader.exec_module(programs)
     monkeypatch.setitem(sys.modules, name, programs)
     monkeypatch.setattr(kernels, "programs", programs, raising=False)
-    operators = (relu_max_pool, bias_add_relu)
+    language: Any = importlib.import_module("triton.language")
+    largest = language.standard._elementwise_max
+    # As Triton writes it, which was read before: for a GPU.
+    monkeypatch.setattr(language, "max", lambda x, axis: language.reduce(x, axis, largest))
+    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool)
     for module in operators:
         module._fused.cache_clear()
     yield

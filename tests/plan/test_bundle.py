@@ -16,6 +16,8 @@ from steadytorch.plan.fingerprint import canonical_json
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.transforms.base import TransformSpec
+from steadytorch.transforms.prebuilt import Task
+from steadytorch.workload.workload import Workload
 
 from .plans import make_model, make_plan
 
@@ -84,7 +86,7 @@ def _refused(plan: Plan, here: Path) -> str:
 def _forged(path: Path, files: object, **changes: object) -> None:
     """Writes a bundle whose digest holds, whatever it says."""
     line, _, _ = path.read_bytes().partition(b"\n")
-    body = msgspec.msgpack.encode(files)
+    body = msgspec.msgpack.encode({"files": files})
     head = msgspec.json.decode(line) | {"sha256": hashlib.sha256(body).hexdigest()} | changes
     path.write_bytes(canonical_json(head) + b"\n" + body)
 
@@ -147,7 +149,9 @@ def test_cut_or_altered_anywhere_it_is_refused(plan, path, here):
         _refused(plan, here)
 
 
-@pytest.mark.parametrize("field", ["compiler", "cpu", "libc", "python", "torch build"])
+@pytest.mark.parametrize(
+    "field", ["compiler", "cpu", "libc", "python", "steadytorch", "torch build"]
+)
 def test_another_environment_is_named(plan, path, here, field):
     environment = bundle.environment() | {field: "another"}
     _forged(path, FILES, environment=environment)
@@ -155,7 +159,7 @@ def test_another_environment_is_named(plan, path, here, field):
 
 
 def test_another_candidate_or_key_is_named(plan, path, here):
-    _forged(path, FILES, candidate="compile(default)", key="0" * 64, schema=2)
+    _forged(path, FILES, candidate="compile(default)", key="0" * 64, schema=1)
     assert _refused(plan, here) == "its bundle was made for another schema, key, candidate"
 
 
@@ -173,6 +177,24 @@ def test_a_name_that_leads_elsewhere_is_refused(plan, path, here, tmp_path, name
 def test_a_body_of_another_shape_is_refused(plan, path, here, files):
     _forged(path, files)
     assert "cannot be read" in _refused(plan, here)
+
+
+@pytest.mark.parametrize("body", [[1], {}, None, {"files": {}, "package": 1}, {"more": 1}])
+def test_a_body_that_is_none_is_refused(plan, path, here, body):
+    line, _, _ = path.read_bytes().partition(b"\n")
+    data = msgspec.msgpack.encode(body)
+    head = msgspec.json.decode(line) | {"sha256": hashlib.sha256(data).hexdigest()}
+    path.write_bytes(canonical_json(head) + b"\n" + data)
+    assert "cannot be read" in _refused(plan, here)
+
+
+def test_compile_finds_no_package_where_there_is_none_and_the_files_are_unpacked(
+    plan, path, here, caplog
+):
+    task = Task(Workload(make_model(), ()), dict, lambda: pytest.fail("compiled"))
+    assert bundle.source(plan)(task) is None
+    assert _unpacked(here).keys() == FILES.keys()
+    assert not caplog.records
 
 
 def test_a_link_is_refused(plan, path, here, tmp_path):

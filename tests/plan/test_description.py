@@ -325,3 +325,19 @@ def test_a_module_that_was_not_initialised_is_described() -> None:
 
 def test_parameters_without_a_shape_are_described() -> None:
     assert any("uninitialised" in line for line in lines(nn.LazyLinear(2)))
+
+
+def test_the_loss_of_output_and_targets_counts_and_their_values_do_not() -> None:
+    def fed(loss: Any, target: float) -> list[str]:
+        loader = [(torch.zeros(1, 2), torch.full((1, 1), target))]
+        return describe(Workload.from_loader(nn.Linear(2, 1), loader, loss, torch.optim.SGD))
+
+    def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    def absolute(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).abs().mean()
+
+    assert fed(squared, 1.0) == fed(squared, 2.0)
+    assert fed(squared, 1.0) != fed(absolute, 1.0)
+    assert fed(nn.MSELoss(), 1.0) != fed(nn.L1Loss(), 1.0)

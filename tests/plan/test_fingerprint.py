@@ -27,6 +27,7 @@ from steadytorch.plan.fingerprint import (
     make_key,
     nearest,
     told,
+    trained_fingerprint,
     workload_fingerprint,
 )
 from steadytorch.workload.signature import signature
@@ -258,3 +259,45 @@ def test_values_are_told_far_enough_to_differ(key: Key) -> None:
 def test_a_key_in_another_environment_keeps_what_was_asked(key: Key) -> None:
     moved = in_environment(replace(key, rules=RULES_VERSION - 1, sm_count=16), FACTS)
     assert moved == replace(key, rules=RULES_VERSION)
+
+
+def test_steps_that_take_batches_have_a_key_of_their_own():
+    model = nn.Linear(2, 1)
+    alone, fed = Workload(model, torch.ones(3, 2)), Workload.from_loader(model, [torch.ones(3, 2)])
+    one, other = (
+        make_key(
+            workload,
+            workload.signature(),
+            FACTS,
+            objective="latency",
+            precision="same",
+            tolerance=None,
+            max_memory_bytes=None,
+            ambient={},
+        )
+        for workload in (alone, fed)
+    )
+    assert differing_fields(one, other) == [Difference("loader", False, True)]
+    assert one.digest != other.digest
+
+
+def test_keys_without_a_loader_are_written_without_one(key):
+    assert b"loader" not in canonical_json(key)
+    again = msgspec.json.decode(canonical_json(replace(key, loader=True)), type=Key)
+    assert again.loader
+
+
+def test_a_trained_model_is_known_without_its_loss_and_optimizer():
+    model = nn.Linear(2, 2).train()
+    found = trained_fingerprint(model)
+    assert len(found) == 64
+    assert found == trained_fingerprint(nn.Linear(2, 2).train())
+    step = Workload.training(model, torch.ones(1, 2), torch.sum, torch.optim.SGD)
+    others = (
+        workload_fingerprint(step),
+        workload_fingerprint(Workload(model, torch.ones(1, 2))),
+        trained_fingerprint(nn.Linear(2, 3).train()),
+        trained_fingerprint(nn.Linear(2, 2).eval()),
+        trained_fingerprint(nn.Linear(2, 2).requires_grad_(False).train()),
+    )
+    assert found not in others

@@ -13,12 +13,18 @@ from torch import nn
 import steadytorch
 from steadytorch.errors import UsageError
 from steadytorch.plan import plan as module_under_test
-from steadytorch.plan.fingerprint import _ENVIRONMENT
+from steadytorch.plan.fingerprint import (
+    _ENVIRONMENT,
+    trained_fingerprint,
+    workload_fingerprint,
+)
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.transforms.base import TransformSpec
+from steadytorch.transforms.prefetch import Delivered, Prefetched
 from steadytorch.workload.workload import Workload
 
-from .plans import make_model, make_plan, reason_untouched, write
+from .plans import make_model, make_plan, reason_untouched, sealed, write
 
 # -- round trip ---------------------------------------------------------------------------------
 
@@ -208,3 +214,104 @@ def test_a_plan_is_data_only():
 def test_the_library_exports_these():
     assert steadytorch.load_plan is load_plan
     assert steadytorch.Plan is Plan
+
+
+# -- the loader's part ----------------------------------------------------------------------------
+
+
+def ahead(plan):
+    return replace(plan, candidate=(*plan.candidate, TransformSpec("prefetch")))
+
+
+def test_batches_come_as_the_plan_has_them(plan):
+    loader = [torch.ones(1), torch.zeros(1)]
+    plainly, early = plan.batches(loader, "cpu"), ahead(plan).batches(loader, "cpu")
+    assert (type(plainly), type(early)) == (Delivered, Prefetched)
+    for batches in (plainly, early):
+        assert [b.item() for b in batches] == [b.item() for b in batches] == [1.0, 0.0]
+
+
+def test_switched_off_batches_are_not_taken_ahead(plan, monkeypatch):
+    monkeypatch.setenv("STEADYTORCH_MODE", "OFF ")
+    assert type(ahead(plan).batches([])) is Delivered
+
+
+def test_batches_go_to_a_device_that_is_there(plan):
+    with pytest.raises(UsageError, match="'meta'"):
+        plan.batches([], "meta")
+    (found,) = plan.batches([torch.ones(1)])
+    assert found.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_plan_for_steps_with_a_loader_serves_the_model_alone(plan, model, x):
+    fed = ahead(replace(plan, key=replace(plan.key, loader=True)))
+    assert fed.id != plan.id
+    tuned = fed.apply(model)
+    torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.report().calls == {"tuned": 1}
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def make_trained(model, x, loss=torch.sum):
+    """A plan for training steps, as a session would keep it."""
+    workload = Workload.training(model, x, loss, torch.optim.SGD)
+    plan = make_plan(model, x, (TransformSpec("channels_last"),))
+    key = replace(plan.key, workload=workload_fingerprint(workload))
+    return replace(plan, key=key, trains=trained_fingerprint(model))
+
+
+@pytest.fixture
+def trained(x):
+    return make_trained(make_model().train(), x)
+
+
+def test_a_training_plan_serves_steps_of_its_model(trained, x):
+    model = make_model().train()
+    tuned = trained.apply(model)
+    tuned(x).sum().backward()
+    assert tuned.report().calls == {"tuned": 1}
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_training_plan_comes_back_from_its_file(trained, tmp_path):
+    found = load_plan(write(tmp_path, trained))
+    assert found == replace(trained, path=found.path)
+    assert found.trains == trained.trains
+
+
+def test_a_plan_written_before_there_were_any_for_training_is_for_inference(plan, tmp_path):
+    path = write(tmp_path, plan)
+    held = msgspec.json.decode(path.read_bytes())
+    del held["payload"]["trains"]
+    path.write_bytes(sealed(held["payload"], held["key"]))
+    assert load_plan(path).trains is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: make_model().eval(),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU()).train(),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.ReLU()).train(),
+    ],
+    ids=["in evaluation", "another", "partly frozen"],
+)
+def test_a_training_plan_leaves_other_models_untouched(trained, x, other):
+    model = other()
+    assert "does not fit here: workload was" in reason_untouched(trained.apply(model), model, x)
+
+
+def test_a_training_plan_fits_whatever_the_loss_and_not_inference(trained, plan, x):
+    model = make_model().train()
+    other = make_trained(model, x, loss=lambda output: output.square().mean())
+    assert other.key != trained.key
+    assert other.trains == trained.trains
+    assert "does not fit here" in reason_untouched(plan.apply(model), model, x)
+
+
+def test_an_inference_plan_that_is_passed_off_for_training_serves_nothing(trained, x):
+    model = make_model().train()
+    forged = replace(trained, candidate=(TransformSpec("inference_mode"),))
+    assert "gives 0.weight no gradient" in reason_untouched(forged.apply(model), model, x)

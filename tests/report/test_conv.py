@@ -81,18 +81,60 @@ def test_what_was_not_measured_is_not_called_deterministic():
     assert document["layers"][0]["deterministic"] is None
 
 
-def test_a_row_fits_into_80_columns():
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_row_fits_into_80_columns(trains):
     stream = StringIO()
     widest = structs.replace(
         chosen_with(workspace_bytes=256 * 2**20),
         **{f"{which}_ns": 12_345_678.9 for which in ("default", "benchmark", "chosen")},
     )
-    render_conv(Console(file=stream, width=80, highlight=False), "net", report(layer(widest)))
+    rows = [layer(widest)] * 10
+    if trains:
+        gradient = KEY.replace("fprop/bias_relu", "dgrad/none")
+        rows.append(structs.replace(layer(widest), problem=gradient))
+    render_conv(Console(file=stream, width=80, highlight=False), "net", report(*rows))
     lines = stream.getvalue().splitlines()
     assert any("12345.7 12345.7 12345.7" in line and "256 MiB" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert any(KEY in line for line in lines)
     assert any("eng39_k25=0" in line for line in lines)
+
+
+def trained() -> ConvReport:
+    """The three passes of a convolution, and the two of a first one; the last not measured."""
+    gradients = [KEY.replace("fprop/bias_relu", f"{which}/none") for which in ("dgrad", "wgrad")]
+    rows = [layer(), *(structs.replace(layer(), problem=key) for key in gradients)]
+    return report(*rows, structs.replace(layer(None), problem=gradients[1]))
+
+
+def test_a_training_step_has_a_row_for_each_pass():
+    lines = shown(render_conv, "net", trained()).splitlines()
+    rows = [line.split()[:3] for line in lines if line.lstrip()[:1].isdigit() and "/" not in line]
+    assert rows == [
+        ["1", "fprop", "2"],
+        ["2", "dgrad", "2"],
+        ["3", "wgrad", "2"],
+        ["4", "wgrad", "2"],
+    ]
+    assert "net: 4 passes of distinct convolutions in a training step" in lines
+
+
+def test_the_time_of_a_training_step_is_told_by_passes():
+    text = shown(render_conv, "net", trained())
+    assert "All together 240 us (fprop 80, dgrad 80, wgrad 80) by the chosen engines" in text
+    assert "480 us (fprop 160, dgrad 160, wgrad 160) by PyTorch's default" in text
+    assert "gradient by the input (dgrad)" in text
+
+
+def test_inference_has_no_column_for_the_one_pass():
+    text = shown(render_conv, "net", report(layer()))
+    assert "pass" not in text
+    assert "(fprop" not in text
+
+
+def test_the_pass_is_in_the_document():
+    document = json.loads(conv_document("net", FACTS, trained()))
+    assert [row["pass"] for row in document["layers"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
 
 
 def test_shares_are_of_the_time_of_all_convolutions():

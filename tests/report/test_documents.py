@@ -74,6 +74,7 @@ def test_a_search_and_a_replay_have_the_promised_keys(made):
     assert document["speedup"].keys() >= {"estimate", "low", "high", "claim"}
     assert document["plan"]["id"] == plan().id
     assert document["plan"]["path"] == plan().path
+    assert document["plan"]["objective"] == "latency"
 
 
 def test_transforms_are_text():

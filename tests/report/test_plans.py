@@ -25,6 +25,11 @@ def _stored(made):
     return Stored(ROOT / "0" / "1.json", made.key, made)
 
 
+def test_plans_for_training_are_called_so(screen):
+    render_list(screen.console, [_stored(plan(trains="0" * 64))], ROOT)
+    assert "(training)" in screen.flat
+
+
 def test_an_empty_store_says_where_it_looked_and_what_to_do(screen):
     render_list(screen.console, [], ROOT)
     assert "no plans in /home/user/plans" in screen.flat

@@ -4,7 +4,7 @@ import pytest
 
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 
-from .conftest import HOSTILE, LONG, TRIALS, WINNER, Screen, evidence, plan, spec, trial
+from .conftest import HOSTILE, LONG, TRIALS, WINNER, Screen, evidence, key, plan, spec, trial
 
 # -- the table of candidates --------------------------------------------------------------------
 
@@ -102,6 +102,23 @@ def test_a_plan_says_what_it_gains_and_costs(screen):
         assert fact in screen.flat
 
 
+def test_a_plan_for_training_speaks_of_steps(screen):
+    render_plan(screen.console, plan(trains="0" * 64), "Plan")
+    for fact in (
+        "2.02x as fast as an untouched step (99 % interval",
+        "latency of a step 14.20 ms",
+        "relative error of outputs, loss, gradients and buffers at the most 1.2e-07",
+        "set-up 24 s at the first step, paid back after 1,234 steps",
+    ):
+        assert fact in screen.flat
+    assert "workload" not in screen.flat
+
+
+def test_an_empty_plan_for_training_claims_nothing(screen):
+    render_plan(screen.console, plan(trains="0" * 64, candidate=()), "Plan")
+    assert "nothing was shown to be faster than an untouched step" in screen.flat
+
+
 def test_a_plan_in_memory_says_so(screen):
     render_plan(screen.console, plan(path=None), "Plan")
     assert "in memory only" in screen.flat
@@ -117,6 +134,27 @@ def test_the_empty_plan_claims_nothing(screen):
     assert "untouched" in screen.flat
     assert "nothing was shown to be faster" in screen.flat
     assert "x as fast" not in screen.flat
+
+
+@pytest.mark.parametrize(
+    ("objective", "claim"),
+    [
+        ("latency", "2.02x as fast as the untouched workload"),
+        ("throughput", "2.02x as fast as the untouched workload"),
+        ("p99", "2.02x as fast at p99 as the untouched workload"),
+    ],
+)
+def test_a_gain_in_the_tail_is_called_one(screen, objective, claim):
+    render_plan(screen.console, plan(key=key(objective=objective)), "Plan")
+    assert claim in screen.flat
+
+
+def test_an_untouched_workload_over_the_memory_cap_is_reported_once(screen):
+    over = "the untouched workload itself peaks at 3.00 GiB, over the cap of 1.00 GiB"
+    trials = (trial(reason=over), *TRIALS[1:])
+    render_trials(screen.console, trials, WINNER)
+    render_plan(screen.console, plan(evidence=evidence(trials=trials)), "Plan")
+    assert [line.strip() for line in screen.text.splitlines() if "itself" in line] == [over]
 
 
 def test_no_interval_no_claim(screen):

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steadytorch.runtime import agreement
-from steadytorch.runtime.agreement import bound, disagreement, memory_of
+from steadytorch.runtime.agreement import (
+    SIZED,
+    SIZES,
+    bound,
+    disagreement,
+    memory_of,
+    norm,
+    together,
+    wrong_size,
+)
 
 X = torch.linspace(-3, 5, 101)
 NAN, INF = float("nan"), float("inf")
@@ -135,3 +144,36 @@ def test_large_results_are_compared_in_parts(monkeypatch):
 def test_memory_is_that_of_the_storage():
     assert memory_of([X[3:], {"x": X.view(101, 1)}]) == {X.data_ptr()}
     assert memory_of([X[:0], 3]) == set()
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+EXPECTED = {"large": torch.full((4,), 3.0), "small": torch.full((4,), 0.1)}
+
+
+@given(factor=st.floats(0, 1e6), name=st.sampled_from(sorted(EXPECTED)))
+def test_sizes_within_a_factor_of_two_are_right(factor, name):
+    found = wrong_size(EXPECTED | {name: factor * EXPECTED[name]}, EXPECTED)
+    if SIZES[0] * 1.001 < factor < SIZES[1] * 0.999:
+        assert found is None
+    elif not SIZES[0] * 0.999 < factor < SIZES[1] * 1.001:
+        assert found == (name, pytest.approx(factor, rel=1e-5))
+
+
+def test_what_is_next_to_nothing_beside_the_others_has_no_size():
+    expected = EXPECTED | {"noise": torch.full((4,), 0.5 * SIZED)}
+    assert wrong_size(expected | {"noise": torch.zeros(4)}, expected) is None
+    assert wrong_size(expected | {"noise": torch.ones(4)}, expected) is None
+
+
+def test_a_size_that_is_no_number_is_wrong():
+    found = wrong_size(EXPECTED | {"large": torch.full((4,), NAN)}, EXPECTED)
+    assert found is not None
+    assert found[0] == "large"
+
+
+def test_norms_are_summed_in_double_precision():
+    tensor = torch.full((3,), 1e30)
+    assert norm(tensor) == pytest.approx(3**0.5 * 1e30)
+    assert norm(torch.tensor([3 + 4j])) == pytest.approx(5.0)
+    assert together([3.0, 4.0]) == 5.0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
 
-from .conftest import CANDIDATES, NO_PLAN, answer, copy_into
+from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
 
 LIVE = (TransformSpec("inference_mode"),)
 
@@ -116,4 +117,38 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
 
 
 def test_options_default_to_the_safe_ones():
-    assert Options() == (False, None, False)
+    assert Options() == (False, None, False, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy_into,
+        lambda model, x: model.load_state_dict(other_weights(model)),
+        lambda model, x: model.register_forward_hook(lambda *given: None),
+    ],
+)
+def test_code_that_was_made_before_is_never_served_with_other_weights(model, x, change):
+    asked = []
+
+    def baked(task):
+        asked.append(copy.deepcopy(task.workload.untouched))
+        return asked[-1].forward
+
+    tuned = TunedModule(model, lambda arrival: Resolution(FROZEN, prebuilt=baked))
+    assert torch.equal(answer(tuned, x), answer(model, x))
+    assert tuned.report().hits == 1
+    change(model, x)
+    for _ in range(2):
+        assert torch.equal(answer(tuned, x), answer(model, x))
+    assert tuned.report().hits == 1
+    tuned.refresh()
+    assert torch.equal(answer(tuned, x), answer(model, x))
+    assert (tuned.report().hits, len(asked)) == (2, 2)
+
+
+def test_a_source_that_fails_leaves_the_model_untouched(model, x, caplog):
+    tuned = TunedModule(model, lambda arrival: Resolution(FROZEN, prebuilt=lambda task: 1 / 0))
+    assert torch.equal(answer(tuned, x), answer(model, x))
+    assert tuned.report().hits == 0
+    assert "division by zero" in caplog.text

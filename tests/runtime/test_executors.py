@@ -9,9 +9,10 @@ from torch import nn
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.runtime import executors
 from steadytorch.runtime.executors import build, without_gradients
+from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import TransformSpec
 
-from .conftest import CANDIDATES, answer
+from .conftest import CANDIDATES, FROZEN, answer
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -99,3 +100,55 @@ def test_gradients_are_not_recorded_and_the_mode_is_put_back(enabled):
         with pytest.raises(RuntimeError):
             without_gradients(layer, (torch.ones(3),), {})
         assert torch.is_grad_enabled() == enabled
+
+
+def test_what_is_supplied_runs_in_place_of_compiling_and_counts_as_frozen(model, x):
+    tasks = []
+
+    def source(task):
+        tasks.append(task)
+        return lambda *args: "made before"
+
+    candidate = (TransformSpec("channels_last"), *FROZEN, TransformSpec("inference_mode"))
+    executor = build(model, (x,), {}, candidate, source=source)
+    assert executor.call(x) == "made before"
+    assert not executor.is_live
+    assert executor.modules[0] is model
+    (task,) = tasks
+    assert task.workload.untouched is model
+    assert task.workload.inputs[0].is_contiguous(memory_format=torch.channels_last)
+    executor.close()
+    assert prebuilt.find(task) is None
+
+
+def test_a_source_that_fails_leaves_nothing_behind(model, x):
+    def source(task):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build(model, (x,), {}, FROZEN, source=source)
+
+
+def test_an_executor_that_trains_sends_gradients_to_the_models_own_weights(model, x):
+    model.train()
+    strides = [p.stride() for p in model.parameters()]
+    executor = build(model, (x,), {}, CANDIDATES["channels_last"], trains=True)
+    executor.call(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert [p.stride() for p in model.parameters()] == strides
+    executor.close()
+
+
+def test_no_transform_asks_for_the_loss_or_the_optimizer(model, x, monkeypatch):
+    seen = []
+    applied = executors.transforms.channels_last.ChannelsLast.applied
+
+    def watched(self, workload):
+        seen.append(workload)
+        return applied(self, workload)
+
+    monkeypatch.setattr(executors.transforms.channels_last.ChannelsLast, "applied", watched)
+    build(model, (x,), {}, CANDIDATES["channels_last"], trains=True).close()
+    assert seen[0].is_training
+    with pytest.raises(UsageError, match="the caller's"):
+        seen[0].training_step.loss(x)

@@ -68,3 +68,41 @@ def test_a_model_without_weights_never_changes():
     weights = Weights(nn.ReLU())
     weights.remember()
     assert not weights.changed()
+
+
+# -- of a model that trains -------------------------------------------------------------------
+
+
+@pytest.fixture
+def training(model):
+    weights = Weights(model.train(), contents=False)
+    weights.remember()
+    return weights
+
+
+def test_steps_and_loaded_weights_are_no_change(model, training):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+    model.load_state_dict({n: t + 1 for n, t in model.state_dict().items()})
+    assert not training.changed()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[2].weight.requires_grad_(False),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: delattr(model[1], "running_mean"),
+        lambda model: model.append(nn.ReLU()),
+        lambda model: model[1].eval(),
+        lambda model: model[0].register_forward_hook(lambda *given: None),
+    ],
+)
+def test_another_model_is_a_change(model, training, change):
+    change(model)
+    assert training.changed()
+    training.remember()
+    assert not training.changed()

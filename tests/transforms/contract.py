@@ -65,6 +65,68 @@ def attention_workload(device: str = "cpu") -> Workload:
     return Workload(AttentionNet().eval(), tokens, {"bias": bias}).to(device)
 
 
+class SmoothNet(nn.Module):
+    """Convolutions and batch norms without kinks, so that rounding does not move gradients far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.stem_norm(self.stem(x)))
+        x = F.silu(self.norm(self.conv(x)) + x)
+        return self.head(x.mean((2, 3)))
+
+
+class Attends(nn.Module):
+    """The attention layer above, trained on its pooled output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = AttentionNet()
+
+    def forward(self, tokens: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens, bias=bias)["pooled"]
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def conv_training(device: str = "cpu") -> Workload:
+    torch.manual_seed(0)
+    loss = Supervised(torch.randint(4, (8,)))
+    inputs = torch.randn(8, 3, 8, 8)
+    return Workload.training(SmoothNet().train(), inputs, loss, _optimizer).to(device)
+
+
+def attention_training(device: str = "cpu") -> Workload:
+    torch.manual_seed(0)
+    loss = Supervised(torch.randint(16, (2,)))
+    tokens, kwargs = torch.randint(0, 32, (2, 16)), {"bias": torch.randn(16)}
+    made = Workload.training(Attends().train(), tokens, loss, _optimizer, kwargs=kwargs)
+    return made.to(device)
+
+
+class Supervised(nn.Module):
+    """Cross-entropy against targets that move with it."""
+
+    targets: torch.Tensor
+
+    def __init__(self, targets: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("targets", targets)
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, self.targets)
+
+
+TRAINING = {"conv": conv_training, "attention": attention_training}
 WORKLOADS = {"conv": conv_workload, "attention": attention_workload}
 
 
@@ -117,6 +179,63 @@ def exercise(transforms: list[Transform], workload: Workload) -> Evidence:
         strides_kept=strides == [t.stride() for t in after_state.values()],
         inputs_kept=all(map(torch.equal, inputs, _inputs(workload))),
     )
+
+
+@dataclass
+class TrainingEvidence:
+    """What was seen while a variant was applied, trained through for three steps, and undone."""
+
+    precision: str
+    expected: dict[str, torch.Tensor]
+    found: dict[str, torch.Tensor]
+    ambient_before: dict[str, str]
+    ambient_between: dict[str, str]
+    ambient_after: dict[str, str]
+    strides_kept: bool
+    inputs_kept: bool
+
+
+def exercise_training(
+    transforms: list[Transform], own: Workload, other: Workload
+) -> TrainingEvidence:
+    """Trains one workload as it is and another, equal one through the transforms."""
+    before, inputs = ambient(), [t.clone() for t in _inputs(other)]
+    strides = [t.stride() for t in other.model.state_dict().values()]
+    expected = _trained(own, own.model)
+    with applied_in_order(transforms, other) as changed:
+        found = _trained(other, changed.model)
+        between = ambient()
+    return TrainingEvidence(
+        precision=next((t.precision for t in transforms if t.precision != "same"), "same"),
+        expected=expected,
+        found=found,
+        ambient_before=before,
+        ambient_between=between,
+        ambient_after=ambient(),
+        strides_kept=strides == [t.stride() for t in other.model.state_dict().values()],
+        inputs_kept=all(map(torch.equal, inputs, _inputs(other))),
+    )
+
+
+def _trained(workload: Workload, model: Any) -> dict[str, torch.Tensor]:
+    """Losses and gradients of each step, and weights, buffers and optimizer state in the end."""
+    step, found = workload.training_step, {}
+    assert step is not None
+    optimizer: Any = step.optimizer(workload.model.parameters())  # type: ignore[operator]
+    for number in range(3):
+        optimizer.zero_grad()
+        loss = step.loss(model(*workload.inputs, **workload.kwargs))
+        loss.backward()
+        found[f"loss {number}"] = loss.detach().clone()
+        for name, p in workload.model.named_parameters():
+            if p.grad is not None:
+                found[f"gradient {number} {name}"] = p.grad.clone()
+                assert p.grad.stride() == p.stride()
+        optimizer.step()
+    found.update({name: t.clone() for name, t in workload.model.state_dict().items()})
+    for number, held in optimizer.state_dict()["state"].items():
+        found[f"momentum {number}"] = held["momentum_buffer"].clone()
+    return found
 
 
 def applicable(variants: list[Transform], workload: Workload, facts: Any) -> list[Transform]:

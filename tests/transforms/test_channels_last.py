@@ -46,6 +46,39 @@ def test_other_tensors_are_returned_as_they_are(tensor):
     assert to_channels_last(tensor) is tensor
 
 
+def training(model, images):
+    return Workload.training(model.train(), images, torch.sum, torch.optim.SGD)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_training_runs_the_model_itself_channels_last(channels):
+    model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4))
+    outputs, made = [], training(model, torch.randn(2, channels, 8, 8))
+    model[0].register_forward_hook(lambda module, args, out: outputs.append(out))
+    strides = [p.stride() for p in model.parameters()]
+    with ChannelsLast().applied(made) as last:
+        assert last.model.inner is model
+        for given in (made.inputs, last.inputs):
+            last.model(*given).sum().backward()
+    assert all(out.is_contiguous(memory_format=torch.channels_last) for out in outputs)
+    assert not any(out.is_contiguous() for out in outputs)
+    assert [p.stride() for p in model.parameters()] == strides
+    assert all(p.grad.is_contiguous() for p in model.parameters())
+
+
+def test_what_trains_channels_last_already_is_refused(cpu):
+    images = torch.randn(2, 3, 8, 8)
+    plain, last = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    assert ChannelsLast().applies_to(training(plain, images), cpu) == Applicable()
+    for made in (training(plain, to_channels_last(images)), training(last, images)):
+        assert ChannelsLast().applies_to(made, cpu).reason == "already channels last"
+
+
+def test_training_on_what_is_no_image_is_refused(cpu):
+    made = training(nn.Conv2d(1, 1, 1), torch.ones(2, 4))
+    assert ChannelsLast().applies_to(made, cpu).reason == "no image is among the inputs"
+
+
 def test_a_model_without_images_is_refused(cpu):
     answer = ChannelsLast().applies_to(Workload(nn.Conv1d(1, 1, 1), torch.ones(1, 1, 4)), cpu)
     assert answer.reason == "the model has no convolution over images or volumes"

@@ -135,6 +135,16 @@ def test_frozen_weights_are_for_inference(gpu, conv_workload, mode):
     assert variant(mode).applies_to(training, gpu) == Applicable()
 
 
+def test_autotuning_without_freezing_is_for_what_cannot_be_frozen(gpu, conv_workload):
+    answer = variant("max-autotune").applies_to(conv_workload, gpu)
+    assert answer.reason == "where weights can be frozen it freezes"
+    assert variant("max-autotune").applies_to(Workload(torch.relu, torch.ones(1)), gpu) == (
+        Applicable()
+    )
+    conv_workload.model.train()
+    assert variant("max-autotune").applies_to(conv_workload, gpu) == Applicable()
+
+
 def test_a_module_in_training_mode_cannot_be_frozen(gpu, conv_workload):
     conv_workload.model.train()
     answer = variant(freezing=True).applies_to(conv_workload, gpu)

@@ -59,11 +59,20 @@ def test_create_fills_in_defaults():
         (spec("cast_weights"), spec("autocast"), "element type"),
         (spec("cuda_graph"), spec("compile", mode="reduce-overhead"), "CUDA graphs"),
         (spec("tf32"), spec("compile", mode="max-autotune"), "float32 precision"),
+        (spec("fused_kernels", residual=True), spec("cudnn_engines"), "sums"),
+        (spec("fused_kernels", residual=True), spec("autocast"), "biases"),
     ],
 )
 def test_transforms_with_the_same_claim_exclude_each_other(one, other, claim):
     assert claim in str(conflict((one, other)))
     assert claim in str(conflict((other, one)))
+
+
+def test_a_fused_stem_leaves_the_rest_to_engines():
+    stack = [spec("fold_batch_norm"), spec("fused_kernels", stem=True), spec("cudnn_engines")]
+    assert conflict(order(stack)) is None
+    names_in_order = [s.name for s in order(reversed(stack))]
+    assert names_in_order == ["fold_batch_norm", "fused_kernels", "cudnn_engines"]
 
 
 def test_two_settings_of_one_transform_exclude_each_other():
@@ -141,11 +150,16 @@ def test_a_name_alone_is_its_first_variant(cpu, gpu):
                 assert parse(entry.name, facts) == (entry.transform(variants[0]).spec,)
 
 
-def test_words_may_stand_in_any_order_and_a_part_of_them_will_do(cpu):
+def test_words_may_stand_in_any_order_and_a_part_of_them_will_do(cpu, gpu):
     (found,) = parse("compile( freezing,default )", cpu)
     assert str(found) == "compile(default, freezing)"
     assert parse("compile(freezing)", cpu) == (found,)
-    assert str(*parse("compile(max-autotune)", cpu)) == "compile(max-autotune, freezing)"
+    (recorded,) = parse("compile(reduce-overhead)", gpu)
+    assert str(recorded) == "compile(reduce-overhead, freezing)"
+
+
+def test_words_that_are_all_of_a_variant_mean_that_one(cpu):
+    assert str(*parse("compile(max-autotune)", cpu)) == "compile(max-autotune)"
 
 
 def test_several_are_put_in_the_order_of_application(cpu):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import msgspec
@@ -16,6 +17,7 @@ from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
+from steadytorch.transforms.prefetch import Prefetched
 from steadytorch.trial import worker as module
 from steadytorch.trial.worker import (
     CHUNK_NS,
@@ -197,3 +199,96 @@ def test_a_stretch_is_short_and_ends_at_a_look(taken, sample_ns, seconds_left):
     assert (count - 1) * sample_ns <= CHUNK_NS
     assert (count - 1) * sample_ns <= max(0, seconds_left * 1e9)
     assert not [look for look in LOOKS if taken < look < taken + count]
+
+
+# -- workloads with a loader ----------------------------------------------------------------------
+
+
+class Numbers:
+    """A loader of three batches."""
+
+    def __iter__(self):
+        return (torch.full((1,), float(i)) for i in range(3))
+
+
+@pytest.fixture
+def fed(tmp_path):
+    """A handler whose workload takes a batch a step."""
+    save_payload(Workload.from_loader(torch.neg, Numbers()), tmp_path)
+    handler = WorkloadHandler(tmp_path)
+    handler.load("cpu", transforms.ambient())
+    yield handler
+    handler.close()
+
+
+def test_each_step_takes_the_next_batch(fed):
+    fed.set_up([])
+    found = [fed._step().item() for _ in range(4)]
+    assert sorted(found[:3]) == [-2.0, -1.0, 0.0]
+    assert found[3] == found[0]
+
+
+def test_the_loader_of_a_transform_is_the_one_that_is_timed(fed, monkeypatch):
+    begun = []
+    own = Prefetched.__iter__
+    monkeypatch.setattr(Prefetched, "__iter__", lambda self: begun.append(self) or own(self))
+    fed.set_up([{"name": "prefetch", "parameters": []}])
+    assert begun
+    assert {fed._step().item() for _ in range(3)} == {-2.0, -1.0, 0.0}
+
+
+def test_a_loader_that_cannot_travel_is_named(tmp_path):
+    loader = Numbers()
+    vars(loader)["lock"] = threading.Lock()
+    with pytest.raises(UsageError, match="what it holds, its loader included, picklable") as caught:
+        save_payload(Workload.from_loader(torch.neg, loader), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+def _sum_of_squares(output):
+    return output.square().sum()
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A handler of a training workload that would overflow within a few hundred steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).train()
+    made = Workload.training(
+        model, torch.randn(4, 8), _sum_of_squares, lambda p: torch.optim.SGD(p, lr=2.0)
+    )
+    save_payload(made, tmp_path)
+    handler = WorkloadHandler(tmp_path)
+    handler.load("cpu", transforms.ambient())
+    yield handler
+    handler.close()
+
+
+def test_each_block_of_training_begins_at_the_weights_that_came(training):
+    training.set_up([])
+    training._group, ends = 1, []
+    for _ in range(3):
+        training.block("latency", 1)
+        ends.append({n: t.clone() for n, t in training._workload.model.state_dict().items()})
+    assert ends[0]["2.weight"].isfinite().all()
+    assert all(torch.equal(ends[0][n], end[n]) for end in ends for n in end)
+
+
+def test_weights_that_overflowed_are_finite_again_in_the_next_block(training):
+    training.set_up([])
+    for _ in range(200):
+        training._step()
+    weights = training._workload.model[2].weight
+    assert not weights.isfinite().all()
+    training._group = 1
+    training.block("latency", 1)
+    assert weights.isfinite().all()
+
+
+def test_an_optimizer_of_a_training_workload_is_made_once(training):
+    training.set_up([])
+    training._step()
+    assert isinstance(training._workload.training_step.optimizer, torch.optim.SGD)

@@ -21,6 +21,7 @@ def _load(name: str) -> None:
     spec.loader.exec_module(sys.modules[name])
 
 
+_load("trained")
 _load("faulty")
 _load("scripted")
 

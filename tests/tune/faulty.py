@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 import torch
+import trained
 from torch import nn
 
 from steadytorch import transforms
@@ -123,6 +124,23 @@ class Misbehaving:
             return self.buffer.copy_(out)
 
 
+class TrainedAs(Transform):
+    """Trains as one of the candidates of trained.py does."""
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        kind: str = "honest"
+
+    name = "trained_as"
+    risk = Risk.EXACT
+
+    def applies_to(self, workload, facts):
+        return Applicable()
+
+    @contextmanager
+    def applied(self, workload):
+        yield workload.with_model(trained.Candidate(self.parameters.kind, workload.model))
+
+
 class FaultyHandler(TuningHandler):
     """A tuning worker in which the transforms above are registered."""
 
@@ -138,7 +156,8 @@ class FaultyHandler(TuningHandler):
 
 def extended():
     """The registry with the transforms of this file, which exclude one another, and its order."""
-    added = [transforms.Entry(kind, lambda parameters: ("the test",)) for kind in (Quick, Faulty)]
+    kinds = (Quick, Faulty, TrainedAs)
+    added = [transforms.Entry(kind, lambda parameters: ("the test",)) for kind in kinds]
     known = {entry.name for entry in transforms.REGISTRY}
     registry = (*transforms.REGISTRY, *(entry for entry in added if entry.name not in known))
     return registry, {entry.name: position for position, entry in enumerate(registry)}

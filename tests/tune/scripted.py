@@ -20,7 +20,7 @@ from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Silent
-from steadytorch.tune.verify import OutputError, Reference, Verification
+from steadytorch.tune.verdict import OutputError, Reference, Verification
 from steadytorch.tune.worker import Character
 from steadytorch.workload.workload import Workload
 
@@ -235,6 +235,7 @@ def make_search(
     watcher: Any = None,
     slots: int = 2,
     choose_engines: Any = None,
+    choose_stem: Any = None,
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or Options(), watcher or Silent()
@@ -248,5 +249,6 @@ def make_search(
         watcher=watcher,
         slots=slots,
         choose_engines=choose_engines,
+        choose_stem=choose_stem,
         now=stage.now,
     )

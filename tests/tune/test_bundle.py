@@ -3,15 +3,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle
+from steadytorch.plan import bundle, contents, package
 from steadytorch.plan.plan import Plan
+from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
+from steadytorch.tune.package import Outcome
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
@@ -31,14 +37,35 @@ from steadytorch.plan.plan import load_plan
 logging.basicConfig(level=logging.WARNING)
 plan, cache = load_plan(sys.argv[1]), Path(sys.argv[2])
 torch.manual_seed(0)
-model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval(), torch.ones(2, 8)
+model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
+x = torch.randn(1, 3, 8, 8)
 fast = steady.optimize(model, store=Path(sys.argv[1]).parents[1], canary=False, bundle=True)
+
+def check(hits):
+    torch.testing.assert_close(fast(x), model(x))
+    assert fast.report().hits == hits, fast.report()
+
+check(1)
+check(2)
+assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules), "the compiler was loaded"
+assert not cache.exists(), "something was unpacked"
+with torch.no_grad():
+    model[0].weight.mul_(2)
+check(2)
+model.load_state_dict({name: 4 * held for name, held in model.state_dict().items()})
+check(2)
+fast.refresh()
 assert bundle.unpack(plan) is None
 kept = set(cache.rglob("*.so"))
 assert kept
-torch.testing.assert_close(fast(x), model(x))
-assert fast.report().hits == 1, fast.report()
+check(3)
 assert set(cache.rglob("*.so")) == kept, "compiled anew"
+with torch.no_grad():
+    for held in [*model.parameters(), *model.buffers()]:
+        held.copy_(held / 4)
+    model[0].weight.div_(2)
+fast.refresh()
+check(4)
 """
 
 
@@ -70,20 +97,142 @@ def _stored(workload: Workload, store, candidate: Candidate) -> Plan:
 
 
 @pytest.mark.compiles
-def test_a_fresh_process_compiles_no_kernel_that_the_bundle_holds(tmp_path):
-    plan = _stored(_workload(), tmp_path / "plans", COMPILE)
-    assert keep_bundle(plan, _workload(), "cpu") is None
-    assert plan.path is not None
+def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew(kept, tmp_path):
     cache = tmp_path / "inductor"
     done = subprocess.run(
-        [sys.executable, "-c", USE, plan.path, str(cache)],
+        [sys.executable, "-c", USE, str(kept.plan.path), str(cache)],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "compiled anew" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if "WARNING:steadytorch" in line]
+    assert len(said) == 2, done.stderr
+    assert "weights changed" in said[0]
+    assert said[1].endswith("compiled anew: its package was made of other weights or attributes")
+
+
+def _fault(*given, **arguments):
+    raise WorkerFault(Fault.SIGNAL, "segmentation fault (SIGSEGV)")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda: {"made": None, "reason": "it cannot be exported"}, "it cannot be exported"),
+        (_fault, "its worker failed: segmentation fault (SIGSEGV)"),
+    ],
+)
+def test_a_bundle_without_a_package_is_a_bundle_and_it_is_said(
+    tmp_path, caplog, monkeypatch, answer, reason
+):
+    plan, asked = _stored(_workload(), tmp_path, COMPILE), []
+
+    def at_work(plan, device, directory, cache, method, **arguments):
+        asked.append(method)
+        cache.mkdir(exist_ok=True)
+        (cache / "kernel.so").write_bytes(b"code")
+        return answer() if method == "set_up_packaged" else None
+
+    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    assert keep_bundle(plan, _workload(), "cpu") is None
+    assert asked == ["set_up_packaged"] + ["set_up"] * (answer is _fault)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the bundle of plan {plan.id} has no package: {reason}"
+    ]
+    assert bundle.fault(plan) is None
+    assert keep_bundle(plan, _workload(), "cpu") is None
+    assert len(caplog.records) == 1
+
+
+def test_a_model_that_cannot_be_compared_has_no_package(tmp_path, caplog, monkeypatch):
+    workload, asked = _workload(), []
+    workload.model[0].register_forward_hook(_fault)
+    plan = _stored(workload, tmp_path, COMPILE)
+
+    def at_work(plan, device, directory, cache, method, **arguments):
+        asked.append(method)
+        cache.mkdir()
+        (cache / "kernel.so").write_bytes(b"code")
+
+    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    assert keep_bundle(plan, workload, "cpu") is None
+    assert asked == ["set_up"]
+    assert "has no package: a module has a hook" in caplog.text
+
+
+def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
+    most, made = kept.file.stat().st_size - 1, _described(kept).made
+
+    def at_work(plan, device, directory, cache, method, file, **arguments):
+        cache.mkdir()
+        (cache / "kernel.so").write_bytes(b"code")
+        Path(file).write_bytes(kept.file.read_bytes())
+        return msgspec.to_builtins(Outcome(made))
+
+    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    monkeypatch.setattr(bundle_module, "_checked", lambda outcome, *rest: outcome)
+    monkeypatch.setattr(bundle, "MOST_BYTES", most)
+    with torch.no_grad():
+        kept.model[0].weight.mul_(2)
+    assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None
+    assert f"it would take {most + 1} bytes, and one holds {most}" in caplog.text
+    assert not kept.file.exists()
+
+
+CRASH = """
+#include <stdlib.h>
+__attribute__((constructor)) static void crash(void) { abort(); }
+"""
+
+
+def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkeypatch, tmp_path):
+    (tmp_path / "crash.c").write_text(CRASH)
+    library = tmp_path / "crash.so"
+    subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "crash.c"], check=True)
+    made, at_work = _described(kept).made, bundle_module._at_work
+
+    def spoiled(plan, device, directory, cache, method, **arguments):
+        if method == "check_package":
+            return at_work(plan, device, directory, cache, method, **arguments)
+        cache.mkdir()
+        (cache / "kernel.so").write_bytes(b"code")
+        with zipfile.ZipFile(arguments["file"], "w") as archive:
+            archive.write(library, "p/data/aotinductor/model/a.wrapper.so")
+        return msgspec.to_builtins(Outcome(made))
+
+    monkeypatch.setattr(bundle_module, "_at_work", spoiled)
+    with torch.no_grad():
+        kept.model[0].weight.mul_(2)
+    assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None
+    assert "a fresh process cannot use it: " in caplog.text
+    assert "SIGABRT" in caplog.text
+    assert not kept.file.exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"), [(lambda: "", ""), (lambda: "output 0 is off", "output 0 is off")]
+)
+def test_a_fresh_process_has_the_last_word(kept, answer, fault):
+    outcome = Outcome(_described(kept).made)
+    found = bundle_module._checked(outcome, lambda method, **arguments: answer(), {})
+    assert found == (Outcome(None, fault) if fault else outcome)
+
+
+def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypatch):
+    workload, made = Workload(kept.model, (kept.x,)), []
+    monkeypatch.setattr(bundle_module, "_make", lambda *given: made.append(given[3]) or "")
+    assert keep_bundle(kept.plan, workload, "cpu") is None
+    assert not made
+    with torch.no_grad():
+        kept.model[0].weight.mul_(2)
+    assert keep_bundle(kept.plan, workload, "cpu") is None
+    assert made == [contents.digest(kept.model)]
+
+
+def _described(kept):
+    return package.decoded(bundle._read(kept.plan).package or b"")
 
 
 def test_a_plan_that_compiles_nothing_has_no_bundle(tmp_path):
@@ -116,14 +265,9 @@ def test_a_plan_without_its_bundle_is_served_all_the_same(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_nothing_is_unpacked_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    workload = _workload()
-    plan = _stored(workload, tmp_path / "plans", COMPILE)
-    (tmp_path / "compiled").mkdir()
-    (tmp_path / "compiled" / "kernel.so").write_bytes(b"code")
-    bundle.write(plan, tmp_path / "compiled")
-    assert plan.resolution().candidate == COMPILE
-    assert not (tmp_path / "inductor").exists()
-    plan.resolution(bundle=True)
-    assert (tmp_path / "inductor" / "kernel.so").read_bytes() == b"code"
+def test_what_compile_is_to_take_is_found_only_where_asked_for(tmp_path):
+    plan = _stored(_workload(), tmp_path, COMPILE)
+    assert plan.resolution().prebuilt is None
+    assert plan.resolution(bundle=True).prebuilt is not None
+    nothing = _stored(_workload(), tmp_path / "other", (TransformSpec("inference_mode"),))
+    assert nothing.resolution(bundle=True).prebuilt is None

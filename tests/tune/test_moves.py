@@ -9,7 +9,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
-from steadytorch.tune.moves import Moves, describe, suggested_by
+from steadytorch.tune.moves import Moves, describe, engine_prefix, suggested_by
 from steadytorch.workload.workload import Workload
 
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
@@ -107,12 +107,102 @@ def test_seeds_use_the_precision_that_is_asked_for():
     assert not any(FP16 in candidate for candidate in seeds)
 
 
+def _fused(config="", **asked):
+    asked = {"stem": False, "residual": False, **asked, "config": config}
+    return TransformSpec("fused_kernels", tuple(asked.items()))
+
+
+ENGINES = _single("cudnn_engines", choices="")
+FOLD = _single("fold_batch_norm")
+WITH_STEM = [_fused(), _fused(stem=True), _fused(stem=True, residual=True), _fused(residual=True)]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_stem_is_fused_before_engines_take_the_rest(regime):
+    available = [FOLD, *WITH_STEM, FP16, LAYOUT, ENGINES, GRAPH]
+    seeds = Moves(available, WORKLOAD, "fp16", regime).seeds()
+    stem = (FOLD, _fused(stem=True), FP16, LAYOUT, ENGINES, GRAPH)
+    assert stem in seeds[:3]
+    assert (FOLD, FP16, LAYOUT, ENGINES, GRAPH) in seeds[:3]
+
+
+def test_the_configuration_that_was_chosen_for_a_stem_is_what_is_tried():
+    chosen = _fused("64x32x7-w4s1", stem=True)
+    seeds = Moves([FOLD, chosen, LAYOUT, ENGINES, GRAPH], WORKLOAD, "same", "memory-bound").seeds()
+    assert (FOLD, chosen, LAYOUT, ENGINES, GRAPH) in seeds
+
+
+@pytest.mark.parametrize(
+    ("variants", "expected"),
+    [
+        (WITH_STEM, _fused(stem=True, residual=True)),
+        ([_fused(), _fused(stem=True)], _fused(stem=True)),
+        ([_fused(residual=True)], _fused(residual=True)),
+    ],
+    ids=["both", "a stem", "sums"],
+)
+def test_without_engines_kernels_take_what_they_can(variants, expected):
+    available = [FOLD, *variants, FP16, LAYOUT, GRAPH]
+    seeds = Moves(available, WORKLOAD, "fp16", "memory-bound").seeds()
+    assert seeds[0] == (FOLD, expected, FP16, LAYOUT, GRAPH)
+
+
+def test_engines_and_fused_sums_are_never_tried_together():
+    moves = Moves([*WITH_STEM, ENGINES, GRAPH], WORKLOAD, "same", "memory-bound")
+    for start in ((ENGINES,), (_fused(residual=True),), (_fused(stem=True), ENGINES)):
+        for candidate in moves.neighbours(start):
+            assert ENGINES not in candidate or not any(
+                dict(spec.parameters).get("residual") for spec in candidate
+            )
+    assert (_fused(stem=True), ENGINES) in moves.neighbours((ENGINES,))
+
+
 def test_engines_are_tried_alone_where_nothing_that_goes_with_them_applies():
     engines, autocast = _single("cudnn_engines", choices=""), _single("autocast", dtype="bf16")
     model = WORKLOAD.model
     training = Workload.training(model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
     seeds = Moves([engines, autocast], training, "same", "compute-bound").seeds()
     assert seeds == [(engines,)]
+
+
+TRAINING = Workload.training(WORKLOAD.model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
+TRAINABLE = ("channels_last", "autocast", "tf32", "cudnn_engines", "threads", "gc_freeze")
+COMPILED = _single("compile", mode="default", freezing=False)
+AUTOCAST = _single("autocast", dtype="bf16")
+OF_TRAINING = [*(s for s in ALL if s.name in TRAINABLE), COMPILED]
+
+
+@settings(deadline=None)
+@given(available=subsets, precision=precisions, regime=st.sampled_from(REGIMES))
+def test_seeds_of_training_are_sound_and_within_the_allowed_precision(available, precision, regime):
+    seeds = Moves(available, TRAINING, precision, regime).seeds()
+    _assert_sound(seeds, available)
+    assert all(precision_of(candidate) in ALLOWED[precision] for candidate in seeds)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_training_begins_with_layout_compiler_and_mixed_precision_together(regime):
+    available = [s for s in OF_TRAINING if s.name != "cudnn_engines"]
+    seeds = Moves(available, TRAINING, "bf16", regime).seeds()
+    assert seeds[0] == transforms.order([LAYOUT, COMPILED, AUTOCAST])
+    singles = [c for c in seeds if len(c) == 1]
+    assert singles == [(AUTOCAST,), (COMPILED,), (LAYOUT,)]
+
+
+def test_training_at_its_own_precision_lowers_nothing():
+    seeds = Moves(OF_TRAINING, TRAINING, "same", "memory-bound").seeds()
+    assert {spec.name for c in seeds for spec in c} <= {"channels_last", "cudnn_engines", "compile"}
+
+
+def test_training_in_tf32_is_tried_where_that_is_allowed():
+    seeds = Moves(OF_TRAINING, TRAINING, "tf32", "compute-bound").seeds()
+    assert any(spec.name == "tf32" for spec in seeds[0])
+
+
+def test_engines_of_training_are_chosen_under_autocast():
+    prefix = engine_prefix([LAYOUT, AUTOCAST, BF16, COMPILED], "bf16", training=True)
+    assert prefix == transforms.order([LAYOUT, AUTOCAST])
+    assert engine_prefix([LAYOUT, AUTOCAST, BF16], "bf16") == transforms.order([LAYOUT, BF16])
 
 
 def test_beyond_drops_the_leaders_own_lower_precision():
@@ -169,3 +259,13 @@ def test_what_would_recover_more_is_tried_first(regime):
 def test_without_findings_the_regime_alone_orders():
     plain = Moves(ALL, WORKLOAD, "same", "launch-bound").seeds()
     assert Moves(ALL, WORKLOAD, "same", "launch-bound", [_finding("x", 9)]).seeds() == plain
+
+
+def test_where_a_loader_feeds_the_steps_every_seed_takes_batches_ahead():
+    ahead, available = TransformSpec("prefetch"), [GRAPH, LAYOUT, TransformSpec("prefetch")]
+    seeds = Moves(available, WORKLOAD, "same", "memory-bound").seeds()
+    assert (ahead,) in seeds
+    assert all(ahead in candidate for candidate in seeds)
+    assert {tuple(s for s in candidate if s != ahead) for candidate in seeds} - {()} == set(
+        Moves(available[:2], WORKLOAD, "same", "memory-bound").seeds()
+    )

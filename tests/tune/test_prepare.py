@@ -4,7 +4,7 @@ from scripted import EAGER, FOLD, GC, LAYOUT, TF32, Act, Notes, Stage, died
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
-from steadytorch.tune.verify import OutputError
+from steadytorch.tune.verdict import OutputError
 
 SINGLES = [(EAGER,), (FOLD,), (GC,), (LAYOUT,)]
 

@@ -25,7 +25,8 @@ from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
 from steadytorch.tune.session import Silent
-from steadytorch.tune.verify import INPUT_SETS, OutputError
+from steadytorch.tune.verdict import OutputError
+from steadytorch.tune.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 

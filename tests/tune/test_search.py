@@ -17,7 +17,7 @@ from scripted import (
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.tune.select import Options
-from steadytorch.tune.verify import OutputError, Reference
+from steadytorch.tune.verdict import OutputError, Reference
 
 OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
 
@@ -134,6 +134,21 @@ def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
     assert rejected.reason == "peaks at 2.00 GiB, over the cap of 1.00 GiB"
     assert rejected.samples == 0
     assert result.chosen == (GC,)
+
+
+def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
+    acts = _acts(inference_mode=8) | {(): Act(10 * MS, peak_bytes=3 << 30)}
+    result = make_search(Stage(acts), [EAGER], Options(max_memory_bytes=1 << 30)).run()
+    untouched = _trial(result)
+    assert untouched.reason == (
+        "the untouched workload itself peaks at 3.00 GiB, over the cap of 1.00 GiB"
+    )
+    assert (untouched.status, result.chosen) == ("ok", (EAGER,))
+
+
+def test_within_the_cap_nothing_is_said_of_the_untouched_workload():
+    result = make_search(Stage(), [EAGER], Options(max_memory_bytes=1 << 30)).run()
+    assert _trial(result).reason is None
 
 
 def test_a_wrong_candidate_is_rejected_with_its_error_and_never_timed():

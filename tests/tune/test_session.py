@@ -195,11 +195,16 @@ def test_a_broken_search_leaves_no_file_and_no_process(
 # -- what is refused --------------------------------------------------------------------------
 
 
-def test_a_training_workload_is_refused_with_what_to_do(tmp_path):
-    model = nn.Linear(2, 2)
-    workload = Workload.training(model, torch.zeros(1, 2), lambda out: out.sum(), torch.optim.SGD)
-    with pytest.raises(UsageError, match=r"training workload.*leave --train out"):
+def test_inference_that_updates_statistics_is_refused_with_what_to_do(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).train()
+    workload = Workload(model, torch.zeros(4, 2))
+    with pytest.raises(UsageError, match=r"statistics of 1: call model.eval\(\) first, or pass"):
         tune(workload, store=tmp_path)
+    step = Workload.training(model, torch.zeros(4, 2), torch.sum, torch.optim.SGD)
+    assert (
+        Session(step, Options(), store=tmp_path).key
+        != Session(Workload(model.eval(), torch.zeros(4, 2)), Options(), store=tmp_path).key
+    )
 
 
 @pytest.mark.parametrize(

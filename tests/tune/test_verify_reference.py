@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.tune.verify import (
-    decide,
-    fresh_inputs,
-    make_reference,
-    verify,
-)
+from steadytorch.tune.verdict import decide
+from steadytorch.tune.verify import fresh_inputs, make_reference, verify
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 import torch
+import trained
 from torch import nn
 
 from steadytorch import transforms
@@ -12,7 +13,7 @@ from steadytorch.process.messages import encode
 from steadytorch.trial import worker as base
 from steadytorch.trial.worker import SetUp, save_payload
 from steadytorch.tune import worker as module
-from steadytorch.tune.verify import Reference, Verification, decide
+from steadytorch.tune.verdict import Reference, Verification, decide
 from steadytorch.tune.worker import Character, TuningHandler
 from steadytorch.workload.workload import Workload
 
@@ -156,3 +157,78 @@ def test_every_answer_fits_into_a_message(loaded):
     for answer in (loaded.reference(0), loaded.set_up([]), loaded.verify(), loaded.characterise()):
         encode(answer)
     encode(loaded.block("latency", 3))
+
+
+def test_what_bounds_a_workload_with_a_loader_is_asked_of_the_computation(model, tmp_path):
+    class Watched(list):
+        begun = 0
+
+        def __iter__(self):
+            Watched.begun += 1
+            return super().__iter__()
+
+    handler = TuningHandler(tmp_path)
+    handler._workload = Workload.from_loader(model, Watched([torch.randn(2, 8)]))
+    handler._sampler = sampler.sampler_for("cpu")
+    handler.set_up([])
+    before = Watched.begun
+    found = msgspec.convert(handler.characterise(), Character)
+    assert (Watched.begun, found.host_share) == (before, 0.0)
+    handler._step()
+    handler._step()
+    assert Watched.begun > before
+    handler.close()
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A handler of a training workload."""
+    made, _ = trained.workload(optimizer=trained.momentum)
+    save_payload(made, tmp_path)
+    handler = TuningHandler(tmp_path)
+    handler.load("cpu", transforms.ambient())
+    yield handler
+    handler.close()
+
+
+def test_a_training_candidate_agrees_with_the_reference_after_its_warm_up(training):
+    reference = msgspec.convert(training.reference(3), Reference)
+    assert reference.explained["same"]["gradients"].relative_l2 > 0
+    training.set_up([])
+    found = msgspec.convert(training.verify(), Verification)
+    assert set(found.parts) == {"outputs", "loss", "gradients", "buffers"}
+    assert decide(found, reference, "same", None) is None
+
+
+def test_a_training_reference_is_read_by_another_worker(training, tmp_path):
+    reference = msgspec.convert(training.reference(3), Reference)
+    other = TuningHandler(tmp_path)
+    other.load("cpu", {})
+    other.set_up([])
+    found = msgspec.convert(other.verify(), Verification)
+    assert decide(found, reference, "same", None) is None
+
+
+def test_the_arithmetic_of_the_backward_pass_counts_too(training, monkeypatch):
+    monkeypatch.setattr(module, "matrix_rate", lambda device, dtype: 1.0)
+    training.set_up([])
+    period_s, own = 1.0, training._workload
+    whole = training._matrix_share(training._step, period_s)
+    forward = training._matrix_share(lambda: own.model(*own.inputs), period_s)
+    assert whole > 1.5 * forward
+
+
+def test_training_steps_are_characterised_and_explained(training):
+    training.set_up([])
+    found = msgspec.convert(training.characterise(), Character)
+    assert found.regime in ("compute-bound", "memory-bound")
+    for finding in msgspec.convert(training.findings(0.5), list[Finding]):
+        assert set(finding.transforms) <= set(transforms.names())
+
+
+def test_every_answer_about_training_fits_into_a_message(training):
+    for answer in (training.reference(0), training.set_up([]), training.verify()):
+        encode(answer)

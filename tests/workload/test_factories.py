@@ -295,3 +295,17 @@ def test_what_can_be_imported_anyway_travels_by_name(
     (folder.path / "steady_test_installed.py").unlink()
     with pytest.raises(ModuleNotFoundError, match="steady_test_installed"):
         load(folder.path / "workload.pt")
+
+
+def test_a_factory_may_bring_its_loader(folder: Folder):
+    code = """
+def factory(batch=2):
+    loader = [(torch.ones(batch, 3), torch.zeros(batch, 1))]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    return Workload.from_loader(nn.Linear(3, 1), loader, nn.functional.mse_loss, sgd)
+"""
+    workload = folder.call(code, batch=5, train=True)
+    assert (workload.name, str(workload.signature())) == ("model.py:factory", "5x3:float32")
+    save(workload, folder.path / "workload.pt")
+    step = load(folder.path / "workload.pt").step_function()
+    assert step() > step()

@@ -13,6 +13,7 @@ from steadytorch.workload.workload import Workload
 MODEL = """
 import torch
 from torch import nn
+from steadytorch.workload.workload import Workload
 
 def factory(batch=2):
     return nn.Linear(3, 1), torch.randn(batch, 3)
@@ -22,6 +23,9 @@ def tokens():
 
 def two():
     return torch.add, (torch.zeros(1), torch.zeros(1))
+
+def fed():
+    return Workload.from_loader(nn.Linear(3, 1), [torch.zeros(2, 3)])
 
 def masked():
     return torch.where, (torch.zeros(2, dtype=torch.bool), torch.zeros(2), torch.ones(2))
@@ -212,3 +216,8 @@ def test_nothing_is_printed(file: str, capfd: pytest.CaptureFixture[str]):
     load_workload("mobilenet_v3_large", batch=1)
     load_workload(f"{file}:factory")
     assert capfd.readouterr() == ("", "")
+
+
+def test_inputs_of_a_workload_with_a_loader_are_its_batches(file: str):
+    with pytest.raises(UsageError, match=r"'4x3': the inputs of .*fed are the batches of its load"):
+        load_workload(f"{file}:fed", inputs=["4x3"])

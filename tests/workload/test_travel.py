@@ -131,3 +131,41 @@ def test_a_module_with_a_type_of_its_own_travels_by_name(tmp_path: Path):
         "print(load(pathlib.Path('workload.pt')).step_function()().item())",
     )
     assert printed == "2.0\n"
+
+
+def test_a_loader_of_the_main_script_travels_along(tmp_path: Path):
+    printed = python(
+        tmp_path,
+        "import pathlib, torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 6\n"
+        "    def __getitem__(self, place): return torch.tensor(float(place**2))\n"
+        "workload = Workload.from_loader(torch.neg, DataLoader(Squares(), batch_size=2))\n"
+        "save(workload, pathlib.Path('workload.pt'))\n"
+        "step = workload.step_function()\n"
+        "print(*[step().tolist() for _ in range(4)])",
+    )
+    change = "step = workload.step_function(); print(*[step().tolist() for _ in range(4)]); return"
+    assert python(tmp_path, OPEN.format(change=change)) == printed
+    assert printed.split("] [")[1] == "-4.0, -9.0"
+
+
+def test_workers_of_a_loader_that_came_by_value_are_started_where_it_is_opened(tmp_path: Path):
+    python(
+        tmp_path,
+        "import pathlib, torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, place): return torch.tensor(float(place))\n"
+        "loader = DataLoader(Numbers(), batch_size=2, num_workers=1)\n"
+        "save(Workload.from_loader(torch.neg, loader), pathlib.Path('workload.pt'))\n",
+    )
+    change = "step = workload.step_function(); print(*[step().tolist() for _ in range(3)]); return"
+    printed = python(tmp_path, OPEN.format(change=change))
+    assert printed == "[-0.0, -1.0] [-2.0, -3.0] [-0.0, -1.0]\n"

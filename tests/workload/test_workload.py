@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,3 +162,88 @@ def test_with_model_can_replace_the_inputs():
 def test_the_signature_covers_inputs_and_keyword_arguments():
     found = Workload(torch.sum, torch.ones(2), {"dim": 0}).signature()
     assert str(found) == "2:float32, ['dim']=0"
+
+
+# -- batches of a loader --------------------------------------------------------------------------
+
+
+def test_with_a_loader_each_step_takes_the_next_batch():
+    workload = Workload.from_loader(torch.neg, [torch.tensor([1.0]), torch.tensor([2.0])])
+    step = workload.step_function()
+    assert [step().item() for _ in range(3)] == [-1.0, -2.0, -1.0]
+
+
+def test_two_step_functions_take_batches_of_their_own():
+    workload = Workload.from_loader(torch.neg, [torch.tensor([1.0]), torch.tensor([2.0])])
+    one, other = workload.step_function(), workload.step_function()
+    assert [one().item(), one().item(), other().item()] == [-1.0, -2.0, -1.0]
+
+
+def test_inputs_are_the_first_batch_and_all_else_goes_by_them():
+    workload = Workload.from_loader(nn.Linear(2, 1), [{"input": torch.ones(3, 2)}], name="mine")
+    assert str(workload.signature()) == "3x2:float32"
+    assert (workload.name, workload.inputs, workload.is_training) == ("mine", (), False)
+    assert torch.equal(workload.kwargs["input"], torch.ones(3, 2))
+
+
+def test_batches_go_to_where_the_model_is():
+    seen = []
+
+    class Looking(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(input.device.type)
+            return super().forward(input)
+
+    model = Looking(2, 1, device="meta")
+    workload = Workload.from_loader(model, [torch.ones(3, 2)])
+    assert workload.feed is not None
+    assert workload.feed.on_host
+    assert workload.inputs[0].device.type == "meta"
+    workload.step_function()()
+    assert seen == ["meta"]
+
+
+def test_moving_a_workload_moves_what_its_loader_gives():
+    workload = Workload.from_loader(torch.neg, [torch.ones(1)]).to("meta")
+    assert workload.step_function()().device.type == "meta"
+
+
+def test_a_loader_that_gives_tensors_on_the_device_is_known_as_such():
+    workload = Workload.from_loader(torch.neg, [torch.ones(1, device="meta")])
+    assert workload.feed is not None
+    assert not workload.feed.on_host
+
+
+def test_with_a_loader_a_training_step_takes_its_targets_too():
+    torch.manual_seed(0)
+    loader = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(3)]
+    model, reference = nn.Linear(2, 1), nn.Linear(2, 1)
+    reference.load_state_dict(model.state_dict())
+    step = Workload.from_loader(model, loader, functional.mse_loss, sgd).step_function()
+    optimizer = sgd(reference.parameters())
+    for x, target in loader * 2:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(reference(x), target)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(), loss)
+    for trained, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(trained, expected)
+
+
+def test_without_its_loader_it_trains_on_the_first_batch():
+    loader = [(torch.ones(1, 1), torch.full((1, 1), target)) for target in (2.0, 5.0)]
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    workload = Workload.from_loader(
+        model, loader, functional.mse_loss, functools.partial(sgd, lr=0)
+    )
+    step = replace(workload, feed=None).step_function()
+    assert [step().item(), step().item()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("given", [{"loss": mean}, {"optimizer": sgd}], ids=["loss", "optimizer"])
+def test_a_loss_and_an_optimizer_come_together(given: dict[str, object]):
+    with pytest.raises(UsageError, match="needs both a loss and an optimizer"):
+        Workload.from_loader(nn.Linear(1, 1), [torch.ones(1, 1)], **given)  # type: ignore[arg-type]

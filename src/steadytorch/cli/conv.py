@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from steadytorch.cli import options
 from steadytorch.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from steadytorch.transforms.base import Candidate
+    from steadytorch.workload.workload import Workload
+
+_OF_A_TRAINING_STEP = ("autocast", "cast_weights", "channels_last", "tf32")
 
 
 @click.command()
@@ -37,7 +44,8 @@ def conv(
     """Measures every engine that cuDNN has for each convolution of WORKLOAD.
 
     WORKLOAD is as for steady measure: WORKLOAD@cast_weights(fp16)+channels_last shows the engines
-    for that element type and layout.
+    for that element type and layout. With --train there is a row for each pass of a training step:
+    forward, the gradient by the input and the gradient by the weight.
 
     What was chosen before on this kind of device, here or by steady tune, stays unless another
     engine is shown to be clearly faster; what is chosen is kept in the plan store for next time.
@@ -53,11 +61,10 @@ def conv(
     resolved = resolve_device(device)
     if not resolved.startswith("cuda"):
         raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
-    if train:
-        raise UsageError("steady conv covers inference: leave --train out")
     facts = load_facts(resolved)
     spec, prefix = options.with_transforms(workload, facts)
-    loaded = options.load(spec, batch=batch, inputs=inputs, train=False, seed=seed)
+    loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
+    _check_prefix(loaded, prefix)
     console = options.console(quiet)
     options.teller(console)("choosing engines in a worker process")
     try:
@@ -73,9 +80,23 @@ def conv(
     except WorkerFault as fault:
         raise UnsupportedError(f"engines cannot be chosen for {workload}: {fault.reason}") from None
     if layer is not None and layer > len(report.layers):
-        raise UsageError(f"--layer {layer}: {workload} has {len(report.layers)} convolutions")
+        raise UsageError(f"--layer {layer}: the table of {workload} has {len(report.layers)} rows")
     if layer is None:
         render_conv(console, workload, report)
     else:
         render_layer(console, report.layers[layer - 1])
     options.write_json(json_path, conv_document(workload, facts, report))
+
+
+def _check_prefix(workload: Workload, prefix: Candidate) -> None:
+    """Refuses transforms under which a training step has no gradients, or the same engines.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for spec in prefix if workload.is_training else ():
+        if spec.name not in _OF_A_TRAINING_STEP:
+            raise UsageError(
+                f"{spec} with {workload.name}: engines of a training step depend on its element "
+                f"type and layout; use {', '.join(_OF_A_TRAINING_STEP)}"
+            )

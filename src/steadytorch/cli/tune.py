@@ -120,7 +120,8 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
 
     name, facts = session.workload.name, session.facts
     where = f"{facts.name or facts.device}, {session.key.signature}"
-    console.print(Text.assemble((plain(name), "bold"), f" on {plain(where)}"))
+    step = ", a training step," if session.workload.is_training else ""
+    console.print(Text.assemble((plain(name), "bold"), f"{step} on {plain(where)}"))
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:

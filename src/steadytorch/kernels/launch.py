@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Launch:
         arguments: what follows the tensors: sizes, then constants, in the program's order.
         device: where the tensors are.
         warps: of 32 threads, per program.
+        options: further ones of Triton's, by name.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class Launch:
         arguments: Sequence[Any],
         device: torch.device,
         warps: int = 4,
+        options: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._program, self._grid, self._arguments = program, grid, tuple(arguments)
-        self._device, self._warps = device, warps
+        self._device, self._options = device, {"num_warps": warps, **options}
         self._compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -119,7 +122,7 @@ class Launch:
         is_aligned = not any(address % ALIGNMENT for address in addresses)
         compiled = self._compiled
         if compiled is None or not is_aligned:
-            compiled = self._program[self._grid](*tensors, *self._arguments, num_warps=self._warps)
+            compiled = self._program[self._grid](*tensors, *self._arguments, **self._options)
             if is_aligned:  # None from the interpreter, which compiles nothing
                 self._compiled = compiled
             return

@@ -130,3 +130,174 @@ def bias_add_relu(
     total += tl.load(other + at, wanted, other=0.0).to(tl.float32)
     total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(y + at, total.to(y.dtype.element_ty), wanted)
+
+
+@triton.jit
+def _maximum(one, other):
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _to_tf32(value):
+    """Rounded to the nearest; tensor cores would cut off."""
+    bits = value.to(tl.int32, bitcast=True)
+    near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(value == value, near, value)
+
+
+@triton.jit
+def _weights(weight, number, channel, G: tl.constexpr, COLUMNS: tl.constexpr):
+    """Weights of one line of taps, (taps, outputs): zero where an output has no such tap."""
+    output = tl.arange(0, COLUMNS * G.channels)[:, None]
+    # A second column stands `stride_w` pixels further on: so much later begin its taps.
+    own = tl.arange(0, G.wide)[None, :] - G.lead - output // G.channels * (G.stride_w * G.inner)
+    channel += output % G.channels
+    at = channel * G.per_output + number % G.planes * G.per_channel + number // G.planes * G.per_row
+    at += own % G.inner * G.per_channel + own // G.inner * G.per_column
+    has = (channel < G.outputs) & (own >= 0) & (own < G.kernel_w * G.inner)
+    taps = tl.load(weight + at, has, other=0.0)
+    if G.precision == "tf32":
+        taps = _to_tf32(taps)
+    return tl.trans(taps)
+
+
+@triton.jit
+def _pixels(x, at, within, line, number, G: tl.constexpr):
+    """What a line of taps meets for a line of the convolution, (pairs, taps)."""
+    row = line * G.stride_h - G.padding_h + number // G.planes
+    start = (number % G.planes * G.height + row) * (G.width * G.inner)
+    value = tl.load(x + start + at, within & (row >= 0) & (row < G.height), other=0.0)
+    if G.precision == "tf32":
+        value = _to_tf32(value)
+    return value
+
+
+@triton.jit
+def _two_lines(x, weights, at, within, line, valid, G: tl.constexpr, UPPER: tl.constexpr):
+    """Two lines of the convolution, (pairs, outputs) each; minus infinity where there is none.
+
+    They share most lines of the input. Unless UPPER, only the lower one is computed. Each column of
+    a pair is zero times pixels that only the other looks at: NaN for those that are not finite.
+    """
+    # A sum that begins with minus infinity stays so: cheaper than a choice at its end.
+    upper_valid = valid & (line >= 0) & (line < G.conv_height)
+    upper = tl.where(upper_valid, 0.0, -float("inf"))
+    lower_valid = valid & (line + 1 >= 0) & (line + 1 < G.conv_height)
+    lower = tl.where(lower_valid, 0.0, -float("inf"))
+    for number in tl.static_range(tl.constexpr(G.taps + G.apart)):
+        if UPPER or number >= G.apart:
+            value = _pixels(x, at, within, line, number, G)
+            if UPPER and number < G.taps:
+                upper = tl.dot(value, weights[number], upper, G.precision)
+            if number >= G.apart:
+                lower = tl.dot(value, weights[number - G.apart], lower, G.precision)
+    return upper, lower
+
+
+@triton.jit
+def _largest_of_column(x, weight, at, within, top, valid, channel, G: tl.constexpr):
+    """What is largest of three lines of one column of each pair, (pairs, channels): exact."""
+    own = tl.arange(0, G.wide)[None, :] - G.lead
+    within = within & (own >= 0) & (own < G.kernel_w * G.inner)
+    best = tl.full((G.pairs, G.channels), -float("inf"), tl.float32)
+    for below in range(3):
+        line = top + below
+        total = tl.full((G.pairs, G.channels), 0.0, tl.float32)
+        for number in range(G.taps):
+            taps = _weights(weight, number, channel, G, 1)
+            value = _pixels(x, at, within, line, number, G)
+            total = tl.dot(value, taps, total, G.precision)
+        exists = valid[:, None] & (line >= 0) & (line < G.conv_height)
+        best = _maximum(best, tl.where(exists, total, -float("inf")))
+    return best
+
+
+@triton.jit
+def _exists(pair, column, G: tl.constexpr):
+    """Whether the convolution has this column, 0 or 1, of a pair."""
+    column += 2 * pair + 1 - G.pool_padding
+    return (column >= 0) & (column < G.conv_width)
+
+
+@triton.jit
+def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constexpr):
+    """Writes a line of the result: what is largest of three columns. Returns where a NaN was."""
+    own = _maximum(_maximum(first, second) + bias, 0.0)
+    right = _maximum(second + bias, 0.0).to(y.dtype.element_ty)
+    left = tl.broadcast_to(tl.maximum(tl.arange(0, G.pairs) - 1, 0)[:, None], right.shape)
+    left = tl.where(pair[:, None] == G.pool_padding - 1, 0.0, tl.gather(right, left, 0))
+    result = _maximum(own.to(y.dtype.element_ty), left)
+    at = target + row * G.out_width * G.out_inner
+    stored &= row < G.out_height
+    if G.out_inner == 1:
+        tl.store(y + tl.trans(at), tl.trans(result), tl.trans(stored))
+    else:
+        tl.store(y + at, result, stored)
+    return tl.max((own != own).to(tl.int32), 1)
+
+
+@triton.jit
+def conv_relu_max_pool(x, weight, bias, y, columns, G: tl.constexpr):
+    """Convolution, ReLU and pooling, 3x3 with stride 2, from the top of a strip to its end.
+
+    Columns of the convolution come in pairs, two for each column of the result, side by side over
+    all images: what is read for a pair, of each line of taps one run of neighbours, serves both, as
+    the rows of one product of matrices. The window's third column is the second one of the pair to
+    the left, its third line the lower one of the step before; only the first pair of a program and
+    the first line of a strip are computed for that alone.
+    """
+    lane = tl.arange(0, G.pairs)
+    place = tl.program_id(0) * (G.pairs - 1) - 1 + lane
+    wanted = (lane > 0) & (place < columns)
+    place = tl.minimum(tl.maximum(place, 0), columns - 1)
+    each = G.out_width + 1 - G.pool_padding
+    image = place // each
+    pair = place % each - (1 - G.pool_padding)
+    channel = tl.program_id(2) * G.channels
+    channels = channel + tl.arange(0, G.channels)[None, :]
+    added = tl.full((1, G.channels), 0.0, tl.float32)
+    if G.biased:
+        added = tl.load(bias + channels, channels < G.outputs, other=0.0).to(tl.float32)
+    size = G.out_height * G.out_width
+    if G.out_inner == 1:
+        target = (image[:, None] * G.outputs + channels) * size + pair[:, None]
+    else:
+        target = (image[:, None] * size + pair[:, None]) * G.outputs + channels
+    stored = wanted[:, None] & (pair[:, None] >= 0) & (channels < G.outputs)
+
+    left = pair * (2 * G.stride_w * G.inner)
+    left += ((1 - G.pool_padding) * G.stride_w - G.padding_w) * G.inner - G.lead
+    image *= G.planes * G.inner * G.height * G.width
+    at = left[:, None] + tl.arange(0, G.wide)[None, :]
+    within = (at >= 0) & (at < G.width * G.inner)
+    weights = ()
+    for number in tl.static_range(tl.constexpr(G.taps)):
+        weights = weights + (_weights(weight, number, channel, G, 2),)  # noqa: RUF005 - Triton's
+    valid = _exists(pair[:, None], tl.arange(0, 2 * G.channels)[None, :] // G.channels, G)
+    start = tl.program_id(1) * G.strip
+    top = 2 * start - G.pool_padding
+    _, above = _two_lines(x, weights, image[:, None] + at, within, top - 1, valid, G, False)
+    seen = tl.full((G.pairs,), 0, tl.int32)
+    for step in range(G.strip):
+        top = 2 * (start + step) - G.pool_padding
+        upper, lower = _two_lines(x, weights, image[:, None] + at, within, top + 1, valid, G, True)
+        best = _maximum(_maximum(above, upper), lower)
+        above = lower
+        first, second = tl.split(tl.reshape(best, (G.pairs, 2, G.channels)).permute(0, 2, 1))
+        found = _store_line(y, first, second, added, pair, target, stored, start + step, G)
+        seen = tl.maximum(seen, found)
+    if tl.max(seen, 0) > 0:
+        # Some of it may only be NaN of a pixel next to the window: once more, column by column.
+        after = at + G.stride_w * G.inner
+        inside = (after >= 0) & (after < G.width * G.inner)
+        for step in range(G.strip):
+            top = 2 * (start + step) - G.pool_padding
+            exists = _exists(pair, 0, G)
+            first = _largest_of_column(
+                x, weight, image[:, None] + at, within, top, exists, channel, G
+            )
+            exists = _exists(pair, 1, G)
+            second = _largest_of_column(
+                x, weight, image[:, None] + after, inside, top, exists, channel, G
+            )
+            _store_line(y, first, second, added, pair, target, stored, start + step, G)

@@ -6,7 +6,9 @@ counts for nothing but in the environment that made it, read from a private fold
 own. Its digest detects accidents, not attackers. Reading and unpacking run nothing of it.
 
 A bundle is one file: a line of JSON that says what it is for, then its files in MessagePack. They
-are unpacked into the cache folder of PyTorch's compiler, beside what is there.
+are unpacked into the cache folder of PyTorch's compiler, beside what is there. Where the model can
+be compiled ahead of time a package stands beside it (`plan.package`): code that is whole, for which
+no compiler is asked.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from steadytorch import __version__
+from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import (
     BrokenError,
     RefusedError,
+    check_private,
     clean,
     make_private,
     open_folder,
@@ -41,14 +46,18 @@ from steadytorch.plan.files import (
 from steadytorch.plan.fingerprint import canonical_json
 
 if TYPE_CHECKING:
+    from steadytorch.plan.package import Packaged
     from steadytorch.plan.plan import Plan
+    from steadytorch.transforms.prebuilt import Source, Task
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the file's form."""
 SUFFIX = ".bundle"
 """A bundle is called as its plan, and ends like this."""
+PACKAGE = ".pt2"
+"""So does a package, and like this."""
 MOST_BYTES = 512 << 20
-"""Larger ones are neither written nor read."""
+"""Larger ones are neither written nor read; larger packages are not written."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.+=-]{1,255}(/[A-Za-z0-9_.+=-]{1,255}){0,7}")
 _PASSING = re.compile(r"(^|/)(locks|precompiled_headers|tmp[^/]*)/|\.(lock|tmp)$|(^|/)\.")
@@ -78,17 +87,30 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What follows the line.
+
+    Attributes:
+        files: of the compiler's cache, by their names in it.
+        package: what is known of the one beside the bundle, in MessagePack; None for none.
+    """
+
+    files: dict[str, bytes]
+    package: bytes | None = None
+
+
 def path_of(plan: Plan) -> Path | None:
     """Where the plan's bundle is or would be; None for a plan that is in memory only."""
     return None if plan.path is None else Path(plan.path).with_suffix(SUFFIX)
 
 
-def write(plan: Plan, cache: Path) -> Path:
+def write(plan: Plan, cache: Path, made: tuple[Path, Packaged] | None = None) -> Path:
     """Packs a compiler cache that holds what the plan needs and little else.
 
     Args:
         plan: as it is stored.
         cache: the folder, as PyTorch's compiler left it.
+        made: the plan's package and what is known of it, where there is one.
 
     Raises:
         OSError: it cannot be read, or the bundle cannot be written.
@@ -97,22 +119,70 @@ def write(plan: Plan, cache: Path) -> Path:
     path = path_of(plan)
     if path is None:
         raise BrokenError(_NO_PLACE)
-    body = msgspec.msgpack.encode(dict(_packed(cache)))
+    described = None if made is None else msgspec.msgpack.encode(made[1])
+    body = msgspec.msgpack.encode(_Body(dict(_packed(cache)), described))
     head = canonical_json(_head(plan, hashlib.sha256(body).hexdigest()))
     size = len(head) + 1 + len(body)
     if size > MOST_BYTES:
         raise BrokenError(f"would take {size} bytes, and one holds {MOST_BYTES}")
+    if made is not None:
+        write_whole(path.with_suffix(PACKAGE), made[0].read_bytes())
+    else:
+        path.with_suffix(PACKAGE).unlink(missing_ok=True)
     write_whole(path, b"%s\n%s" % (head, body))
     return path
 
 
-def fault(plan: Plan) -> str | None:
-    """Why the plan's bundle cannot be used here, None if it can; unpacks nothing."""
+def fault(plan: Plan, contents: str | None = None) -> str | None:
+    """Why the plan's bundle cannot be used here, None if it can; unpacks nothing.
+
+    Args:
+        plan: as it is stored.
+        contents: of the model that its package is to be for, see `contents.digest`; None where the
+            package does not matter.
+    """
+    from steadytorch.plan import package
+
     try:
-        _read(plan)
+        found = _read(plan).package
     except Exception as error:  # a bundle may hold anything, and must not stop the caller
         return why_not(error)
+    try:
+        if found is not None and contents is not None:
+            package.check(_beside(plan), package.decoded(found), contents)
+    except Exception as error:
+        return why_not(error, "package")
     return None
+
+
+def source(plan: Plan) -> Source:
+    """What `compile` is to take under the plan: its package, or else the bundle's files.
+
+    Where the package is for another model than the one at hand, the files are unpacked, and the
+    log says why in one line; so they are before other arguments are compiled for.
+    """
+    from steadytorch.plan import package
+
+    def found(task: Task) -> Callable[..., Any] | None:
+        def compiled() -> Callable[..., Any]:
+            unpack(plan)
+            return task.compiled()
+
+        try:
+            described = _read(plan).package
+        except Exception:  # as above; `unpack` says what is wrong
+            described = None
+        if described is not None:
+            try:
+                return package.load(
+                    _beside(plan), package.decoded(described), task._replace(compiled=compiled)
+                )
+            except Exception as error:
+                logger.warning("plan %s is compiled anew: %s", plan.id, why_not(error, "package"))
+        unpack(plan)
+        return None
+
+    return found
 
 
 def unpack(plan: Plan) -> str | None:
@@ -123,7 +193,7 @@ def unpack(plan: Plan) -> str | None:
         the same, and compiles.
     """
     try:
-        _place(_read(plan), _cache_folder())
+        _place(_read(plan).files, _cache_folder())
     except Exception as error:  # as above
         reason = why_not(error)
         logger.warning("plan %s is compiled anew: %s", plan.id, reason)
@@ -132,9 +202,17 @@ def unpack(plan: Plan) -> str | None:
 
 
 def drop_bundle(stem: str, folder: int) -> None:
-    """Removes the bundle of the plan of this name from an open folder, if there is one."""
-    with suppress(OSError):
-        os.unlink(stem + SUFFIX, dir_fd=folder)
+    """Removes bundle and package of the plan of this name from an open folder, if there are any."""
+    for suffix in (SUFFIX, PACKAGE):
+        with suppress(OSError):
+            os.unlink(stem + suffix, dir_fd=folder)
+
+
+def _beside(plan: Plan) -> Path:
+    path = path_of(plan)
+    if path is None:
+        raise BrokenError(_NO_PLACE)
+    return path.with_suffix(PACKAGE)
 
 
 def compiles(plan: Plan) -> bool:
@@ -157,6 +235,7 @@ def environment() -> dict[str, str]:
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "libc": " ".join(platform.libc_ver()),
         "python": f"{platform.python_version()} {sys.implementation.cache_tag}",
+        "steadytorch": __version__,
         "torch build": f"{torch.__version__} {torch.version.git_version}",
     }
 
@@ -188,15 +267,15 @@ def _is_kept(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and _PASSING.search(name) is None
 
 
-def _read(plan: Plan) -> dict[str, bytes]:
-    """The files of a plan's bundle, if it is in order, ours, and for here."""
+def _read(plan: Plan) -> _Body:
+    """What a plan's bundle holds, if it is in order, ours, and for here."""
     path = path_of(plan)
     if path is None:
         raise BrokenError(_NO_PLACE)
     with open_folder(path.parent) as folder:
-        _check_private(os.fstat(folder), "its folder")
+        check_private(os.fstat(folder), "its folder")
         content = memoryview(read_bytes(path.name, MOST_BYTES, folder))
-        _check_private(os.stat(path.name, dir_fd=folder, follow_symlinks=False), "it")
+        check_private(os.stat(path.name, dir_fd=folder, follow_symlinks=False), "it")
     # The line is short; a longer one is none of ours.
     line, _, _ = bytes(content[: 1 << 16]).partition(b"\n")
     head = msgspec.json.decode(line, type=_Head)
@@ -205,7 +284,7 @@ def _read(plan: Plan) -> dict[str, bytes]:
         raise BrokenError("was cut or altered: its digest does not match")
     if differing := _differing(head, _head(plan, head.sha256)):
         raise BrokenError(f"was made for another {', '.join(differing)}")
-    return msgspec.msgpack.decode(body, type=dict[str, bytes])
+    return msgspec.msgpack.decode(body, type=_Body)
 
 
 def _differing(head: _Head, here: _Head) -> list[str]:
@@ -216,20 +295,13 @@ def _differing(head: _Head, here: _Head) -> list[str]:
     return [n for n in {**expected, **found} if found.get(n) != expected.get(n)]
 
 
-def _check_private(seen: os.stat_result, what: str) -> None:
-    if seen.st_uid not in (os.geteuid(), 0):
-        raise RefusedError(f"{what} belongs to user {seen.st_uid}")
-    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RefusedError(f"others may write to {what}")
-
-
 def _cache_folder() -> Path:
     """The folder of PyTorch's compiler, for this user alone to write to."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     make_private(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())).absolute())
     folder = Path(cache_dir())
-    _check_private(os.lstat(folder), f"the compiler's cache folder {folder}")
+    check_private(os.lstat(folder), f"the compiler's cache folder {folder}")
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise RefusedError(f"the compiler's cache folder {folder} is a link")
     return folder
@@ -256,12 +328,14 @@ def _place(files: dict[str, bytes], root: Path) -> None:
             raise
 
 
-def why_not(error: Exception) -> str:
-    """What keeps a bundle from being used or made, as one line."""
+def why_not(error: Exception, what: str = "bundle") -> str:
+    """What keeps a bundle, or a package, from being used or made, as one line."""
+    if isinstance(error, UnsupportedError):
+        return f"no {what}: {error}"
     if isinstance(error, FileNotFoundError):
-        return "it has no bundle"
+        return f"it has no {what}"
     if isinstance(error, OSError):
-        return f"its bundle was refused: {why(error)}"
+        return f"its {what} was refused: {why(error)}"
     if isinstance(error, BrokenError):
-        return f"its bundle {clean(error)}"
-    return f"its bundle cannot be read: {type(error).__name__}: {clean(error)}"
+        return f"its {what} {clean(error)}"
+    return f"its {what} cannot be read: {type(error).__name__}: {clean(error)}"

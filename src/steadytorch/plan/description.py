@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadytorch.workload.feed import Targeted
 from steadytorch.workload.workload import Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
@@ -36,8 +37,18 @@ def describe(workload: Workload) -> list[str]:
     description = _Description(training=workload.is_training)
     description.add(workload.untouched)
     if workload.training_step is not None:
-        description.add(workload.training_step.loss)
+        loss = workload.training_step.loss
+        description.add(loss)
+        if isinstance(loss, Targeted):  # what it is made of may be any callable
+            description.add(loss.loss)
         description.add_optimizer(workload.training_step.optimizer)
+    return description.lines
+
+
+def describe_trained(model: Any) -> list[str]:
+    """Likewise for the model of a training step alone, without the loss and the optimizer."""
+    description = _Description(training=True)
+    description.add(model)
     return description.lines
 
 

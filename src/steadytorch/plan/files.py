@@ -125,7 +125,7 @@ def read(
         OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
         BrokenError: it is a regular file of ours, and its content is unusable.
     """
-    with _opened(name, folder) as (descriptor, seen):
+    with opened(name, folder) as (descriptor, seen):
         try:
             content = bounded(functools.partial(os.read, descriptor), MAX_BYTES)
             return decoded(content, payload_type), seen
@@ -141,14 +141,19 @@ def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None
         OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
         BrokenError: it is larger than `most_bytes`.
     """
-    with _opened(name, folder) as (descriptor, _):
+    with opened(name, folder) as (descriptor, _):
         return bounded(functools.partial(os.read, descriptor), most_bytes)
 
 
 @contextmanager
-def _opened(
+def opened(
     name: str | os.PathLike[str], folder: int | None = None
 ) -> Iterator[tuple[int, os.stat_result]]:
+    """A file that is ours to read, relative to `folder` where given: its descriptor and status.
+
+    Raises:
+        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
+    """
     # O_NONBLOCK: opening a FIFO without it waits for a writer, for ever.
     descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
     try:
@@ -193,6 +198,18 @@ def open_folder(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def check_private(seen: os.stat_result, what: str) -> None:
+    """Refuses what others than this user and root may have written.
+
+    Raises:
+        RefusedError: it belongs to another user, or others may write to it.
+    """
+    if seen.st_uid not in (os.geteuid(), 0):
+        raise RefusedError(f"{what} belongs to user {seen.st_uid}")
+    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RefusedError(f"others may write to {what}")
 
 
 def make_private(folder: Path) -> None:

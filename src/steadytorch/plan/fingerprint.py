@@ -56,7 +56,9 @@ class Difference(NamedTuple):
     new: Any
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Key(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """Everything that a plan depends on, flat and readable. Make it with `make_key`.
 
     Not in it: rank, device index, host name, time, Python version.
@@ -83,6 +85,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         triton: Triton version.
         driver: NVIDIA driver version.
         rules: `RULES_VERSION`.
+        loader: whether each step takes a batch of its own. What such steps gain says little about
+            the model alone. Left out of the JSON where it is false.
     """
 
     workload: str
@@ -106,6 +110,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     triton: str | None
     driver: str | None
     rules: int
+    loader: bool = False
 
     @property
     def digest(self) -> str:
@@ -155,6 +160,7 @@ def make_key(
         tolerance=None if tolerance is None else float(tolerance),
         max_memory_bytes=max_memory_bytes,
         ambient={_text(name): _text(value) for name, value in ambient.items()},
+        loader=workload.feed is not None,
         **_environment_of(facts),
     )
 
@@ -237,3 +243,14 @@ def workload_fingerprint(workload: Workload) -> str:
     from steadytorch.plan.description import describe
 
     return _sha256_of([_text(line) for line in describe(workload)])
+
+
+def trained_fingerprint(model: Any) -> str:
+    """Identifies what the model of a training step computes, without the loss and the optimizer.
+
+    Returns:
+        64 hexadecimal digits, as `workload_fingerprint` gives for whole workloads.
+    """
+    from steadytorch.plan.description import describe_trained
+
+    return _sha256_of([_text(line) for line in describe_trained(model)])

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import nn
 
-from steadytorch.device.facts import load_facts
+from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.plan.bundle import compiles, unpack
+from steadytorch.plan.bundle import compiles, source
 from steadytorch.plan.files import clean
-from steadytorch.plan.fingerprint import Key, differing_fields, make_key, told
+from steadytorch.plan.fingerprint import (
+    Key,
+    differing_fields,
+    make_key,
+    told,
+    trained_fingerprint,
+)
 from steadytorch.plan.store import read_file
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
 from steadytorch.runtime.entries import Options
-from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.module import SWITCH, TunedModule
+from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
 from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
@@ -67,7 +78,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         suggested_by: ids of the findings of `steady explain` that speak for it.
         status: ok, rejected (broke a rule, or its process died), failed (could not be applied) or
             skipped.
-        reason: why it is not ok, or what it would need.
+        reason: why it is not ok, or what it would need; of the untouched workload, that it takes
+            more memory than it may.
         allowed: whether the user's precision admits it; others are measured for information only.
         error: relative L2 error against the reference; None if not verified.
         peak_memory_bytes: device memory (CUDA) or resident host memory (CPU) at the most.
@@ -135,6 +147,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         created: ISO 8601, UTC.
         version: of steadytorch.
         path: its file; None while it lives in memory only.
+        trains: of a plan for training steps, what identifies their model; None for inference. The
+            key identifies the loss and the optimizer as well, which `apply` is not given.
     """
 
     name: str
@@ -145,6 +159,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     version: str
     path: str | None = None
+    trains: str | None = None
 
     @property
     def id(self) -> str:
@@ -155,6 +170,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         self, model: nn.Module, *, alias_outputs: bool = False, bundle: bool = False
     ) -> TunedModule:
         """A module that serves this plan, with the same call signature as `model`.
+
+        That of a plan for training is called in the place of `model` in the caller's own loop:
+        gradients reach the model's weights, and everything else of the step stays as it is.
 
         Where the plan does not fit (another model, device, library version or setting), the module
         runs `model` untouched and says so, in the log and in its `report()`. So it does for all
@@ -176,7 +194,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 "call it in the forward of one"
             )
         resolve = partial(self.resolve, bundle=bundle)
-        return TunedModule(model, resolve, self._misfit, Options(alias_outputs))
+        trains = self.trains is not None
+        options = Options(alias_outputs, trains=trains)
+        return (TrainedModule if trains else TunedModule)(model, resolve, self._misfit, options)
+
+    def batches(
+        self, loader: Iterable[BatchT], device: str | torch.device | None = None
+    ) -> Iterable[BatchT]:
+        """The batches of a loader on a device, for the module of `apply`.
+
+        They come as the plan has it: prefetched where `prefetch` is among its transforms, else each
+        moved when it is asked for, and so where `STEADYTORCH_MODE` is `off`.
+
+        Args:
+            loader: any iterable; it is begun anew for each iteration over the result.
+            device: where batches are wanted; None for the current CUDA device, or the CPU without
+                one.
+
+        Raises:
+            UnsupportedError: that device is not there.
+            UsageError: no such kind of device.
+        """
+        target = torch.device(resolve_device("auto" if device is None else str(device)))
+        off = os.environ.get(SWITCH, "").strip().lower() == "off"
+        ahead = not off and any(spec.name == Prefetch.name for spec in self.candidate)
+        return (Prefetched if ahead else Delivered)(loader, target)
 
     @property
     def origin(self) -> Origin:
@@ -196,10 +238,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.resolution(bundle)
 
     def resolution(self, bundle: bool = False) -> Resolution:
-        """What is to serve its inputs; where asked for, its bundle is unpacked first."""
-        if bundle and compiles(self):
-            unpack(self)
-        return Resolution(self.candidate, origin=self.origin)
+        """What is to serve its inputs, with what its bundle holds where asked for."""
+        prebuilt = source(self) if bundle and compiles(self) else None
+        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
 
     def _misfit(self, model: nn.Module) -> str | None:
         try:
@@ -225,6 +266,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             max_memory_bytes=self.key.max_memory_bytes,
             ambient=ambient(),
         )
+        # The loader is the caller's, and nothing of it can misfit.
+        here = msgspec.structs.replace(here, loader=self.key.loader)
+        if self.trains is not None:  # and so are the loss and the optimizer
+            same = trained_fingerprint(model) == self.trains
+            here = msgspec.structs.replace(here, workload=self.key.workload) if same else here
         if not (differences := differing_fields(self.key, here)):
             return None
         return f"plan {self.id} does not fit here: {told(differences)}"

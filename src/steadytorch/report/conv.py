@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -15,42 +16,64 @@ if TYPE_CHECKING:
     from steadytorch.tune.conv import ConvReport, Layer
 
 _US = 1e-3
+_CONVOLUTIONS = "distinct convolutions"
+_PASSES = " pass: forward (fprop), gradient by the input (dgrad) or by the weight (wgrad)."
 _BITS = {True: "=", False: "~", None: "?"}
 """Marks of engines that are deterministic, that are not, and of which it is not known."""
 
 
 def render_conv(console: Console, workload: str, report: ConvReport) -> None:
-    """The table of distinct convolutions, in the order of the network."""
+    """The table of distinct convolutions, in the order of the network.
+
+    Of a training step it has a row for each pass of each.
+    """
     total_ns = sum(_total_ns(layer) for layer in report.layers)
-    default_ns = sum(len(layer.names) * (_default_ns(layer) or 0.0) for layer in report.layers)
+    trains = len(report.passes) > 1
     table = _table(between=0)
     table.add_column("#", justify="right")
+    if trains:
+        table.add_column("pass", no_wrap=True)
     for heading in ("n", "share", "us", "default", "bench", "gain", "TFLOP/s", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("memory", "error", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, layer in enumerate(report.layers, 1):
-        table.add_row(str(number), *_row(layer, report, total_ns))
-    console.print(f"{plain(workload)}: {len(report.layers)} distinct convolutions")
+        named = (str(number), layer.operation) if trains else (str(number),)
+        table.add_row(*named, *_row(layer, report, total_ns))
+    rows = "passes of distinct convolutions in a training step" if trains else _CONVOLUTIONS
+    console.print(f"{plain(workload)}: {len(report.layers)} {rows}")
     console.print(table)
     for number, layer in enumerate(report.layers, 1):
         engine = "not measured" if layer.outcome is None else layer.outcome.choice
         # A row of its own: neither fits beside the figures in 80 columns.
         console.print(f"{number:>3} {plain(layer.problem)}", soft_wrap=True)
         console.print(f"    {plain(engine)}", style="dim", soft_wrap=True)
-    if total_ns and default_ns:
-        console.print(
-            f"All together {total_ns * _US:.0f} us by the chosen engines, {default_ns * _US:.0f} "
-            f"us by PyTorch's default. Chosen in {seconds(report.seconds)}."
-        )
+    if total_ns and any(map(_default_ns, report.layers)):
+        console.print(_sums(report))
     cache = "flushed before each run, since the network overflows it" if report.cold else "warm"
     console.print(
         "n: how often; us: one, with what is fused into it; default and bench: the same by "
         "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
         "least time that the measured rates allow over the time; memory: workspace. Last: = the "
         "same bits from run to run, by cuDNN's notes and two runs; ~ not so; ? not known. L2 cache "
-        f"{cache}.",
+        f"{cache}.{_PASSES if trains else ''}",
         style="dim",
+    )
+
+
+def _sums(report: ConvReport) -> str:
+    """What all convolutions that were measured take, of a training step by passes as well."""
+
+    def told(of: Callable[[Layer], float | None]) -> str:
+        each = dict.fromkeys(report.passes, 0.0)
+        for layer in report.layers:
+            each[layer.operation] += len(layer.names) * (of(layer) or 0.0) * _US
+        parts = ", ".join(f"{name} {spent:.0f}" for name, spent in each.items())
+        return f"{sum(each.values()):.0f} us{f' ({parts})' if len(each) > 1 else ''}"
+
+    return (
+        f"All together {told(_chosen_ns)} by the chosen engines, {told(_default_ns)} by PyTorch's "
+        f"default. Chosen in {seconds(report.seconds)}."
     )
 
 
@@ -107,8 +130,11 @@ def _engine_row(engine: Measured) -> tuple[str, ...]:
 
 
 def _total_ns(layer: Layer) -> float:
-    chosen = None if layer.outcome is None else layer.outcome.chosen_ns
-    return len(layer.names) * (chosen or 0.0)
+    return len(layer.names) * (_chosen_ns(layer) or 0.0)
+
+
+def _chosen_ns(layer: Layer) -> float | None:
+    return None if layer.outcome is None else layer.outcome.chosen_ns
 
 
 def _default_ns(layer: Layer) -> float | None:

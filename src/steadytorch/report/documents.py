@@ -46,6 +46,7 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
         "id": plan.id,
         "path": plan.path,
         "transforms": [str(spec) for spec in plan.candidate],
+        "objective": plan.key.objective,
     }
 
 
@@ -77,10 +78,11 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
 
 
 def conv_document(workload: str, facts: DeviceFacts, report: ConvReport) -> bytes:
-    """Every distinct convolution with all its engines, and whether the chosen is deterministic."""
+    """Every distinct convolution, its pass, all its engines, and whether the chosen repeats."""
     fields = msgspec.to_builtins(report)
     for shown, layer in zip(fields["layers"], report.layers, strict=True):
         chosen = None if layer.outcome is None else layer.outcome.chosen
+        shown["pass"] = layer.operation
         shown["deterministic"] = None if chosen is None else chosen.deterministic
     return _document("conv", workload, facts, fields)
 

@@ -39,7 +39,7 @@ def render_list(console: Console, entries: Sequence[Stored], root: Path | None) 
         gain = f"{plan.evidence.speedup.estimate:.2f}x" if plan.candidate else "-"
         cells = (
             plan.id,
-            plain(plan.name),
+            _named(plan),
             plain(plan.key.signature),
             name_of(plan.candidate),
             gain,
@@ -53,7 +53,7 @@ def render_list(console: Console, entries: Sequence[Stored], root: Path | None) 
 
 def render_show(console: Console, plan: Plan, path: Path) -> None:
     """One plan with all its evidence and its key."""
-    console.print(Text(f"{plain(plan.name)}, {plain(plan.key.signature)}", "bold"))
+    console.print(Text(f"{_named(plan)}, {plain(plan.key.signature)}", "bold"))
     render_trials(console, plan.evidence.trials, plan.candidate)
     render_left_out(console, plan.evidence)
     render_plan(console, plan, "Plan")
@@ -133,8 +133,13 @@ def _worth(result: Reverified) -> list[str]:
 
 
 def _headline(plan: Plan) -> Text:
-    facts = f"{plain(plan.name)}, {plain(plan.key.signature)}: "
+    facts = f"{_named(plan)}, {plain(plan.key.signature)}: "
     return Text.assemble((plan.id, "bold"), f" {facts}", (name_of(plan.candidate), "bold green"))
+
+
+def _named(plan: Plan) -> str:
+    """Its workload as people know it."""
+    return plain(plan.name if plan.trains is None else f"{plan.name} (training)")
 
 
 def _plans(count: int) -> str:

@@ -68,7 +68,7 @@ def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
     if trial.transforms == chosen:
         name.stylize("bold green")
         name.append("\n<- the plan")
-    elif trial.status != "ok" or trial.reason:
+    elif trial.transforms and (trial.status != "ok" or trial.reason):
         label = trial.reason or trial.status
         label = label if trial.status == "ok" else f"{trial.status}: {label}"
         name.append(f"\n{plain(label)}", "yellow")
@@ -99,16 +99,24 @@ def render_plan(console: Console, plan: Plan, heading: str) -> None:
 
 def _claims(plan: Plan, evidence: Evidence) -> list[str]:
     base, won, gain = evidence.baseline, evidence.winner, evidence.speedup
+    whom, of_step = (
+        ("the untouched workload", "")
+        if plan.trains is None
+        else ("an untouched step", " of a step")
+    )
     lines = []
     if plan.candidate and gain.low is not None and gain.high is not None:
+        of = " at p99" if plan.key.objective == "p99" else ""
         lines.append(
-            f"{gain.estimate:.2f}x as fast as the untouched workload (99 % interval "
+            f"{gain.estimate:.2f}x as fast{of} as {whom} (99 % interval "
             f"{gain.low:.2f} to {gain.high:.2f}, {gain.pairs} fresh pairs; "
             f"claim: {gain.claim})"
         )
     if not plan.candidate:
-        lines.append("nothing was shown to be faster than the untouched workload")
-    lines.append(f"{won.metric} {_timing(won)}")
+        lines.append(f"nothing was shown to be faster than {whom}")
+    # Its own trial is rejected for nothing: what is told of it is that it breaks the user's cap.
+    lines.extend(t.reason for t in evidence.trials if not t.transforms and t.reason)
+    lines.append(f"{won.metric}{of_step} {_timing(won)}")
     if plan.candidate:
         lines.append(f"untouched {_timing(base)}")
     lines.extend(_costs(plan, evidence))
@@ -131,13 +139,15 @@ def _costs(plan: Plan, evidence: Evidence) -> list[str]:
     won, base = by_candidate.get(plan.candidate), by_candidate.get(())
     if won is None or base is None or not plan.candidate:
         return []
-    lines = []
+    lines, call, of = [], "call", ""
+    if plan.trains is not None:
+        call, of = "step", " of outputs, loss, gradients and buffers at the most"
     if won.error is not None:
-        lines.append(f"relative error {won.error:.1e} against {evidence.reference}")
+        lines.append(f"relative error{of} {won.error:.1e} against {evidence.reference}")
     if won.setup_s is not None:
         paid = evidence.break_even_calls
-        after = "never paid back" if paid is None else f"paid back after {paid:,} calls"
-        lines.append(f"set-up {seconds(won.setup_s)} at the first call, {after}")
+        after = "never paid back" if paid is None else f"paid back after {paid:,} {call}s"
+        lines.append(f"set-up {seconds(won.setup_s)} at the first {call}, {after}")
     if won.peak_memory_bytes is not None and base.peak_memory_bytes is not None:
         lines.append(
             f"peak memory {size(won.peak_memory_bytes)}, untouched {size(base.peak_memory_bytes)}"

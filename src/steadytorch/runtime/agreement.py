@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -30,6 +30,11 @@ other. float64 has the same number of roundings. 16 bits leave no gap to stand i
 own bounds both programs, and so their distance but for a factor."""
 MAX_ERROR_FACTOR = 4.0
 """The largest single error may be this many times the tolerance on the relative L2 error."""
+SIZES = (0.5, 2.0)
+"""How large a gradient, or a buffer's movement, may be against what it should be. Rounding to bf16
+was seen to change sizes by factors of 0.7 to 1.3 where it left nothing of the direction."""
+SIZED = 1e-3
+"""The size of tensors below this share of the norm of all of them together is not looked at."""
 _CHUNK = 1 << 22
 """Elements compared at once: 100 MB of float64 temporaries."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -172,6 +177,39 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
     return values.abs().amax()
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The L2 norm, summed in float64."""
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(torch.linalg.vector_norm(wide))
+
+
+def together(norms: Iterable[float]) -> float:
+    """The norm of tensors together, from that of each."""
+    return sum(each * each for each in norms) ** 0.5
+
+
+def wrong_size(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> tuple[str, float] | None:
+    """The first tensor whose size is out of `SIZES`, and how many times too large; None if none.
+
+    What can be asked of gradients whatever the precision: where values are rounded coarsely, little
+    more than their size may be left of them.
+
+    Args:
+        found: by name; it has all names of `expected`.
+        expected: what they should be.
+    """
+    sizes = {name: norm(tensor) for name, tensor in expected.items()}
+    least = SIZED * together(sizes.values())
+    for name, size in sizes.items():
+        if size > least:
+            factor = norm(found[name]) / size
+            if not SIZES[0] <= factor <= SIZES[1]:
+                return name, factor
+    return None
 
 
 def memory_of(tree: Any) -> set[int]:

@@ -25,6 +25,7 @@ from steadytorch.runtime.executors import Executor, without_gradients
 from steadytorch.runtime.settings import needed
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
+from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.signature import Signature, signature, tensors_of
 
 NO_PLAN = "no plan for these inputs"
@@ -71,6 +72,7 @@ class Resolution:
         origin: where the candidate comes from.
         again: is asked at each call that this leaves untouched; True resolves anew.
         error: to raise instead of running the model.
+        prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
     """
 
     candidate: Candidate | None
@@ -79,6 +81,7 @@ class Resolution:
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
     error: PlanError | None = None
+    prebuilt: Source | None = None
 
 
 Resolver = Callable[[Arrival], Resolution]

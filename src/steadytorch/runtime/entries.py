@@ -26,6 +26,7 @@ from steadytorch.runtime.dispatch import (
 )
 from steadytorch.runtime.executors import build
 from steadytorch.runtime.probation import FirstCall, OnTrial
+from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.state import KEEPS_STATE
 from steadytorch.runtime.weights import Weights
@@ -51,11 +52,13 @@ class Options(NamedTuple):
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         buckets: pads inputs where the user declared how; None for never.
         canary: whether the first calls of a plan are checked against the untouched model.
+        trains: whether plans are for training, see `runtime.trained`.
     """
 
     alias_outputs: bool = False
     buckets: Buckets | None = None
     canary: bool = False
+    trains: bool = False
 
 
 class Entries:
@@ -74,7 +77,7 @@ class Entries:
     def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
         self._model, self._resolve, self._options = model, resolve, options
         self.found: dict[Any, Entry] = {}
-        self.weights = Weights(model)
+        self.weights = Weights(model, contents=not options.trains)
         self._by_signature: dict[Any, Entry] = {}
         self._resolutions: dict[Any, Resolution] = {}
         self._is_built = False
@@ -186,7 +189,12 @@ class Entries:
             entry.reason = STALE
             return
         try:
-            executor = build(self._model, args, kwargs, candidate, self._options.alias_outputs)
+            executor = build(
+                *(self._model, args, kwargs, candidate),
+                self._options.alias_outputs,
+                entry.resolution.prebuilt,
+                self._options.trains,
+            )
         except Exception as error:
             kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)
             entry.reason = KEEPS_STATE if kept else NOT_APPLIED
@@ -196,6 +204,10 @@ class Entries:
         entry.executor, entry.call, entry.reason = executor, executor.call, None
         entry.is_frozen, entry.is_replay = not executor.is_live, executor.static is not None
         device = Workload(self._model, args, kwargs).device
+        if self._options.trains:
+            entry.is_frozen = False  # weights are read as they are, at each call
+            entry.trial = Rehearsal(self._model, executor, device)
+            return
         if not self._options.canary:
             entry.trial = FirstCall(executor, self.weights, device)
             return

@@ -16,7 +16,8 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.runtime.settings import is_process_wide, setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Candidate, Scoped, Transform
-from steadytorch.workload.workload import Workload
+from steadytorch.transforms.prebuilt import Source, supplied
+from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
 
@@ -48,6 +49,8 @@ def build(
     kwargs: Mapping[str, Any],
     candidate: Candidate,
     alias_outputs: bool = False,
+    source: Source | None = None,
+    trains: bool = False,
 ) -> Executor:
     """Applies a candidate to the model for the inputs at hand.
 
@@ -57,6 +60,8 @@ def build(
         kwargs: its keyword arguments.
         candidate: transforms in the order of their application.
         alias_outputs: whether outputs may be the buffers that the next call overwrites.
+        source: of what `compile` is to take instead of compiling; None for none.
+        trains: whether gradients of the model's own weights are to flow through calls.
 
     Raises:
         UsageError: the transforms are unknown or cannot be combined.
@@ -66,11 +71,19 @@ def build(
         raise UsageError("its transforms cannot be combined")
     parts = [transforms.create(spec) for spec in candidate]
     stack = ExitStack()
+    step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
+    workload = Workload(model, args, kwargs, training_step=step)
     try:
-        return _apply(parts, Workload(model, args, kwargs), stack, alias_outputs)
+        with supplied(source):
+            return _apply(parts, workload, stack, alias_outputs)
     except BaseException:
         stack.close()
         raise
+
+
+def _of_the_caller(given: Any) -> Any:
+    """Stands for the loss and the optimizer, which no transform of the model looks at."""
+    raise UsageError("the loss and the optimizer are the caller's")
 
 
 def _apply(

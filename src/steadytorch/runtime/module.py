@@ -325,7 +325,7 @@ class TunedModule(StandIn):
             self._calls[outcome] += calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
-        made = TunedModule(
+        made = type(self)(
             copy.deepcopy(self._model, memo), self._resolve, self._fits, self._options
         )
         made._gate.off = self._gate.off

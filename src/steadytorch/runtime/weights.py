@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 _version_of = attrgetter("_version")
 _mode_of = itemgetter("training")
+_needs_gradient = attrgetter("requires_grad")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _END = object()
+_Traits = tuple[Callable[[Tensor], int], Callable[[Tensor], Any]]
+_IN_TENSORS: _Traits = (_version_of, Tensor.data_ptr)
+_OF_TENSORS: _Traits = (_needs_gradient, _needs_gradient)
 
 
 class Weights:
@@ -28,14 +32,16 @@ class Weights:
 
     Args:
         model: to be watched.
+        contents: whether to look at what is in the tensors, too. Training writes to them at every
+            step; of it only their being replaced counts, and what gradients are computed of.
 
     Attributes:
         changed: a function of no arguments: whether any tensor was written to, moved or replaced
             since, or a module replaced, hooked or switched between train and eval.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, contents: bool = True) -> None:
+        self._model, self._contents = model, contents
         self.changed: Callable[[], bool] = lambda: False
 
     def remember(self) -> None:
@@ -59,6 +65,7 @@ class Weights:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         self.changed = _comparison(
             [tensor for tensor in tensors if not tensor.is_inference()],
+            _IN_TENSORS if self._contents else _OF_TENSORS,
             # With an end of its own, one more or one less is a difference too.
             [*registries, (_END,)],
             links,
@@ -68,12 +75,13 @@ class Weights:
 
 def _comparison(
     tensors: list[Tensor],
+    traits: _Traits,
     registries: list[Any],
     links: list[dict[str, Any]],
     attributes: list[dict[str, Any]],
 ) -> Callable[[], bool]:
     """The function that compares with what is found now; as a closure, it looks nothing up."""
-    version, address, flatten, mode = _version_of, Tensor.data_ptr, chain.from_iterable, _mode_of
+    (version, address), flatten, mode = traits, chain.from_iterable, _mode_of
     versions, addresses = sum(map(version, tensors)), list(map(address, tensors))
     held, modes = list(flatten(registries)), list(map(mode, attributes))
     # Most modules have no children and no hooks.

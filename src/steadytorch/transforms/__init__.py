@@ -27,6 +27,7 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.gc_freeze import GcFreeze
 from steadytorch.transforms.inference_mode import InferenceMode
+from steadytorch.transforms.prefetch import Prefetch
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.transforms.threads import Threads
 from steadytorch.workload.workload import Workload
@@ -49,6 +50,9 @@ _ELEMENT_TYPE = "the element type"
 _CAPTURE = "the capture of CUDA graphs"
 # max-autotune reads the precision in a way that PyTorch refuses once it was set as tf32 sets it.
 _PRECISION = "the float32 precision setting"
+_SUMS = "the sums at the ends of residual blocks"
+# Under autocast results of convolutions have another type than their biases.
+_BIASES = "the biases of convolutions"
 
 _CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)}
 
@@ -74,13 +78,13 @@ class Entry:
 
 REGISTRY: tuple[Entry, ...] = (
     Entry(FoldBatchNorm),
-    Entry(FusedKernels),
+    Entry(FusedKernels, lambda parameters: (_SUMS, _BIASES) if parameters.residual else ()),
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
-    Entry(CudnnEngines),
+    Entry(CudnnEngines, lambda parameters: (_SUMS,)),
     # What stands above is compiled along; what stands below surrounds compiled code.
     Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
-    Entry(Autocast, lambda parameters: (_ELEMENT_TYPE,)),
+    Entry(Autocast, lambda parameters: (_ELEMENT_TYPE, _BIASES)),
     Entry(AttentionBackend),
     Entry(InferenceMode),
     Entry(Tf32, lambda parameters: (_PRECISION,)),
@@ -88,6 +92,7 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(CudnnDeterministic),
     Entry(Threads),
     Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
+    Entry(Prefetch),
     Entry(GcFreeze),
 )
 
@@ -157,7 +162,7 @@ def _parse_one(text: str, facts: DeviceFacts) -> TransformSpec:
 
 def _words(spec: TransformSpec) -> set[str]:
     shown = [(key if value is True else str(value)) for key, value in spec.parameters]
-    return {word for word in shown if word != "False"}
+    return set(shown) - {"False", ""}
 
 
 def conflict(candidate: Candidate, workload: Workload | None = None) -> str | None:

@@ -11,9 +11,14 @@ from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import convert, with_converted
+from steadytorch.transforms.conversion import Convert, convert, with_converted
 from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.traits import NO_CONVOLUTION, convolutions, decide, no_copy
+from steadytorch.transforms.traits import (
+    NO_CONVOLUTION,
+    PLAIN_CALLABLE,
+    convolutions,
+    decide,
+)
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -33,26 +38,35 @@ class ChannelsLast(Transform):
 
     Layers keep the layout of what they are given, so that it runs through the network. Outputs have
     the same values and shapes as before; an image that is an output may be stored channels last.
+
+    Inference has a copy of the weights converted. In training the model itself is called, with
+    converted images: convolutions convert their weights to the layout of what they are given, at
+    each call, and gradients back to that of the weights.
     """
 
     name = "channels_last"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs 2-d or 3-d convolutions that are not channels last already; inference only."""
+        """Needs 2-d or 3-d convolutions that are not channels last already."""
         weights = _weights(workload.module)
+        images = [t for t in tensors_of(workload.inputs) if _is_image(t)]
+        # In training either is enough to have the convolutions run so.
+        last = any if workload.is_training else all
         return decide(
-            *no_copy(workload),
+            (workload.module is None, PLAIN_CALLABLE),
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
-            (
-                _all_last(weights) and _all_last(tensors_of(workload.inputs)),
-                "already channels last",
-            ),
+            (workload.is_training and not images, "no image is among the inputs"),
+            (last(map(_all_last, (weights, images))), "already channels last"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the converted copy, with converted inputs; nothing to undo."""
+        """Yields the workload with converted inputs; nothing to undo."""
+        if workload.is_training:
+            model = ChannelsLastModel(workload.model, _strictly_last)
+            yield with_converted(workload, model, _strictly_last)
+            return
         weights = {id(weight) for weight in _weights(workload.model)}
 
         def converted(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,23 +80,38 @@ class ChannelsLastModel(nn.Module):
     """A model that is given its images channels last.
 
     Args:
-        inner: the model, its convolutions' weights channels last.
+        inner: the model.
+        to_last: converts an image.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, to_last: Convert = to_channels_last) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.to_last = inner, to_last
         self.training = inner.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model on converted inputs."""
-        return self.inner(*convert(to_channels_last, args), **convert(to_channels_last, kwargs))
+        return self.inner(*convert(self.to_last, args), **convert(self.to_last, kwargs))
+
+
+def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Channels last by its strides too where there is one channel, whose stride says nothing.
+
+    PyTorch takes it for the layout that its strides look like, and convolutions follow.
+    """
+    if not _is_image(tensor) or tensor.shape[1] != 1:
+        return to_channels_last(tensor)
+    flat = to_channels_last(tensor)
+    return flat.as_strided(flat.shape, (flat.stride(0), 1, *flat.stride()[2:]))
 
 
 def _weights(module: nn.Module | None) -> list[torch.Tensor]:
     return [layer.weight for layer in convolutions(module) if layer.weight.dim() in _FORMATS]
 
 
-def _all_last(tensors: list[torch.Tensor]) -> bool:
-    images = [t for t in tensors if t.dim() in _FORMATS and t.is_floating_point()]
+def _is_image(tensor: torch.Tensor) -> bool:
+    return tensor.dim() in _FORMATS and tensor.is_floating_point()
+
+
+def _all_last(images: list[torch.Tensor]) -> bool:
     return all(t.is_contiguous(memory_format=_FORMATS[t.dim()]) for t in images)

@@ -8,15 +8,18 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import torch
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import convert
+from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import Objection, capability_below, decide
 from steadytorch.workload.workload import Workload
 
@@ -46,39 +49,55 @@ class Compile(Transform):
         found = [cls.Parameters("default", True), cls.Parameters("default", False)]
         if facts.device == "cuda":
             found.append(cls.Parameters("reduce-overhead", True))
-        return (*found, cls.Parameters("max-autotune", True))
+        return (*found, cls.Parameters("max-autotune", True), cls.Parameters("max-autotune", False))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs Inductor's compilers; freezing and reduce-overhead are for inference."""
         graphs = self.parameters.mode == "reduce-overhead"
+        autotunes = self.parameters.mode == "max-autotune"
         no_weights = workload.module is None
         training_mode = workload.module is not None and workload.module.training
+        freezing = self.parameters.freezing
+        freezable = not (no_weights or training_mode or workload.is_training)
         return decide(
             *_missing_compiler(facts),
             (graphs and facts.device != "cuda", "reduce-overhead needs a CUDA device"),
             (graphs and workload.is_training, "reduce-overhead is for inference"),
-            (self.parameters.freezing and no_weights, "a plain callable has no weights to freeze"),
-            (
-                self.parameters.freezing and training_mode,
-                "weights in training mode cannot be frozen",
-            ),
-            (self.parameters.freezing and workload.is_training, "training changes frozen weights"),
+            (freezing and no_weights, "a plain callable has no weights to freeze"),
+            (freezing and training_mode, "weights in training mode cannot be frozen"),
+            (freezing and workload.is_training, "training changes frozen weights"),
+            (autotunes and freezable and not freezing, "where weights can be frozen it freezes"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the compiled model; on leaving drops what was compiled."""
-        from torch._dynamo.eval_frame import remove_from_cache
+        """Yields the workload on the compiled model; on leaving drops what was compiled.
 
-        entry = _private_entry(workload.model)
-        compiled = torch.compile(entry, backend=_backend(self.parameters), dynamic=False)
-        model: Any = _Frozen(compiled) if self.parameters.freezing else compiled
-        if self.parameters.mode == "reduce-overhead":
-            model = _Recorded(model)
-        try:
-            yield workload.with_model(model)
-        finally:
-            remove_from_cache(entry)
+        What was compiled before, and is supplied (`prebuilt`), is taken instead.
+        """
+        with ExitStack() as stack:
+            task = Task(
+                workload,
+                partial(_options, self.parameters),
+                lambda: stack.enter_context(_compiled(workload.model, self.parameters)),
+            )
+            # Inductor's own CUDA graphs are recorded while it runs; what trains keeps its weights.
+            runs_alone = self.parameters.mode != "reduce-overhead" and not workload.is_training
+            found = prebuilt.find(task) if runs_alone else None
+            yield workload.with_model(found or task.compiled())
+
+
+@contextmanager
+def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    entry = _private_entry(model)
+    compiled = torch.compile(entry, backend=_backend(parameters), dynamic=False)
+    call: Any = _Frozen(compiled) if parameters.freezing else compiled
+    try:
+        yield _Recorded(call) if parameters.mode == "reduce-overhead" else call
+    finally:
+        remove_from_cache(entry)
 
 
 def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
@@ -111,11 +130,15 @@ class _NotFreezingError(Exception):
     """Dynamo is about to compile with the weights as inputs."""
 
 
-def _backend(parameters: Any) -> Callable[..., Any]:
+def _options(parameters: Any) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
-    options: dict[str, Any] = dict(list_mode_options(_MODES.get(parameters.mode, parameters.mode)))
-    freezing = parameters.freezing
+    mode = _MODES.get(parameters.mode, parameters.mode)
+    return {**list_mode_options(mode), "freezing": parameters.freezing}
+
+
+def _backend(parameters: Any) -> Callable[..., Any]:
+    options, freezing = _options(parameters), parameters.freezing
 
     def inductor(graph: Any, inputs: Any) -> Any:
         from torch._inductor import config

@@ -58,7 +58,7 @@ class FoldBatchNorm(Transform):
         """Yields the workload on the folded copy; there is nothing to undo."""
         folded = copy_with(workload.model, lambda tensor: tensor)
         for pair in foldable_pairs(workload):
-            _fold(folded, pair)
+            fold(folded, pair)
         yield workload.with_model(folded)
 
 
@@ -101,7 +101,13 @@ def _is_fixed(batch_norm: nn.Module) -> bool:
     return not batch_norm.training and getattr(batch_norm, "running_var", None) is not None
 
 
-def _fold(model: nn.Module, pair: Pair) -> None:
+def fold(model: nn.Module, pair: Pair) -> None:
+    """Puts a batch norm into the convolution before it, and an identity in its place.
+
+    Args:
+        model: a copy of the one that the pair was found in, to be changed.
+        pair: one of `foldable_pairs`.
+    """
     from torch.nn.utils.fusion import fuse_conv_bn_weights
 
     convolution: Any = model.get_submodule(pair.convolution)

@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.kernels.bias_add_relu import bias_add_relu
+from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.kernels.stem import CONFIGS
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
+from steadytorch.transforms.fusible import Layers, Pooled, Residual, Stem
 from steadytorch.transforms.tracing import is_hooked, traced, untraceable
 from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda
 from steadytorch.workload.workload import Workload
 
 _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dimensions alone"
-_POOLINGS = (F.max_pool2d, torch.max_pool2d)
-_RELUS = ("relu", "relu_")
-_MAKES_NEW = (
-    *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d),
-    *(F.conv2d, F.batch_norm, torch.add, operator.add, torch.cat),
-)
-"""Layers and functions whose result is memory of its own, which a ReLU may be left out of."""
-
-
-class Pair(NamedTuple):
-    """Nodes of a graph: a ReLU, and the pooling that alone reads its result."""
-
-    relu: torch.fx.Node
-    pool: torch.fx.Node
-    window: tuple[Any, ...]
+_NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
+_NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
 
 
 class FusedKernels(Transform):
-    """Runs ReLU and max-pooling as one kernel.
+    """Runs neighbouring layers as one kernel: ReLU and max-pooling, and more where asked for.
 
     The model is replaced by its graph; modules, weights and their names stay as they are, on a copy
-    that shares them. What `forward` does besides computing its result is not repeated.
+    that shares them. Exceptions are the batch norm of a stem, which is folded, and the bias of a
+    convolution before a sum, which is added there. What `forward` does besides computing its result
+    is not repeated.
     """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """What else is fused, each where there is any.
+
+        Attributes:
+            stem: a convolution of few channels with the ReLU and the max-pooling after it.
+            residual: a sum with the ReLU after it, and the bias of a convolution before it.
+            config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
+                what follows from the sizes.
+        """
+
+        stem: bool = False
+        residual: bool = False
+        config: str = ""
+
+        def __post_init__(self) -> None:
+            if self.config and (self.config not in CONFIGS or not self.stem):
+                raise ValueError(f"config {self.config!r} is none of a stem's")
 
     name = "fused_kernels"
     risk = Risk.EXACT
 
-    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, Triton, and a ReLU before a max-pooling.
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """With and without stem and sums, each of which may be faster in a library's hands."""
+        ways = ((False, False), (True, False), (True, True), (False, True))
+        return tuple(cls.Parameters(stem, residual) for stem, residual in ways)
 
-        The model's `forward` is traced with symbols to find one; no arithmetic is done.
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA, Triton, and layers to fuse of each kind that is asked for.
+
+        The model's `forward` is traced with symbols to find them; no arithmetic is done.
         """
         module = workload.module
         refused = decide(
@@ -63,106 +79,82 @@ class FusedKernels(Transform):
         if isinstance(refused, NotApplicable):
             return refused
         try:
-            model, graph = traced(workload)
-            return decide((not fusible_pairs(model, graph), _NO_PAIR))
+            return self._fusible(workload)
         except Exception as error:  # forward is the user's code: anything may come out of tracing
             return untraceable(error)
+
+    def _fusible(self, workload: Workload) -> Applicable | NotApplicable:
+        layers, asked = Layers(*traced(workload)), self.parameters
+        stems = any(layers.stems(_foldable(workload))) if asked.stem else True
+        sums = any(layers.residuals()) if asked.residual else True
+        pairs = any(layers.pooled()) if not (asked.stem or asked.residual) else True
+        return decide((not stems, _NO_STEM), (not sums, _NO_RESIDUAL), (not pairs, _NO_PAIR))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yields the workload on the graph with fused operators; there is nothing to undo."""
         model, graph = traced(workload)
-        for pair in fusible_pairs(model, graph):
-            _fuse(graph, pair)
+        layers, asked = Layers(model, graph), self.parameters
+        stems, residuals = [], list(layers.residuals()) if asked.residual else []
+        if asked.stem:
+            pairs = {pair.batch_norm: pair for pair in foldable_pairs(workload)}
+            stems = list(layers.stems(frozenset(pairs)))
+            for name in {str(node.target) for stem in stems for node in stem.between}:
+                if name in pairs:
+                    fold(model, pairs[name])
+        taken = [stem.pooled for stem in stems]
+        for pooled in [pair for pair in layers.pooled() if pair not in taken]:
+            _fuse_pooled(graph, pooled)
+        for stem in stems:
+            _fuse_stem(model, graph, stem, asked.config)
+        for residual in residuals:
+            _fuse_residual(model, graph, residual)
         yield workload.with_model(torch.fx.GraphModule(model, graph))
 
 
-def fusible_pairs(model: nn.Module, graph: torch.fx.Graph) -> list[Pair]:
-    """Finds the pairs that can be fused without a change of results.
-
-    Args:
-        model: what the graph refers to.
-        graph: of its `forward`.
-    """
-    modules = dict(model.named_modules())
-
-    def layer(node: torch.fx.Node) -> Any:
-        """What a node calls: a layer that has no hooks, a function, or the name of a method."""
-        found = modules[str(node.target)] if node.op == "call_module" else node.target
-        return None if isinstance(found, nn.Module) and is_hooked(found) else found
-
-    pairs = []
-    for pool in graph.nodes:
-        window = _window(pool, layer(pool))
-        relu = pool.all_input_nodes[0] if len(pool.all_input_nodes) == 1 else None
-        if window is None or relu is None or len(relu.users) != 1:
-            continue
-        if _is_relu(relu, layer(relu)) and (
-            not _is_in_place(relu, layer(relu)) or _is_new(relu.all_input_nodes[0], layer)
-        ):
-            pairs.append(Pair(relu, pool, window))
-    return pairs
+def _foldable(workload: Workload) -> frozenset[str]:
+    return frozenset(pair.batch_norm for pair in foldable_pairs(workload))
 
 
-def _window(node: torch.fx.Node, called: Any) -> tuple[Any, ...] | None:
-    """The window of a max-pooling as `relu_max_pool2d` takes it, or None of any other node."""
-    if node.op == "call_module" and type(called) is nn.MaxPool2d:
-        arguments = {name: getattr(called, name) for name in _POOLING.parameters if name != "input"}
-    elif node.op == "call_function" and called in _POOLINGS:
-        bound = _POOLING.bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
-    else:
-        return None
-    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    return None if arguments["return_indices"] else tuple(arguments[name] for name in names)
-
-
-def _pooling(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> None:
-    """The arguments of PyTorch's own, which has no signature to ask."""
-
-
-_POOLING = inspect.signature(_pooling)
-
-
-def _is_relu(node: torch.fx.Node, called: Any) -> bool:
-    if node.op == "call_module":
-        return type(called) is nn.ReLU
-    if node.op == "call_function":
-        return called in (F.relu, F.relu_, torch.relu, torch.relu_)
-    return node.op == "call_method" and called in _RELUS
-
-
-def _is_in_place(node: torch.fx.Node, called: Any) -> bool:
-    if node.op == "call_module":
-        return called.inplace
-    if called is F.relu:
-        return bool(node.kwargs.get("inplace", node.args[1] if len(node.args) > 1 else False))
-    return called in ("relu_", torch.relu_, F.relu_)
-
-
-def _is_new(node: torch.fx.Node, layer: Callable[[torch.fx.Node], Any]) -> bool:
-    """Whether no one else sees this node's memory, so that a ReLU written into it is not missed."""
-    while len(node.users) == 1:
-        called = layer(node)
-        if type(called) is not nn.Identity:
-            return (type(called) if node.op == "call_module" else called) in _MAKES_NEW
-        node = node.all_input_nodes[0]
-    return False
-
-
-def _fuse(graph: torch.fx.Graph, pair: Pair) -> None:
-    relu, pool, window = pair
+def _fuse_pooled(graph: torch.fx.Graph, pooled: Pooled) -> None:
+    relu, pool, window = pooled
     with graph.inserting_before(pool):
         fused = graph.call_function(relu_max_pool2d, (relu.all_input_nodes[0], *window))
-    pool.replace_all_uses_with(fused)
-    graph.erase_node(pool)
-    graph.erase_node(relu)
+    _replace(graph, fused, pool, relu)
+
+
+def _fuse_stem(model: nn.Module, graph: torch.fx.Graph, stem: Stem, config: str) -> None:
+    relu, pool, (size, step, padding, _, ceil_mode) = stem.pooled
+    name, source = str(stem.conv.target), stem.conv.args[0]
+    conv: Any = model.get_submodule(name)
+    # Where the convolution stood, what it reads is as it was.
+    with graph.inserting_before(stem.conv):
+        weight = graph.get_attr(f"{name}.weight")
+        bias = None if conv.bias is None else graph.get_attr(f"{name}.bias")
+        window = (size, step, padding, ceil_mode)
+        given = (source, weight, bias, conv.stride, conv.padding, *window, config)
+        fused = graph.call_function(conv_relu_max_pool2d, given)
+    _replace(graph, fused, pool, relu, *stem.between, stem.conv)
+
+
+def _fuse_residual(model: nn.Module, graph: torch.fx.Graph, residual: Residual) -> None:
+    first, second = residual.add.args
+    bias = None
+    with graph.inserting_before(residual.add):
+        if residual.biased is not None:
+            conv: Any = model.get_submodule(str(residual.biased.target))
+            name = f"added_{residual.add.name}"
+            model.register_parameter(name, conv.bias)
+            conv.bias = None
+            bias = graph.get_attr(name)
+        fused = graph.call_function(bias_add_relu, (first, second, bias))
+    _replace(graph, fused, residual.relu, residual.add)
+
+
+def _replace(
+    graph: torch.fx.Graph, fused: torch.fx.Node, last: torch.fx.Node, *others: torch.fx.Node
+) -> None:
+    """Puts one node in the place of several, given from the last to the first."""
+    last.replace_all_uses_with(fused)
+    for node in (last, *others):
+        graph.erase_node(node)

@@ -15,12 +15,8 @@ from steadytorch.workload.workload import Workload
 
 PLAIN_CALLABLE = "the model is a plain callable, not an nn.Module"
 NO_CONVOLUTION = "the model has no convolution"
-ON_A_COPY = (
-    "tuning of training steps is not supported by this transform: it works on a copy of the weights"
-)
-INFERENCE_ONLY = (
-    "tuning of training steps is not supported by this transform: it computes no gradients"
-)
+ON_A_COPY = "for inference: it works on a copy of the weights"
+INFERENCE_ONLY = "for inference: it computes no gradients"
 
 Objection = tuple[bool, str]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.transforms.base import TransformSpec, applied_in_order
 from steadytorch.workload import travel
+from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
 PAYLOAD = "workload.pt"
@@ -59,9 +61,10 @@ def save_payload(workload: Workload, directory: Path) -> None:
     except OSError:
         raise
     except Exception as error:
+        held = "it holds" if workload.feed is None else "it holds, its loader included,"
         raise UsageError(
             f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make what "
-            "it holds picklable"
+            f"{held} picklable"
         ) from error
 
 
@@ -177,13 +180,15 @@ class WorkloadHandler:
         self._sampler: Sampler
         self._group, self._iteration_ns = 1, 0
         self._broken_off: BrokenOff | None = None
+        self._start: Start
 
     def load(self, device: str, ambient: dict[str, str]) -> None:
         """Makes this process like the caller's and loads the workload onto the device."""
         transforms.set_ambient(ambient)
         if torch.device(device).index is not None:
             torch.cuda.set_device(device)
-        self._workload = travel.load(self._directory / PAYLOAD).to(device)
+        self._workload = with_optimizer(travel.load(self._directory / PAYLOAD).to(device))
+        self._start = Start(self._workload)
         self._sampler = sampler_for(self._workload.device.type)
 
     @own_errors()
@@ -195,7 +200,8 @@ class WorkloadHandler:
         applied = self._context.__enter__()
         # Timed through the caller's own inputs: what a transform converts, it converts every call.
         self._model = applied.model
-        self._step = self._workload.with_model(applied.model).step_function()
+        own = {"inputs": self._workload.inputs, "kwargs": self._workload.kwargs}
+        self._step = replace(applied, **own).step_function()
         self._sampler.latencies(self._step, 1)
         setup_s = time.perf_counter() - start
         timer = _Keeping(self._sampler)
@@ -209,7 +215,12 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after `DISCARD` that are not kept."""
+        """Times a block of `count` iterations in ns each, after `DISCARD` that are not kept.
+
+        Training begins anew with each block: on one batch for ever, weights overflow or gradients
+        vanish, which a CPU is slow with, and blocks would depend on how many there were before.
+        """
+        self._start.restore()
         return self._time(metric, count + DISCARD)[0][DISCARD:].tolist()
 
     def broken_off(self) -> dict[str, Any] | None:

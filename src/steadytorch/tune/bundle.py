@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from steadytorch import transforms
-from steadytorch.errors import SteadyError
-from steadytorch.plan import bundle
+from steadytorch.errors import SteadyError, UnsupportedError
+from steadytorch.plan import bundle, contents, package
 from steadytorch.plan.plan import Plan
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.trial.worker import save_payload
+from steadytorch.tune.package import Outcome
 from steadytorch.workload.workload import Workload
 
-HANDLER = "steadytorch.trial.worker:WorkloadHandler"
+HANDLER = "steadytorch.tune.package:PackagingHandler"
 STAGE_S = 900.0
 """Seconds that loading, or compiling and warming up, may take: more than the slowest mode does."""
 
@@ -41,32 +45,89 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
     """
     if not bundle.compiles(plan):
         return "the plan compiles nothing"
-    if bundle.fault(plan) is None:
+    held, unpackaged = _contents(workload)
+    if bundle.fault(plan, held) is None:
         return None
     try:
-        _make(plan, workload, device)
-        return None
+        unpackaged = _make(plan, workload, device, held) or unpackaged
     except WorkerFault as fault:
         reason = f"its worker failed: {fault.reason}"
     except SteadyError as error:
         reason = str(error)
     except Exception as error:  # the plan is stored, and good without
         reason = bundle.why_not(error)
+    else:
+        if unpackaged:
+            _log.warning("the bundle of plan %s has no package: %s", plan.id, unpackaged)
+        return None
     _log.warning("no bundle for plan %s: %s", plan.id, reason)
     return reason
 
 
-def _make(plan: Plan, workload: Workload, device: str) -> None:
+def _contents(workload: Workload) -> tuple[str | None, str]:
+    """What a package is to be known by, or why there can be none."""
+    if workload.module is None:
+        return None, "its model is a plain callable"
+    try:
+        return contents.digest(workload.module), ""
+    except UnsupportedError as error:
+        return None, str(error)
+
+
+def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
+    """Makes the bundle, with a package where that can be; returns why it has none, if so."""
     directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-    cache = directory / "cache"
+    cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
+    at_work = partial(_at_work, plan, device, directory, cache)
     try:
         save_payload(workload, directory)
-        worker = Worker(HANDLER, directory, "bundle", {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+        if held is None:
+            at_work("set_up")
+            bundle.write(plan, cache)
+            return ""
+        arguments = {"file": str(file), "tolerance": plan.key.tolerance}
         try:
-            worker.call("load", STAGE_S, device=device, ambient=transforms.ambient())
-            worker.call("set_up", STAGE_S, candidate=msgspec.to_builtins(plan.candidate))
-        finally:
-            worker.kill()
-        bundle.write(plan, cache)
+            outcome = msgspec.convert(at_work("set_up_packaged", **arguments), Outcome)
+        except WorkerFault as fault:  # without a package it may well be set up
+            outcome = Outcome(None, f"its worker failed: {fault.reason}")
+            at_work("set_up")
+        return _written(plan, cache, file, held, _checked(outcome, at_work, arguments))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _at_work(
+    plan: Plan, device: str, directory: Path, cache: Path, method: str, **arguments: Any
+) -> Any:
+    """Sets the plan up in a worker process of its own."""
+    # What a crash leaves behind goes with the directory.
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(directory)}
+    worker = Worker(HANDLER, directory, method, folders)
+    try:
+        worker.call("load", STAGE_S, device=device, ambient=transforms.ambient())
+        candidate = msgspec.to_builtins(plan.candidate)
+        return worker.call(method, STAGE_S, candidate=candidate, **arguments)
+    finally:
+        worker.kill()
+
+
+def _checked(outcome: Outcome, at_work: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """The outcome, where a fresh process can use the package."""
+    if outcome.made is None:
+        return outcome
+    try:
+        fault = at_work("check_package", made=msgspec.to_builtins(outcome.made), **arguments)
+    except WorkerFault as error:
+        fault = f"a fresh process cannot use it: {error.reason}"
+    return Outcome(None, fault) if fault else outcome
+
+
+def _written(plan: Plan, cache: Path, file: Path, held: str, outcome: Outcome) -> str:
+    if outcome.made is None:
+        bundle.write(plan, cache)
+        return outcome.reason
+    if (size := file.stat().st_size) > bundle.MOST_BYTES:
+        bundle.write(plan, cache)
+        return f"it would take {size} bytes, and one holds {bundle.MOST_BYTES}"
+    bundle.write(plan, cache, (file, package.packaged(file, held, outcome.made)))
+    return ""

@@ -20,8 +20,8 @@ from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.plans import DTYPES
-from steadytorch.conv.problem import ConvProblem
-from steadytorch.conv.training import Recorder
+from steadytorch.conv.problem import ConvProblem, Operation, parse
+from steadytorch.conv.training import OPERATIONS, Recorder
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
@@ -38,10 +38,11 @@ START_S = 120.0
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """A distinct convolution of a workload.
+    """A distinct convolution of a workload; for training one pass of it, forward or a gradient.
 
     Attributes:
         names: where it stands in the model.
+        problem: its key.
         outcome: what was found for it; None where time ran out before.
         operations: multiplications and additions of one.
         traffic_bytes: bytes it moves if each element moves once.
@@ -53,12 +54,17 @@ class Layer(msgspec.Struct, frozen=True):
     operations: int
     traffic_bytes: int
 
+    @property
+    def operation(self) -> Operation:
+        """The pass: forward (fprop), the gradient by the input (dgrad) or by the weight (wgrad)."""
+        return parse(self.problem).operation
+
 
 class ConvReport(msgspec.Struct, frozen=True):
     """Every distinct convolution of a workload, and what was chosen.
 
     Attributes:
-        layers: in the order of the network.
+        layers: in the order of the network; for training the passes of a convolution side by side.
         choices: the parameter of the transform `cudnn_engines`.
         cold: whether the L2 cache was flushed before each run.
         operations_per_s: of a matrix product here, in the type of the first convolution.
@@ -74,6 +80,12 @@ class ConvReport(msgspec.Struct, frozen=True):
     bytes_per_s: float
     cudnn: int
     seconds: float
+
+    @property
+    def passes(self) -> tuple[Operation, ...]:
+        """Which there are, in the order of a training step; the forward one alone for inference."""
+        found = {layer.operation for layer in self.layers}
+        return tuple(operation for operation in OPERATIONS if operation in found)
 
 
 class ConvHandler(WorkloadHandler):

@@ -25,14 +25,17 @@ def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str
     return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
 
 
-def engine_prefix(available: Sequence[TransformSpec], precision: str) -> Candidate:
+def engine_prefix(
+    available: Sequence[TransformSpec], precision: str, training: bool = False
+) -> Candidate:
     """What engines of cuDNN are chosen under: element type and layout decide which there are."""
+    converts = "autocast" if training else "cast_weights"
     return transforms.order(
         [
             spec
             for spec in available
             if spec.name in ("fold_batch_norm", "channels_last")
-            or (spec.name == "cast_weights" and dict(spec.parameters)["dtype"] == precision)
+            or (spec.name == converts and dict(spec.parameters)["dtype"] == precision)
         ]
     )
 
@@ -64,6 +67,12 @@ class Moves:
 
     def seeds(self) -> list[Candidate]:
         """Combinations known to be strong, the most promising for the regime first."""
+        found = self._of_training() if self._workload.is_training else self._of_inference()
+        # Where a loader feeds the steps, most of what the model gains would hide behind it.
+        ahead = self._spec("prefetch")
+        return self._allowed([(*combination, ahead) for combination in [*found, ()]])
+
+    def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
         cast = self._spec("cast_weights", dtype=self._precision)
         layout = self._spec("channels_last")
         graph = self._spec("cuda_graph")
@@ -72,11 +81,12 @@ class Moves:
         trees = self._spec("compile", mode="reduce-overhead", freezing=True)
         autocast = self._spec("autocast", dtype=self._precision)
         eager = self._spec("inference_mode")
-        tf32 = self._spec("tf32") if self._precision != "same" else None
-        lower = cast or tf32
+        lower = cast or self._tf32()
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
+        stem = self._spec("fused_kernels", stem=True, residual=False)
         with_engines = [
             (fold, lower, layout, engines, frozen, graph),
+            (fold, stem, lower, layout, engines, graph),
             (fold, lower, layout, engines, graph),
         ]
         compiled = [
@@ -95,8 +105,30 @@ class Moves:
         )
         if self._regime == "launch-bound":
             with_engines.reverse()
-        chosen = with_engines if engines is not None else []
-        return self._allowed(chosen + first + second + rest)
+        sums = self._spec("fused_kernels", residual=True, stem=stem is not None) or stem
+        without = [(fold, sums, lower, layout, graph)] if sums is not None else []
+        chosen = with_engines if engines is not None else without
+        return [*chosen, *first, *second, *rest]
+
+    def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
+        """No graph replays a step, so that a compiler is what helps against launches too."""
+        layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
+        compiled = self._spec("compile", mode="default", freezing=False)
+        lower = self._spec("autocast", dtype=self._precision) or self._tf32()
+        chosen = [(layout, engines, compiled, lower), (layout, engines, lower), (engines,)]
+        return [
+            *(chosen if engines is not None else []),
+            (layout, compiled, lower),
+            (layout, lower),
+            (compiled, lower),
+            (lower,),
+            (layout, compiled),
+            (compiled,),
+            (layout,),
+        ]
+
+    def _tf32(self) -> TransformSpec | None:
+        return self._spec("tf32") if self._precision != "same" else None
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """Candidates one step away: a transform more, one fewer, or one with another setting."""

@@ -14,7 +14,7 @@ from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.moves import describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
-from steadytorch.tune.verify import Reference, decide
+from steadytorch.tune.verdict import Reference, decide
 from steadytorch.tune.worker import Character
 
 EXPLAIN_S = 2.0

@@ -8,7 +8,7 @@ from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import Judgement
 from steadytorch.plan.plan import Evidence, Speedup, Timing, Trial
 from steadytorch.transforms.base import Candidate
-from steadytorch.tune.verify import Reference
+from steadytorch.tune.verdict import Reference
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,7 +80,7 @@ def rebuilt(plan: Plan) -> Workload:
             "--workload, and the options it was tuned with"
         )
     inputs = [_as_typed(leaf) for leaf in plan.signature.leaves]
-    return load_workload(plan.name, inputs=inputs)
+    return load_workload(plan.name, inputs=inputs, train=plan.trains is not None)
 
 
 def _as_typed(leaf: Leaf) -> str:

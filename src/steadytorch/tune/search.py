@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 
+from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, compare, race
@@ -30,7 +31,7 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import Options, block_shape, choose
+from steadytorch.tune.select import Options, block_shape, choose, over_memory
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
@@ -38,11 +39,13 @@ ENGINES = "cudnn_engines"
 ENGINES_S = 40.0
 ENGINES_SHARE = 0.35
 """For choosing them: seconds at the most, and of the time there is to explore."""
+STEM_S, STEM_SHARE = 15.0, 0.1
+"""Likewise, for choosing how a fused stem is cut up."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
 
-EngineChooser = Callable[[Candidate, float], str]
+Chooser = Callable[[Candidate, float], str]
 
 
 class Search:
@@ -58,6 +61,7 @@ class Search:
         slots: how many set-ups may overlap.
         choose_engines: given a prefix and seconds, the engines of cuDNN for the workload's
             convolutions, as the parameter of `cudnn_engines`; asked only where that applies.
+        choose_stem: likewise the configuration of a fused stem, as that of `fused_kernels`.
         now: seconds on a monotonic clock.
     """
 
@@ -71,13 +75,14 @@ class Search:
         options: Options,
         watcher: Watcher,
         slots: int,
-        choose_engines: EngineChooser | None = None,
+        choose_engines: Chooser | None = None,
+        choose_stem: Chooser | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workload, self._preparation = workload, preparation
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
-        self._choose_engines = choose_engines
+        self._choose_engines, self._choose_stem = choose_engines, choose_stem
         self._budget = Budget(options.budget_s, now)
         self._rng = Random(options.seed)
         self._field = Field(options, self._budget, watcher, self._rng)
@@ -110,6 +115,9 @@ class Search:
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
+        if baseline.set_up is not None:
+            over = over_memory(baseline.set_up.peak_memory_bytes, self._options)
+            baseline.reason = over and f"the untouched workload itself {over}"
         self._field.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         least = self._budget.confirmation_s()
@@ -124,6 +132,7 @@ class Search:
         character, findings = self._preparation.character, self._preparation.findings
         assert character is not None
         self._available = self._with_engines()
+        self._available = self._with_stem()
         moves = Moves(
             self._available, self._workload, self._options.precision, character.regime, findings
         )
@@ -148,7 +157,8 @@ class Search:
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        prefix = engine_prefix(self._available, self._options.precision)
+        training = self._workload.is_training
+        prefix = engine_prefix(self._available, self._options.precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
         self._watcher.phase("choosing an engine of cuDNN for each convolution")
         try:
@@ -157,6 +167,21 @@ class Search:
             self._not_applicable[ENGINES] = f"no engine could be chosen: {fault.reason}"
             return others
         return (*others, chosen)
+
+    def _with_stem(self) -> tuple[TransformSpec, ...]:
+        """The variants that apply, a fused stem cut up in the way that is fastest here."""
+        stems = [spec for spec in self._available if dict(spec.parameters).get("stem")]
+        if self._choose_stem is None or not stems:
+            return self._available
+        prefix = engine_prefix(self._available, self._options.precision)
+        seconds = min(STEM_S, STEM_SHARE * self._budget.left_to_explore())
+        self._watcher.phase("choosing how the stem is cut up")
+        try:
+            config = self._choose_stem(transforms.order([*prefix, stems[0]]), seconds)
+        except WorkerFault:  # its trial will say why
+            return self._available
+        chosen = {s: TransformSpec(s.name, (*s.parameters[:-1], ("config", config))) for s in stems}
+        return tuple(chosen.get(spec, spec) for spec in self._available)
 
     def _decide(self) -> None:
         arms = [self._field.baseline, *self._field.finalists()]

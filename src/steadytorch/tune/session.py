@@ -16,7 +16,7 @@ import torch
 from steadytorch import __version__, transforms
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
-from steadytorch.plan.fingerprint import Key, make_key, told
+from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.quantities import parse_bytes, parse_duration
@@ -74,20 +74,15 @@ class Session:
         device: str | None = None,
         store: str | Path | None = None,
     ) -> None:
-        if workload.is_training:
-            raise UsageError(
-                f"{workload.name} is a training workload: tuning covers inference; "
-                "leave --train out, or pass Workload(model, inputs)"
-            )
         if options.tolerance is not None and options.precision == "same":
             raise UsageError(
                 f"tolerance {options.tolerance} with precision same: that class is bound by the "
                 "untouched workload's own error; name a lower --precision to use a tolerance"
             )
-        if (norm := _updating_norm(workload)) is not None:
+        if not workload.is_training and (norm := _updating_norm(workload)) is not None:
             raise UsageError(
                 f"{workload.name} is in training mode, where each call updates the statistics of "
-                f"{norm}: call model.eval() first"
+                f"{norm}: call model.eval() first, or pass Workload.training(...) to tune its steps"
             )
         self.workload, self.options = workload, options
         self._device = resolve_device(device or str(workload.device))
@@ -143,6 +138,7 @@ class Session:
                 watcher=watcher,
                 slots=self._slots(),
                 choose_engines=partial(self._engines, directory),
+                choose_stem=partial(self._stem, directory),
             ).run()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -158,21 +154,29 @@ class Session:
             device=self._device,
             deadline_s=seconds,
             # Who allows bf16 allows more error than fp16 makes; its range is seen to (`headroom`).
-            other_half=self.options.precision == "bf16",
+            # Training takes its engines one by one, and gradients have another range.
+            other_half=self.options.precision == "bf16" and not self.workload.is_training,
             directory=directory,
         )
         return report.choices
 
+    def _stem(self, directory: Path, prefix: Candidate, seconds: float) -> str:
+        from steadytorch.tune.stem import choose_config
+
+        return choose_config(directory, prefix=prefix, device=self._device, deadline_s=seconds)
+
     def keep(self, result: TuneResult) -> Plan:
         """Makes a plan of a complete search and stores it, in memory where the disk refuses."""
+        workload = self.workload
         plan = Plan(
-            name=self.workload.name,
+            name=workload.name,
             signature=self._signature,
             candidate=result.chosen,
             evidence=result.evidence(),
             key=self.key,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             version=__version__,
+            trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
         )
         return _located(plan, self._store.put(self.key, plan))
 

@@ -16,7 +16,7 @@ from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import precision_of
 from steadytorch.trial.worker import SetUp
-from steadytorch.tune.verify import Verification
+from steadytorch.tune.verdict import Verification
 
 HANDLER = "steadytorch.tune.worker:TuningHandler"
 

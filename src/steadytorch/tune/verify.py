@@ -1,74 +1,30 @@
 """Whether a candidate computes what the untouched workload computes.
 
 In a worker: run three fresh random inputs, compare with a reference of higher precision, and look
-for outputs that a second call overwrites and inputs that are written to. In the parent: decide from
-the errors alone.
+for outputs that a second call overwrites and inputs that are written to. The parent decides from
+the errors alone (`verdict`). What trains is looked at in `verify_training`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import first_line
-from steadytorch.runtime.agreement import MAX_ERROR_FACTOR, TOLERANCES, memory_of
+from steadytorch.runtime.agreement import memory_of
+from steadytorch.tune.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
 
 INPUT_SETS = 3
 """Fresh random inputs per verification."""
-SAME_FACTOR = 2.0
-"""Class `same`: at most this many times the untouched workload's own error."""
 REPEATABLE = 1e-4
 """Two calls of the reference may differ by this relative L2 error: far more than another order of
 sums brings in float32, far less than a random mask does."""
-
-
-class OutputError(msgspec.Struct, frozen=True):
-    """How far outputs are from the reference, the worst over outputs and input sets.
-
-    Attributes:
-        relative_l2: norm of the difference over norm of the reference.
-        relative_max: largest difference over the largest reference magnitude.
-    """
-
-    relative_l2: float
-    relative_max: float
-
-
-class Verification(msgspec.Struct, frozen=True):
-    """What a worker found, before anything is decided.
-
-    Attributes:
-        error: against the reference; None when `fault` makes it meaningless.
-        fault: shape, dtype, NaN, aliasing or mutation, in words; None if none.
-    """
-
-    error: OutputError | None
-    fault: str | None = None
-
-
-class Reference(msgspec.Struct, frozen=True):
-    """What the untouched workload does on the verification inputs.
-
-    Attributes:
-        error: its own error against the reference of higher precision.
-        precision: float64, or float32 where float64 cannot run.
-        repeatable: whether two calls with one input agree.
-        fresh: whether random inputs could be used; if not, the workload's own inputs were.
-        note: why float64 or fresh inputs were not used, else empty.
-    """
-
-    error: OutputError
-    precision: str
-    repeatable: bool
-    fresh: bool
-    note: str = ""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -103,17 +59,36 @@ def _call(model: Any, arguments: Arguments) -> Any:
     return model(*arguments[0], **arguments[1])
 
 
-def _detached(tree: Any) -> list[torch.Tensor]:
+def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Converts floating-point tensors to `dtype`, complex ones to its like, and no others."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return widen
+
+
+def without_tf32() -> None:
+    """Has products in float32 computed in full, for good: references have their own process."""
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
+def detached(tree: Any) -> list[torch.Tensor]:
+    """Copies of the tensors in nested containers."""
     return [tensor.detach().clone() for tensor in tensors_of(tree)]
 
 
-def _nesting(tree: Any) -> str:
+def nesting(tree: Any) -> str:
+    """How containers are nested, as text."""
     return str(pytree.tree_structure(tree))
 
 
 def _outputs(model: Any, arguments: Arguments) -> tuple[list[torch.Tensor], str]:
     returned = _call(model, arguments)
-    return _detached(returned), _nesting(returned)
+    return detached(returned), nesting(returned)
 
 
 def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
@@ -144,7 +119,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
             notes.append(f"float64 cannot run ({first_line(error, 120)})")
             runs, precision = _outputs_in(torch.float32, workload, [*sets, sets[0]]), "float32"
     reference, reference_again = runs[:-1], runs[-1]
-    error = _worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
+    error = worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
     noise = output_error(again, own[0]).relative_l2
     # What is random is as far from its reference as from itself: only the reference's own noise,
     # which rounding does not explain, tells it from a workload that is merely imprecise.
@@ -156,7 +131,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "sets": [tensors_of(arguments) for arguments in sets],
         "reference": reference,
         "own": own,
-        "nesting": [nesting for _, nesting in called],
+        "nesting": [nested_as for _, nested_as in called],
     }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
 
@@ -164,19 +139,13 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
 def _outputs_in(
     dtype: torch.dtype, workload: Workload, sets: list[Arguments]
 ) -> list[list[torch.Tensor]]:
-    """Outputs of a copy in `dtype`, with TF32 off; this runs in a process made for it."""
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_complex():
-            return tensor.to(dtype.to_complex())
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
+    """Outputs of a copy in `dtype`."""
+    without_tf32()
+    widen = widening(dtype)
     model = copy.deepcopy(workload.model)
     if isinstance(model, torch.nn.Module):
         model = model._apply(widen)  # Module.to would make complex weights real
-    return [_detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
+    return [detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
 
 
 @torch.no_grad()
@@ -191,14 +160,14 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
     errors: list[OutputError] = []
     first, kept = None, []
     for i, tensors in enumerate(data["sets"]):
-        arguments = _nested(workload, tensors)
-        given = _detached(tensors)
+        arguments = nested(workload, tensors)
+        given = detached(tensors)
         returned = _call(model, arguments)
-        outputs = _detached(returned)
-        fault = _form_fault(outputs, data["own"][i])
-        if fault is None and _nesting(returned) != data["nesting"][i]:
+        outputs = detached(returned)
+        fault = form_fault(outputs, data["own"][i])
+        if fault is None and nesting(returned) != data["nesting"][i]:
             fault = "nests its outputs in other containers than the untouched workload"
-        if fault is None and not _equal(given, tensors):
+        if fault is None and not equal(given, tensors):
             fault = "writes to its inputs"
         if fault is not None:
             return Verification(None, fault)
@@ -207,10 +176,10 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
             first, kept = returned, outputs
     if _overwrites(model, workload, data["sets"], first, kept):
         return Verification(None, "a later call overwrites the result of an earlier one")
-    return Verification(_worst(errors))
+    return Verification(worst(errors))
 
 
-def _nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
+def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
     """The workload's own arguments with other tensors in their places."""
     following = iter(tensors)
     return map_tensors(lambda _: next(following), (workload.inputs, dict(workload.kwargs)))
@@ -221,13 +190,17 @@ def _overwrites(
 ) -> bool:
     """Whether the first result was overwritten by a later call, or would be by one."""
     if len(sets) > 1:
-        return not _equal(kept, tensors_of(first))
+        return not equal(kept, tensors_of(first))
     # One input set only: a second call writes the same values, so memory is looked at instead.
-    again = _call(model, _nested(workload, [tensor.clone() for tensor in sets[0]]))
+    again = _call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
     return bool(memory_of(first) & memory_of(again))
 
 
-def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:
+def form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:
+    """What tells outputs from the untouched workload's before values are compared; None if nothing.
+
+    Number, shapes, types and devices, and where they are not finite.
+    """
     if not own:
         return "cannot be verified: the untouched workload returns no tensor to compare"
     if len(outputs) != len(own):
@@ -243,12 +216,13 @@ def _form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | N
         if lost.any():
             kind = "NaN" if out[lost].isnan().any() else "infinity"
             return f"output {i} holds {kind}"
-        if not _equal([expected[~expected.isfinite()]], [out[~expected.isfinite()]]):
+        if not equal([expected[~expected.isfinite()]], [out[~expected.isfinite()]]):
             return f"output {i} differs where the untouched workload's is infinite or NaN"
     return None
 
 
-def _equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+def equal(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors hold the same values; NaN equals NaN."""
     return all(
         torch.equal(a, b)
         or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
@@ -258,7 +232,7 @@ def _equal(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> OutputError:
     """The worst error over outputs; for integers and booleans the fraction that differs."""
-    worst = OutputError(0.0, 0.0)
+    found = OutputError(0.0, 0.0)
     for out, ref in zip(outputs, reference, strict=True):
         if ref.numel() == 0:
             continue
@@ -266,7 +240,7 @@ def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> 
             out, ref = torch.view_as_real(out), torch.view_as_real(ref)
         if not ref.is_floating_point():
             differs = float((out != ref).double().mean())
-            worst = _worst([worst, OutputError(differs, differs)])
+            found = worst([found, OutputError(differs, differs)])
             continue
         finite = ref.isfinite() & out.isfinite()
         wide = torch.where(finite, ref.double(), 0.0)
@@ -278,50 +252,10 @@ def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> 
             l2 / scale if scale else l2,
             peak / largest if largest else peak,
         )
-        worst = _worst([worst, error])
-    return worst
-
-
-def _worst(errors: Iterable[OutputError]) -> OutputError:
-    listed = list(errors)
-    return OutputError(max(e.relative_l2 for e in listed), max(e.relative_max for e in listed))
+        found = worst([found, error])
+    return found
 
 
 def _resolution(outputs: list[torch.Tensor]) -> float:
     inexact = [o.dtype for o in outputs if o.is_floating_point() or o.is_complex()]
     return max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)
-
-
-def decide(
-    found: Verification,
-    reference: Reference,
-    precision: str,
-    tolerance: float | None,
-    resolution: float = float(torch.finfo(torch.float32).eps),
-) -> str | None:
-    """Whether a verified candidate may be used: None, or the reason for rejecting it.
-
-    Args:
-        found: what its worker found.
-        reference: the untouched workload's own error and repeatability.
-        precision: the candidate's own class: same, tf32, bf16 or fp16.
-        tolerance: relative L2 error that the user allows; None for the class's default.
-        resolution: the error that rounding the output once may bring.
-    """
-    if found.fault is not None or found.error is None:
-        return found.fault or "gave no outputs to compare"
-    if not reference.repeatable:
-        return "cannot be verified: the untouched workload's own output changes between calls"
-    if precision == "same":
-        l2_bound = SAME_FACTOR * max(reference.error.relative_l2, resolution)
-        # The largest of many rounding errors varies more than their norm does: it may reach twice
-        # the bound on the norm where the untouched workload's own largest happens to be small.
-        max_bound = SAME_FACTOR * max(reference.error.relative_max, l2_bound)
-    else:
-        l2_bound = tolerance if tolerance is not None else TOLERANCES[precision]
-        max_bound = MAX_ERROR_FACTOR * l2_bound
-    if not found.error.relative_l2 <= l2_bound:
-        return f"relative error {found.error.relative_l2:.1e} exceeds {l2_bound:.1e}"
-    if not found.error.relative_max <= max_bound:
-        return f"largest error {found.error.relative_max:.1e} exceeds {max_bound:.1e}"
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,11 @@ import torch
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
 from steadytorch.explain.worker import FEWEST_STEPS, TRACE_FILE, ExplainHandler
+from steadytorch.measure.sampler import Step
 from steadytorch.trial.worker import own_errors
+from steadytorch.tune import training_reference
 from steadytorch.tune.verify import make_reference, verify
+from steadytorch.tune.verify_training import verify_training
 
 REFERENCE = "reference.pt"
 _COMPUTE_BOUND = 0.3
@@ -41,27 +45,40 @@ class TuningHandler(ExplainHandler):
 
     def reference(self, seed: int) -> dict[str, Any]:
         """Writes the reference for every verification and returns a `Reference`."""
-        data, summary = make_reference(self._workload, seed)
+        if self._workload.is_training:
+            make = training_reference.make_reference
+            data, summary = make(self._workload, seed, self._start)
+        else:
+            data, summary = make_reference(self._workload, seed)
         torch.save(data, self._directory / REFERENCE)
         return msgspec.to_builtins(summary)
 
     def verify(self) -> dict[str, Any]:
         """Compares the applied candidate with the reference and returns a `Verification`."""
-        data = torch.load(
-            self._directory / REFERENCE,
-            map_location=self._workload.device,
-            weights_only=True,
-        )
-        return msgspec.to_builtins(verify(self._model, self._workload, data))
+        path = self._directory / REFERENCE
+        if self._workload.is_training:
+            # Gradients are as large as the weights: read where they are compared, one set a time.
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = verify_training(self._model, self._step, self._workload, data, self._start)
+        else:
+            data = torch.load(path, map_location=self._workload.device, weights_only=True)
+            found = verify(self._model, self._workload, data)
+        return msgspec.to_builtins(found)
 
     @own_errors()
     def characterise(self) -> dict[str, Any]:
-        """Says what bounds the workload as it runs now; returns a `Character`."""
-        periods, host = self._sampler.periods(self._step, 12)
+        """Says what bounds the workload as it runs now; returns a `Character`.
+
+        Of one with a loader: what bounds the computation. The loader has findings of its own.
+        """
+        step = self._step
+        if self._workload.feed is not None:
+            step = replace(self._workload, feed=None).step_function()
+        periods, host = self._sampler.periods(step, 12)
         period_ns = max(float(np.median(periods)), 1.0)
         on_host = self._workload.device.type == "cpu"
         host_share = 0.0 if on_host else float(np.median(host)) / period_ns
-        matrix_share = self._matrix_share(period_ns * 1e-9)
+        matrix_share = self._matrix_share(step, period_ns * 1e-9)
         if host_share >= _LAUNCH_BOUND:
             regime = "launch-bound"
         elif matrix_share is None:
@@ -91,12 +108,12 @@ class TuningHandler(ExplainHandler):
         found, _ = findings(case)
         return msgspec.to_builtins([f for f in found if f.transforms and not f.information])
 
-    def _matrix_share(self, period_s: float) -> float | None:
+    def _matrix_share(self, step: Step, period_s: float) -> float | None:
         from torch.utils.flop_counter import FlopCounterMode
 
         try:
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                self._step()
+            with FlopCounterMode(display=False) as counter:  # of the backward pass as well
+                step()
             rate = matrix_rate(str(self._workload.device), self._workload.dtype)
         except Exception:  # operators that cannot be counted, element types without a product
             return None

@@ -188,6 +188,11 @@ def _with_inputs(
     """The workload with its positional inputs replaced, where the user named any."""
     if not layouts:
         return workload
+    if workload.feed is not None:
+        raise UsageError(
+            f"input {layouts[0].text!r}: the inputs of {workload.name} are the batches of its "
+            "loader; change the loader, or leave the input out"
+        )
     bound = _vocabulary(workload.module)
     replaced = []
     for index, layout in enumerate(layouts):

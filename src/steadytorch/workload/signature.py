@@ -11,11 +11,27 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UsageError
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What a leaf of the arguments may be beside a tensor."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Applies `function` to each tensor in nested containers and returns the same structure."""
+    """Applies `function` to each tensor in nested containers and returns the same structure.
+
+    What most models take and return goes a short way, transparent to Dynamo: PyTorch's own takes
+    tens of microseconds for a few nested containers.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([map_tensors(function, item) for item in tree])
+    if kind is list:
+        return [map_tensors(function, item) for item in tree]
+    if kind is dict:
+        return {key: map_tensors(function, item) for key, item in tree.items()}
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
@@ -90,7 +106,7 @@ def _leaf(path: str, value: Any) -> Leaf:
         stride = tuple(value.stride()) if value.layout == torch.strided else ()
         dtype = str(value.dtype).removeprefix("torch.")
         return Leaf(path, tuple(value.shape), dtype, stride, value.device.type)
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return Leaf(path, constant=repr(value))
     raise UsageError(
         f"input {path or '()'} is a {type(value).__name__}: inputs may hold tensors, numbers, "

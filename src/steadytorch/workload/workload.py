@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from steadytorch.errors import UsageError
-from steadytorch.workload.signature import Signature, map_tensors, signature
+from steadytorch.workload.feed import (
+    Batch,
+    Feed,
+    Targeted,
+    TargetLoss,
+    arguments,
+    first_batch,
+)
+from steadytorch.workload.signature import Signature, map_tensors, signature, tensors_of
 
 Loss = Callable[[Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -21,7 +29,8 @@ class TrainingStep:
     """The rest of a training step: from the model's output to updated weights.
 
     Attributes:
-        loss: maps the model's output to a scalar tensor. Targets are closed over.
+        loss: maps the model's output to a scalar tensor. Targets are closed over; with a loader it
+            is a `Targeted`, which holds those of the first batch.
         optimizer: an optimizer over the model's parameters, or a factory that makes one from them.
     """
 
@@ -33,7 +42,8 @@ class TrainingStep:
 class Workload:
     """A model and the inputs it is to be measured with.
 
-    Use it as `Workload(model, inputs)` for inference and `Workload.training(...)` for training.
+    Use it as `Workload(model, inputs)` for inference, `Workload.training(...)` for training, and
+    `Workload.from_loader(...)` for either where each step is to take its own batch.
 
     Attributes:
         model: an `nn.Module`, or any callable.
@@ -41,6 +51,8 @@ class Workload:
         kwargs: keyword arguments.
         name: what results call it; the model's class by default.
         training_step: loss and optimizer; None for inference.
+        feed: gives each step a batch of its own; None where all work on `inputs`. With it `inputs`
+            are the first batch, on the model's device.
         untouched: the model before any transform, when `model` is a transformed one.
 
     Raises:
@@ -53,6 +65,7 @@ class Workload:
     name: str = ""
     training_step: TrainingStep | None = None
     untouched: Any = None
+    feed: Feed | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -60,13 +73,10 @@ class Workload:
                 f"a workload needs a callable model, got {type(self.model).__name__}: "
                 "pass an nn.Module, or a function of the inputs"
             )
-        if isinstance(self.inputs, Mapping):
-            self._set("kwargs", {**self.inputs, **self.kwargs})
-            self._set("inputs", ())
-        elif isinstance(self.inputs, list):
-            self._set("inputs", tuple(self.inputs))
-        elif not isinstance(self.inputs, tuple):
-            self._set("inputs", (self.inputs,))
+        inputs, kwargs = arguments(self.inputs)
+        self._set("inputs", inputs)
+        if kwargs:
+            self._set("kwargs", {**kwargs, **self.kwargs})
         if not self.name:
             self._set("name", getattr(self.model, "__name__", type(self.model).__name__))
         if self.untouched is None:
@@ -107,6 +117,43 @@ class Workload:
             name: what results call it.
         """
         return cls(model, inputs, kwargs or {}, name, TrainingStep(loss, optimizer))
+
+    @classmethod
+    def from_loader(
+        cls,
+        model: Any,
+        loader: Iterable[Any],
+        loss: TargetLoss | None = None,
+        optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+        *,
+        name: str = "",
+    ) -> Workload:
+        """A workload whose steps take the next batch of a loader, move it to the model and run it.
+
+        When the loader ends it is begun anew. Batches of other shapes than the first, as a last
+        short one, are passed over. The loader is begun here too, for its first batch.
+
+        Args:
+            model: the module to run, or to train with a loss and an optimizer.
+            loader: what can be iterated over again, such as a DataLoader. Its batches are the
+                model's arguments in any form that `inputs` may have; for training pairs of these
+                and the targets.
+            loss: maps the model's output and a batch's targets to a scalar tensor.
+            optimizer: an optimizer over `model.parameters()`, or a factory of one.
+            name: what results call it.
+
+        Raises:
+            UsageError: no loader, no batch, or a loss without an optimizer.
+        """
+        if (loss is None) is not (optimizer is None):
+            raise UsageError("a training step needs both a loss and an optimizer, got one of them")
+        batch = first_batch(loader, supervised=loss is not None)
+        on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(batch))
+        step = None
+        if loss is not None and optimizer is not None:
+            step = TrainingStep(Targeted(loss, *batch.targets), optimizer)
+        made = cls(model, batch.inputs, batch.kwargs, name, step, feed=Feed(loader, on_host))
+        return made.to(made.device)
 
     @property
     def is_training(self) -> bool:
@@ -169,26 +216,39 @@ class Workload:
 
         Returns:
             A function of no arguments; it returns the model's output (inference, without recording
-            gradients) or the detached loss (training). The optimizer is made once, here.
+            gradients) or the detached loss (training). The optimizer is made once, here, and the
+            loader of a `feed` is begun once, at the first step.
         """
-        model, inputs, kwargs = self.model, self.inputs, dict(self.kwargs)
+        model, following = self.model, self._batches()
         if self.training_step is None:
 
             def infer() -> Any:
+                inputs, kwargs, _ = following()
                 with torch.no_grad():
                     return model(*inputs, **kwargs)
 
             return infer
 
-        loss_of, optimizer = self.training_step.loss, self.training_step.optimizer
+        loss_of: Callable[..., torch.Tensor] = self.training_step.loss
+        if self.feed is not None and isinstance(loss_of, Targeted):
+            loss_of = loss_of.loss
+        optimizer = self.training_step.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self.untouched.parameters())
 
         def train() -> torch.Tensor:
+            inputs, kwargs, targets = following()
             optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model(*inputs, **kwargs))
+            loss = loss_of(model(*inputs, **kwargs), *targets)
             loss.backward()
             optimizer.step()
             return loss.detach()
 
         return train
+
+    def _batches(self) -> Callable[[], Batch]:
+        """Gives what each step works on."""
+        own = Batch(self.inputs, dict(self.kwargs))
+        if self.feed is None:
+            return lambda: own
+        return self.feed.batches(own, self.device, self.is_training).__next__

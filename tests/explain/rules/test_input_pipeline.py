@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.ledger import build_ledger
 from steadytorch.explain.rules.input_pipeline import NAME, rule
 from steadytorch.explain.trace import read_trace
+from steadytorch.workload.workload import Workload
 
 from .cases import MS, US, annotation, kept, launch, op, step, the, traced
 
@@ -49,7 +51,8 @@ def test_a_step_on_the_cpu_waits_as_well():
         at = 10 * k * MS
         events += [step(k + 1, at, at + 10 * MS), annotation(LOADER, at, at + 5 * MS)]
         events.append(op("aten::mm", at + 5 * MS, at + 10 * MS))
-    assert the(rule(traced(events))).slices == ("cpu_data_wait",)
+    found = the(rule(traced(events, workload=FED)))
+    assert (found.slices, found.transforms) == (("cpu_data_wait",), ())
 
 
 def test_a_trace_without_any_loader_cannot_tell():
@@ -58,6 +61,18 @@ def test_a_trace_without_any_loader_cannot_tell():
     assert isinstance(said, Abstention)
     assert "record_function" in said.recapture
     assert isinstance(rule(Case()), Abstention)
+
+
+FED = Workload.from_loader(torch.neg, [torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("workload", "named"),
+    [(FED, ("prefetch",)), (Workload(torch.neg, torch.ones(1)), ()), (None, ())],
+    ids=["fed", "without a loader", "unknown"],
+)
+def test_batches_are_taken_ahead_where_the_workload_carries_the_loader(workload, named):
+    assert the(rule(traced(_steps(5), workload=workload))).transforms == named
 
 
 @pytest.mark.parametrize(

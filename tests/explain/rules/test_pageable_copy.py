@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.rules.pageable_copy import NAME, rule
+from steadytorch.workload.workload import Workload
 
 from .cases import MS, US, kernel, memcpy, op, runtime, step, the, traced
 
@@ -72,3 +74,16 @@ def test_a_trace_of_the_cpu_alone_abstains():
 
 def test_without_a_trace_it_abstains():
     assert isinstance(rule(Case()), Abstention)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", ("prefetch",)),
+        ("Memcpy DtoH (Device -> Pageable)", ()),
+    ],
+)
+def test_batches_are_taken_ahead_where_the_workload_carries_the_loader(name, named):
+    fed = Workload.from_loader(torch.neg, [torch.ones(1)])
+    assert the(rule(traced(_copy(name), workload=fed))).transforms == named
+    assert the(rule(traced(_copy(name)))).transforms == ()

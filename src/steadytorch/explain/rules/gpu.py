@@ -90,6 +90,16 @@ def busy_ns(ledger: Ledger) -> float:
     return max(1.0, sum(ledger.mean(name) for name in ledger.names if name.startswith("gpu_")))
 
 
+def by_prefetch(case: Case) -> tuple[str, ...]:
+    """The transform that takes batches ahead, where the workload carries the loader that it takes.
+
+    It is for a GPU: on a CPU there is nothing to copy, and nothing that computes meanwhile.
+    """
+    on_gpu = case.ledger is not None and case.ledger.kind == "gpu"
+    fed = case.workload is not None and case.workload.feed is not None
+    return ("prefetch",) if on_gpu and fed else ()
+
+
 class Named(NamedTuple):
     """All events of one name: how many, and their time in ns, per step."""
 

@@ -6,7 +6,7 @@ from steadytorch.explain.evidence import RANGES, Evidence, by_name, evidence
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.rules.calls import tally
 from steadytorch.explain.rules.figures import duration, percent, variance_of
-from steadytorch.explain.rules.gpu import step_ns
+from steadytorch.explain.rules.gpu import by_prefetch, step_ns
 
 NAME = "input-pipeline"
 LEAST_SHARE = 0.05
@@ -23,7 +23,7 @@ def rule(case: Case) -> Verdict:
     nothing. Practice: "Performance Tuning Guide", PyTorch tutorials, on workers and pinned memory.
     """
     if case.trace is None or case.ledger is None:
-        why = "no trace: data loading is not part of a timed workload, whose inputs stay in memory"
+        why = "no trace: the times of a workload do not tell what it waits for"
         return Abstention(NAME, why, _RECAPTURE)
     ledger, name = case.ledger, _SLICE[case.ledger.kind]
     share = ledger.share(name)
@@ -54,6 +54,7 @@ def rule(case: Case) -> Verdict:
             variance_share=variance_of(case, name),
             confidence="high",
             fix=_FIX_SINGLE if single else _FIX,
+            transforms=by_prefetch(case),
             check="profile the training loop again and run `steady explain TRACE`",
             false_alarm="the first batch of an epoch waits for workers to start: a trace of it "
             "alone overstates the wait.",
@@ -62,9 +63,9 @@ def rule(case: Case) -> Verdict:
 
 
 _RECAPTURE = (
-    "profile the training loop itself with torch.profiler, data loading inside the profiled "
-    "steps, and run `steady explain TRACE`; mark a loader of your own with "
-    "torch.profiler.record_function('DataLoader')"
+    "hand the loader over with the model (Workload.from_loader); or profile the training loop "
+    "itself with torch.profiler, data loading inside the profiled steps, and run `steady explain "
+    "TRACE`; mark a loader of your own there with torch.profiler.record_function('DataLoader')"
 )
 _FIX_SINGLE = (
     "Load in worker processes: DataLoader(..., num_workers=4 or more, pin_memory=True, "

@@ -9,6 +9,7 @@ from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
 from steadytorch.explain.rules.gpu import (
     CHECK,
+    by_prefetch,
     exposed_ns,
     gpu_launches,
     longest,
@@ -45,6 +46,7 @@ def rule(case: Case) -> Verdict:
     moved, spent = int(size[chosen].sum()), max(1, int(seen.length_ns[chosen].sum()))
     share = cost / step_ns(seen.ledger)
     events, calls = seen.trace.events, seen.call[chosen & (seen.call >= 0)]
+    to_device = chosen & seen.named(lambda name: "HtoD" in name)
     held = int((events.end_ns[calls] - events.start_ns[calls]).sum()) // seen.steps
     return (
         Finding(
@@ -65,6 +67,7 @@ def rule(case: Case) -> Verdict:
             confidence="high" if share >= WORTH_NOTHING else "medium",
             fix="Pin the host's memory (DataLoader(pin_memory=True), tensor.pin_memory()) and copy "
             "with non_blocking=True, so that the copy runs beside kernels.",
+            transforms=by_prefetch(case) if to_device.any() else (),
             check=CHECK,
             false_alarm="a copy that happens once, such as loading weights, or one whose result "
             "the host needs at once.",

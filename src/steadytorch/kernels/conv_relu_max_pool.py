@@ -1,0 +1,271 @@
+"""The stem of a network, convolution, ReLU and max-pooling, without its largest tensor in memory.
+
+Of few channels a convolution is bound by what it writes: of a batch of 64 images ResNet's is 103 MB
+in 16 bits, written to be read once and made a quarter of. In one pass it never leaves the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.launch import Launch, is_covered, route
+from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.kernels.stem import (
+    MOST_CHANNELS,
+    STEP,
+    WINDOW,
+    Config,
+    Geometry,
+    Pair,
+    config_for,
+    geometry_of,
+)
+
+
+def conv_relu_max_pool2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    kernel_size: int | Sequence[int] = WINDOW,
+    pool_stride: int | Sequence[int] | None = None,
+    pool_padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    config: str = "",
+) -> Tensor:
+    """What `max_pool2d(relu(conv2d(x, weight, bias, stride, padding)), ...)` returns.
+
+    On CUDA in one pass for few channels and a window of 3x3 with stride 2, padded by 1 or not at
+    all; it rounds once, where PyTorch rounds the convolution and the sum with the bias.
+
+    Args:
+        x: shape (N, C, H, W).
+        weight: shape (K, C, kernel height, kernel width).
+        bias: shape (K,), or None for none.
+        stride: of the convolution.
+        padding: of the convolution, zeros on each side.
+        kernel_size: of the window; as in `torch.nn.functional.max_pool2d`, like all that follow.
+        pool_stride: None for the window's size.
+        pool_padding: on each side.
+        ceil_mode: whether a window may begin within the convolution's result and end beyond it.
+        config: a name out of `CONFIGS`; "" for one that follows from the sizes.
+
+    Raises:
+        RuntimeError: whatever PyTorch's own operators refuse.
+    """
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    pool_stride = kernel_size if pool_stride is None else pool_stride
+    geometry = (stride, padding, kernel_size, pool_stride, pool_padding)
+    if has_torch_function(tensors):
+        given = (x, weight, bias, *geometry, ceil_mode, config)
+        return handle_torch_function(conv_relu_max_pool2d, tensors, *given)
+    sizes: Any = [(g, g) if isinstance(g, int) else g for g in geometry]
+    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    cast = torch.is_autocast_enabled("cuda")
+    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
+    return run(x, weight, bias, *sizes, ceil_mode, config)
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    kernel_size: Sequence[int],
+    pool_stride: Sequence[int],
+    pool_padding: Sequence[int],
+    ceil_mode: bool,
+    config: str,
+) -> Tensor:
+    y = F.conv2d(x, weight, bias, list(stride), list(padding))
+    return relu_max_pool2d(y, kernel_size, pool_stride, pool_padding, 1, ceil_mode)
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    kernel_size: list[int],
+    pool_stride: list[int],
+    pool_padding: list[int],
+    ceil_mode: bool,
+    config: str,
+) -> Tensor:
+    sizes = (stride, padding, kernel_size, pool_stride, pool_padding)
+    fused = program_for(x, weight, bias, *sizes, ceil_mode, config)
+    if fused is None:
+        return _eager(x, weight, bias, *sizes, ceil_mode, config)
+    return fused(x, weight, bias)
+
+
+def program_for(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    kernel_size: Sequence[int],
+    pool_stride: Sequence[int],
+    pool_padding: Sequence[int],
+    ceil_mode: bool,
+    config: str,
+) -> Fused | None:
+    """The program that such a call runs, or None where PyTorch's own operators run.
+
+    Args are those of `conv_relu_max_pool2d`, sizes as pairs.
+    """
+    others = (weight,) if bias is None else (weight, bias)
+    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+        return None
+    if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
+        return None
+    like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
+    given = (stride, padding, kernel_size, pool_stride, pool_padding)
+    sizes: Any = [tuple(size) for size in given]
+    return _fused(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
+
+
+def _precision(dtype: torch.dtype) -> str | None:
+    """How the program multiplies values of a type; None where tensor cores would round them."""
+    if dtype is not torch.float32:
+        return "ieee"
+    cudnn: Any = torch.backends.cudnn
+    return "tf32" if cudnn.conv.fp32_precision == "tf32" else None
+
+
+class Fused:
+    """The program, made up for inputs of one shape, type and layout.
+
+    Args:
+        batch: images.
+        geometry: all other sizes.
+        config: how the work is cut up.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self, batch: int, geometry: Geometry, config: Config, device: torch.device
+    ) -> None:
+        from steadytorch.kernels import programs
+
+        g = geometry.cut_up(config)
+        self._shape = (batch, g.outputs, g.out_height, g.out_width)
+        self._layout = torch.contiguous_format if g.out_inner == 1 else torch.channels_last
+        self._launch = Launch(
+            programs.conv_relu_max_pool,
+            g.grid(batch),
+            (g.columns(batch), g),
+            device,
+            config.warps,
+            {"num_stages": config.stages, "maxnreg": config.registers},
+        )
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result; the tensors must be as described."""
+        y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
+        self._launch(x, weight, weight if bias is None else bias, y)
+        return y
+
+
+@lru_cache(maxsize=1024)
+def _fused(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    kernel: torch.Size,
+    kernel_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    biased: bool,
+    precision: str | None,
+    stride: Pair,
+    padding: Pair,
+    window: Pair,
+    step: Pair,
+    pool_padding: Pair,
+    ceil_mode: bool,
+    config: str,
+) -> Fused | None:
+    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    if precision is None or not is_stem(shape, kernel, window, step, pool_padding):
+        return None
+    if not len(stride) == len(padding) == 2:
+        return None
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    weight = torch.empty_strided(kernel, kernel_strides, dtype=dtype, device="meta")
+    pooling = (pool_padding[0], ceil_mode)
+    geometry = geometry_of(x, weight, stride, padding, *pooling, precision, biased)
+    if geometry is None:
+        return None
+    found = config_for(config, geometry, shape[0], dtype, device)
+    return None if found is None else Fused(shape[0], geometry, found, device)
+
+
+def is_stem(
+    shape: Sequence[int],
+    kernel: Sequence[int],
+    window: Sequence[int],
+    step: Sequence[int],
+    pool_padding: Sequence[int],
+) -> bool:
+    """Whether the program is made for such a convolution and pooling, whatever the sizes.
+
+    Args:
+        shape: of the convolution's input, (N, C, H, W).
+        kernel: shape of its weight.
+        window: of the pooling.
+        step: its stride.
+        pool_padding: on each side of the convolution's result.
+    """
+    if len(shape) != 4 or len(kernel) != 4 or shape[1] != kernel[1]:
+        return False
+    pooling = (*window, *step) == (WINDOW, WINDOW, STEP, STEP)
+    padded = tuple(pool_padding) in ((0, 0), (1, 1))
+    return pooling and padded and shape[1] <= MOST_CHANNELS and min(kernel[0], *kernel[2:]) > 1
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.sizes, ctx.ceil_mode, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # The convolution is computed again: it was never in memory.
+    x, weight, bias = ctx.saved_tensors
+    stride, padding, *pooling = ctx.sizes
+    window = (*pooling, (1, 1), ctx.ceil_mode)
+    aten, zeros = torch.ops.aten, [0, 0]
+    y = aten.convolution(x, weight, bias, stride, padding, [1, 1], False, zeros, 1).relu()
+    _, winners = aten.max_pool2d_with_indices(y, *window)
+    grad = aten.max_pool2d_with_indices_backward(grad, y, *window, winners)
+    grad = aten.threshold_backward(grad, y, 0)
+    sizes = None if bias is None else list(bias.shape)
+    needs = [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2] and bias is not None]
+    found = aten.convolution_backward(
+        grad, x, weight, sizes, stride, padding, [1, 1], False, zeros, 1, needs
+    )
+    return *found, *([None] * 7)
+
+
+_NAME = "steadytorch::conv_relu_max_pool2d"
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "conv_relu_max_pool2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "int[] kernel_size, int[] pool_stride, int[] pool_padding, bool ceil_mode, str config) "
+    "-> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.impl("conv_relu_max_pool2d", _impl, "CompositeExplicitAutograd")
+torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_OPERATOR: Any = torch.ops.steadytorch.conv_relu_max_pool2d.default

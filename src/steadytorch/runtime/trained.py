@@ -1,0 +1,72 @@
+"""The module that a training plan serves: calls whose gradients reach the model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from steadytorch.runtime.dispatch import Entry
+from steadytorch.runtime.module import TunedModule
+
+NO_GRADIENTS = "called without recording gradients"
+CHANGED = "modules, hooks, modes or what requires gradients changed"
+
+
+class TrainedModule(TunedModule):
+    """A model that trains tuned where a plan exists for the inputs, and untouched everywhere else.
+
+    Made with `Options(trains=True)`. Executors compute with the model's own tensors: optimizer
+    steps and `load_state_dict` are seen at the next call. Loss, optimizer, loss scaling and
+    accumulation are the caller's. In evaluation mode, without grad mode, under autocast and with
+    inputs that require gradients the model is called untouched.
+
+    Before the first tuned call of a signature both are gone through once, forward and backward; see
+    `Rehearsal`. What a backward pass raises later is the caller's, as it is without a plan.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_run"] = self._recording
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads into the model, from which executors read."""
+        return self._model.load_state_dict(state_dict, strict, assign)
+
+    def refresh(self) -> None:
+        """Makes executors anew, at the next calls, from the model as it is now."""
+        super().refresh()
+        self._entries.weights.remember()
+
+    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._gate.off is None and not torch.is_grad_enabled():
+            return self._untouched(NO_GRADIENTS, args, kwargs)
+        # Before the call, not after it: buffers are to be updated once. A switch to evaluation is
+        # no change; it is seen to by what follows.
+        if self._model.training is self._gate.mode and self._entries.weights.changed():
+            self._switch_off(CHANGED)
+        return super()._with_care(args, kwargs)
+
+    def _recording(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the executor in the caller's grad mode."""
+        if entry.call is None:  # retired by another thread
+            return self._failed(entry, None, args, kwargs)
+        try:
+            result = entry.call(*args, **kwargs)
+        except Exception as error:
+            return self._failed(entry, error, args, kwargs)
+        entry.hits.tick()
+        return result
+
+    def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fault = entry.trial.fault(args, kwargs)
+        # Not proved: the fast path does not look at what is looked at above.
+        entry.trial = None
+        if fault is None:
+            return self._run(entry, args, kwargs)
+        entry.retire(fault)
+        self._entries.warn(f"running untouched from now on: {fault} ({entry.signature})")
+        return self._untouched(fault, args, kwargs, entry)

@@ -1,0 +1,145 @@
+"""How a fused stem is cut up, chosen in a worker process before candidates are timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from steadytorch import transforms
+from steadytorch.conv.timing import NOISE, Arm, Flush, Measured, record_all, take_rounds
+from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
+from steadytorch.kernels.stem import CONFIGS
+from steadytorch.process.worker import Worker
+from steadytorch.transforms.base import Candidate, TransformSpec, applied_in_order
+from steadytorch.trial.worker import WorkloadHandler
+from steadytorch.workload.workload import Workload
+
+HANDLER = "steadytorch.tune.stem:StemHandler"
+START_S = 120.0
+"""For starting a worker, loading the workload and tracing it."""
+
+Call = Sequence[Any]
+
+
+class StemHandler(WorkloadHandler):
+    """Answers whoever chooses a configuration. Methods take and return msgpack types."""
+
+    def choose(self, prefix: list[Any], seconds: float) -> str:
+        """The name of the fastest for the stems as they are after `prefix`; "" for none."""
+        specs = msgspec.convert(prefix, list[TransformSpec])
+        end = time.perf_counter() + seconds
+        with torch.no_grad():
+            return fastest(calls_of(self._workload, specs), lambda: time.perf_counter() > end)
+
+
+class _Stems(TorchFunctionMode):
+    """Keeps what fused stems are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is conv_relu_max_pool2d:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
+    """What the fused stems of a workload are called with, seen at one call of it.
+
+    Args:
+        workload: to be run once.
+        prefix: transforms, the one that fuses among them.
+    """
+    with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
+        with _Stems() as stems:
+            applied.model(*applied.inputs, **applied.kwargs)
+        return stems.calls
+
+
+def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
+    """The configuration with which these calls together take the least time on their device.
+
+    Ties go to the one that stands first in `CONFIGS`. Those that need more memory on the chip than
+    there is, so that PyTorch's own operators would run, are left out.
+
+    Args:
+        calls: arguments of `conv_relu_max_pool2d`, the configuration last.
+        stop: asked before each configuration is compiled, and before each round of the race.
+    """
+    if not calls or not _on_device(calls):
+        return ""
+    arms: dict[str, Arm] = {}
+    for name in CONFIGS:
+        if arms and stop():
+            break
+        if all(_program(call, name) is not None for call in calls):
+            arms[name] = _arm(name, calls)
+    medians = _timed(arms, calls, stop) if arms else {}
+    least = min(medians.values(), default=0.0) * (1 + NOISE)
+    return next((name for name, median in medians.items() if median <= least), "")
+
+
+def _timed(
+    arms: Mapping[str, Arm], calls: Sequence[Call], stop: Callable[[], bool]
+) -> dict[str, float]:
+    """The median time of each, in ns."""
+    field = list(arms.values())
+    record_all(field)
+    # The input has just come from the host, or from a conversion.
+    take_rounds(field, Flush(calls[0][0].device, calls[0][0]), Random(0), stop)
+    return {name: float(np.median(arm.times_ns)) for name, arm in arms.items()}
+
+
+def _on_device(calls: Sequence[Call]) -> bool:
+    return all(call[0].is_cuda for call in calls)
+
+
+def _program(call: Call, name: str) -> Any:
+    pairs = [(size, size) if isinstance(size, int) else size for size in call[3:8]]
+    return program_for(*_with([*call[:3], *pairs, call[8]], name))
+
+
+def _arm(name: str, calls: Sequence[Call]) -> Arm:
+    def run() -> None:
+        for call in calls:
+            conv_relu_max_pool2d(*_with(call[:-1], name))
+
+    run()  # compiles it, in the time there is
+    return Arm(Measured(name), run)
+
+
+def _with(call: Call, name: str) -> Any:
+    return (*call, name)
+
+
+def choose_config(
+    workload_directory: Path, *, prefix: Candidate, device: str, deadline_s: float
+) -> str:
+    """Chooses a configuration for the stems of a workload, in a worker process.
+
+    Args:
+        workload_directory: with the workload's payload in it.
+        prefix: transforms, the one that fuses stems among them: element type and layout decide.
+        device: a CUDA device.
+        deadline_s: seconds of choosing.
+
+    Raises:
+        WorkerFault: the worker raised, died or took too long.
+    """
+    worker = Worker(HANDLER, workload_directory, "stem")
+    try:
+        worker.call("load", START_S, device=device, ambient=transforms.ambient())
+        given = msgspec.to_builtins(prefix)
+        return worker.call("choose", START_S + deadline_s, prefix=given, seconds=deadline_s)
+    finally:
+        worker.close()

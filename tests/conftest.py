@@ -1,0 +1,85 @@
+"""What several rooms' tests share because it takes long to make: one bundle with its package."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.plan.plan import Plan, load_plan
+
+
+class Kept(NamedTuple):
+    """A stored plan with its bundle and package, and what they were made for."""
+
+    plan: Plan
+    model: nn.Module
+    x: torch.Tensor
+
+    @property
+    def file(self) -> Path:
+        """The package."""
+        return Path(self.plan.path or "").with_suffix(".pt2")
+
+    @property
+    def store(self) -> Path:
+        """The folder of the store."""
+        return Path(self.plan.path or "").parents[1]
+
+
+def _model() -> nn.Module:
+    # Tensors of a few elements would be written into the code of kernels.
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
+
+
+@pytest.fixture(scope="session")
+def _kept_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from steadytorch import transforms
+    from steadytorch.device.facts import load_facts
+    from steadytorch.measure.measurement import summarize
+    from steadytorch.plan.plan import Speedup
+    from steadytorch.tune.result import TuneResult
+    from steadytorch.tune.select import Options
+    from steadytorch.tune.session import Session
+    from steadytorch.workload.workload import Workload
+
+    store = tmp_path_factory.mktemp("kept") / "plans"
+    text = "fold_batch_norm + channels_last + compile(default, freezing)"
+    timing = summarize([1000] * 20, "latency")
+    found = TuneResult(
+        baseline=timing,
+        winner=timing,
+        chosen=transforms.parse(text, load_facts("cpu")),
+        regime="memory-bound",
+        candidates=(),
+        not_applicable={},
+        not_tried={},
+        speedup=Speedup(1.0, None, None, "process", "tie", 0),
+        break_even_calls=None,
+        reference="float64",
+        seconds=1.0,
+    )
+    session = Session(Workload(_model(), (torch.ones(1, 3, 8, 8),)), Options(), "cpu", store)
+    plan = session.keep(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert session.keep_bundle(plan) is None
+    assert plan.path is not None
+    assert Path(plan.path).with_suffix(".pt2").exists()
+    return Path(plan.path)
+
+
+@pytest.fixture
+def kept(_kept_once: Path, tmp_path: Path) -> Kept:
+    """A copy of the bundle and its package, for one test to spoil."""
+    store = tmp_path / "kept"
+    shutil.copytree(_kept_once.parents[1], store)
+    path = store / _kept_once.relative_to(_kept_once.parents[1])
+    torch.manual_seed(1)
+    return Kept(load_plan(path), _model(), torch.randn(1, 3, 8, 8))
