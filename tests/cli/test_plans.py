@@ -80,6 +80,8 @@ def test_a_miss_in_mode_strict_names_the_field_that_differs(steady, store, field
     changed = {**value, "other": "1"} if isinstance(value, dict) else "other"
     if field == "tolerance":
         changed = 0.5
+    elif isinstance(value, bool):
+        changed = not value
     elif isinstance(value, int) or field in ("max_memory_bytes", "sm_count"):
         changed = (value or 0) + 1
     stored = msgspec.structs.replace(plan.key, **{field: changed})

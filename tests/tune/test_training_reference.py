@@ -9,7 +9,12 @@ from torch.nn import functional as F
 from torch.nn.modules import module as modules
 from trained import Loss, Net, workload
 
-from steadytorch.tune.training_reference import ROUNDING, _extrapolated, make_reference
+from steadytorch.tune.training_reference import (
+    ROUNDING,
+    _extrapolated,
+    _repeats,
+    make_reference,
+)
 from steadytorch.tune.training_step import BUFFERS, GRADIENTS, LOSS, OUTPUTS
 from steadytorch.tune.verdict import OutputError
 from steadytorch.tune.verify import INPUT_SETS
@@ -78,6 +83,30 @@ def test_errors_of_finer_noise_follow_from_those_of_coarser(fine, coarse, expect
     found = _extrapolated(_noise(fine, coarse), 2.0**-20)
     assert found.relative_l2 == pytest.approx(expected)
     assert found.relative_max == pytest.approx(2 * expected)
+
+
+def _parts(error):
+    return {part: OutputError(error, error) for part in (OUTPUTS, LOSS, GRADIENTS, BUFFERS)}
+
+
+@pytest.mark.parametrize(
+    ("noise", "explained", "precise", "repeats"),
+    [
+        (0.0, 0.0, None, True),
+        (1e-6, 1e-6, 1e-12, True),
+        (3e-6, 1e-6, None, False),
+        (0.5, 0.7, 0.5, False),
+    ],
+    ids=["bit for bit", "within rounding", "beyond it", "random"],
+)
+def test_a_step_repeats_itself_within_rounding(noise, explained, precise, repeats):
+    """Passes at the higher precision are repeated only where their own noise decides."""
+
+    def again():
+        assert precise is not None
+        return _parts(precise)
+
+    assert _repeats(_parts(noise), _parts(explained), again) is repeats
 
 
 def test_every_other_set_is_of_other_weights():

@@ -31,7 +31,10 @@ _SETTING = _ThreadSetting()
 
 
 class Threads(Transform):
-    """Another number of threads per operator: fewer can be faster, and steadier."""
+    """Another number of threads per operator: fewer can be faster, and steadier.
+
+    In a training step it covers the forward pass.
+    """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The number of threads."""

@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,24 +79,19 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     """
     sets, own, unfit = _own(workload, seed, start)
     again = _from(workload, start, 0, sets[0])
-    runs, precision, problem = _higher(workload, start, sets)
-    right = [_right(found, workload) for found in runs]
-    errors = [errors_of(found, parts) for found, parts in zip(own, right[:-1], strict=True)]
+    higher = _higher(workload, start, sets)
+    right = [_right(found, workload) for found in higher.runs]
+    errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
     explained = _explained(workload, seed, start, sets, right, errors)
-    # As for inference: what is random is as far from its reference as from itself, and only the
-    # reference's own noise tells it from what is merely imprecise.
-    repeats = all(
-        error.relative_l2 <= SAME_FACTOR * explained["same"][part].relative_l2
-        for part, error in errors_of(again, _right(own[0], workload)).items()
-    ) and all(
-        errors_of(runs[-1], right[0])[part].relative_l2 <= REPEATABLE
-        for part in (OUTPUTS, GRADIENTS)
+    noise = errors_of(again, _right(own[0], workload))
+    repeats = _repeats(
+        noise, explained["same"], lambda: errors_of(higher.take(0, sets[0]), right[0])
     )
     finite = all(found.is_finite() for found in own)
     fault = optimizer_fault(workload, workload.step_function(), start)
     data = {
         "sets": [tensors_of(arguments) for arguments in sets],
-        "right": right[:-1],
+        "right": right,
         "own": [found.outputs for found in own],
         "nesting": [found.nesting for found in own],
         "counted": [found.counted for found in own],
@@ -104,13 +100,13 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     }
     notes = [
         unfit,
-        problem,
+        higher.problem,
         f"rounding alone moves gradients by {explained['same'][GRADIENTS].relative_l2:.0e}",
         "" if fault is None else "updates were not compared: the optimizer does not repeat its own",
     ]
     return data, Reference(
         error=worst(worst(parts.values()) for parts in errors),
-        precision=precision,
+        precision=higher.precision,
         repeatable=repeats,
         fresh=not unfit,
         note="; ".join(filter(None, notes)),
@@ -134,17 +130,44 @@ def _from(workload: Workload, start: Start, number: int, arguments: Arguments) -
     return passes(workload, workload.model, arguments)
 
 
-def _higher(
-    workload: Workload, start: Start, sets: Sequence[Arguments]
-) -> tuple[list[Passes], str, str]:
-    """Passes in float64 for each input set and the first one again; else in float32, and why."""
+class _Higher(NamedTuple):
+    """Passes at a higher precision, one for each input set; what takes more; why not float64."""
+
+    runs: list[Passes]
+    take: Callable[[int, Arguments], Passes]
+    precision: str
+    problem: str
+
+
+def _higher(workload: Workload, start: Start, sets: Sequence[Arguments]) -> _Higher:
     without_tf32()
-    numbered = [*enumerate(sets), (0, sets[0])]
+    take, precision, problem = partial(_widened, workload, start), "float64", ""
     try:
-        return [_widened(workload, start, *each) for each in numbered], "float64", ""
+        runs = [take(i, given) for i, given in enumerate(sets)]
     except (RuntimeError, TypeError, ValueError) as error:
-        found = [_from(workload, start, *each) for each in numbered]
-        return found, "float32", f"float64 cannot run ({first_line(error, 120)})"
+        take, precision = partial(_from, workload, start), "float32"
+        problem = f"float64 cannot run ({first_line(error, 120)})"
+        runs = [take(i, given) for i, given in enumerate(sets)]
+    return _Higher(runs, take, precision, problem)
+
+
+def _repeats(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
+    """Whether the workload does the same at each call.
+
+    As for inference: what is random is as far from its reference as from itself, and only the
+    reference's own noise tells it from what is merely imprecise.
+
+    Args:
+        noise: by which two passes at its own precision differ.
+        explained: the errors that rounding explains.
+        precise: gives that by which two passes at the higher precision differ.
+    """
+    if not any(error.relative_l2 for error in noise.values()):
+        return True
+    if any(e.relative_l2 > SAME_FACTOR * explained[part].relative_l2 for part, e in noise.items()):
+        return False
+    found = precise()
+    return all(found[part].relative_l2 <= REPEATABLE for part in (OUTPUTS, GRADIENTS))
 
 
 def _widened(workload: Workload, start: Start, number: int, arguments: Arguments) -> Passes:
