@@ -34,7 +34,7 @@ WAYS = {
     "compile": "torch.compile, warm cache",
 }
 COMPILES = ("plan", "compile")
-"""The ways that take seconds."""
+"""The ways that trace or compile, and take seconds."""
 PLANS = {
     "cpu": "compile(default, freezing)",
     "cuda": "fold_batch_norm + cast_weights(fp16) + channels_last + compile(default, freezing) "
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--workload", default="resnet50")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cold-repeats", type=int, help="of what compiles anew; as --repeats")
+    parser.add_argument("--cold-repeats", type=int, help="of the ways that compile; as --repeats")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further repeat begins later")
     parser.add_argument("--note", default="", help="what else is to be known of this run")
     parser.add_argument("--name", default="here", help="of the machine, for the files' names")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +32,18 @@ class Kept(NamedTuple):
     def store(self) -> Path:
         """The folder of the store."""
         return Path(self.plan.path or "").parents[1]
+
+
+# Tests are no package: what several of their files share is loaded by its place.
+_CONTRACT = "steadytorch_transforms_contract"
+if _CONTRACT not in sys.modules:
+    _spec = importlib.util.spec_from_file_location(
+        _CONTRACT, Path(__file__).parent / "transforms" / "contract.py"
+    )
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_CONTRACT])
 
 
 def _model() -> nn.Module:

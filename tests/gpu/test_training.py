@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,28 +25,13 @@ from steadytorch.tune.worker import Character, TuningHandler
 from steadytorch.workload.supervised import CrossEntropy
 from steadytorch.workload.workload import Workload
 
+contract: Any = sys.modules["steadytorch_transforms_contract"]
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-# Tests are no package: what several of their files share is loaded by its place.
-_NAME = "steadytorch_transforms_contract"
-if _NAME not in sys.modules:
-    _path = Path(__file__).parents[1] / "transforms" / "contract.py"
-    _spec = importlib.util.spec_from_file_location(_NAME, _path)
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_NAME])
-contract: Any = sys.modules[_NAME]
-
-# What variants are listed for must not depend on the machine that collects the tests.
-LISTED_FOR = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
-IEEE = dict.fromkeys(
-    ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
-)
-SLOW = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
 LAYOUT, ENGINES = TransformSpec("channels_last"), TransformSpec("cudnn_engines")
 HALF = TransformSpec("autocast", (("dtype", "bf16"),))
 COMPILED = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
@@ -70,7 +53,7 @@ def facts() -> DeviceFacts:
 def ieee() -> Iterator[None]:
     """float32 that is float32, so that what is compared with is exact."""
     found = ambient()
-    set_ambient(IEEE)
+    set_ambient(contract.IEEE)
     yield
     set_ambient(found)
 
@@ -81,11 +64,11 @@ def ieee() -> Iterator[None]:
 def _cases() -> list[Any]:
     cases = []
     for name in contract.TRAINING:
-        for transform in all_variants(LISTED_FOR):
+        for transform in all_variants(contract.LISTED_FOR):
             if transform.name not in ("compile", "attention_backend"):
                 cases.append(pytest.param((name, (transform.spec,)), id=f"{name}-{transform.spec}"))
     for label, stack in {**STACKS, "compiled alone": (COMPILED,)}.items():
-        cases.append(pytest.param(("conv", stack), id=f"conv-{label}", marks=SLOW))
+        cases.append(pytest.param(("conv", stack), id=f"conv-{label}", marks=contract.SLOW))
     return cases
 
 
@@ -106,14 +89,7 @@ every_case = pytest.mark.parametrize("evidence", _cases(), indirect=True)
 
 @every_case
 def test_losses_gradients_weights_buffers_and_momenta_are_those_of_untouched_steps(evidence):
-    assert evidence.found.keys() == evidence.expected.keys()
-    largest = max(float(t.norm()) for n, t in evidence.expected.items() if "gradient" in n)
-    for name, expected in evidence.expected.items():
-        found = evidence.found[name]
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        scale = max(float(expected.double().norm()), 0.1 * largest)
-        error = float((found.double() - expected.double()).norm()) / scale
-        assert error <= 2 * contract.TOLERANCE[evidence.precision], name
+    contract.assert_trained_alike(evidence, 2 * contract.TOLERANCE[evidence.precision])
 
 
 @every_case
@@ -149,7 +125,7 @@ def referred(tmp_path_factory: pytest.TempPathFactory, ieee: None) -> Any:
     handler.load("cuda", ambient())
     found = msgspec.convert(handler.reference(0), Reference)
     handler.close()
-    set_ambient(IEEE)
+    set_ambient(contract.IEEE)
     return folder, found
 
 
@@ -160,8 +136,8 @@ def referred(tmp_path_factory: pytest.TempPathFactory, ieee: None) -> Any:
         (LAYOUT,),
         (HALF,),
         (TransformSpec("tf32"),),
-        *[pytest.param(stack, marks=SLOW, id=label) for label, stack in STACKS.items()],
-        pytest.param((COMPILED,), marks=SLOW, id="compiled alone"),
+        *[pytest.param(stack, marks=contract.SLOW, id=label) for label, stack in STACKS.items()],
+        pytest.param((COMPILED,), marks=contract.SLOW, id="compiled alone"),
     ],
     ids=str,
 )

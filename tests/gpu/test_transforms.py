@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,28 +20,12 @@ from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
+contract: Any = sys.modules["steadytorch_transforms_contract"]
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-
-# Tests are no package: what several of their files share is loaded by its place.
-_NAME = "steadytorch_transforms_contract"
-if _NAME not in sys.modules:
-    _path = Path(__file__).parents[1] / "transforms" / "contract.py"
-    _spec = importlib.util.spec_from_file_location(_NAME, _path)
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_NAME])
-contract: Any = sys.modules[_NAME]
-
-# What variants are listed for must not depend on the machine that collects the tests.
-LISTED_FOR = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
-IEEE = dict.fromkeys(
-    ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
-)
-SLOW = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
 
 
 def spec(name: str, **parameters: str | int | bool) -> TransformSpec:
@@ -79,15 +61,17 @@ STACKS = {
 def _cases() -> list[Any]:
     cases = []
     for name in contract.WORKLOADS:
-        for transform in all_variants(LISTED_FOR):
+        for transform in all_variants(contract.LISTED_FOR):
             # `prefetch` changes no model: see test_prefetch_transform.py.
             if transform.name not in ("compile", "attention_backend", "prefetch"):
                 cases.append(pytest.param((name, (transform.spec,)), id=f"{name}-{transform.spec}"))
     for one in COMPILED:
-        cases.append(pytest.param(("conv", (one,)), id=f"conv-{one}", marks=SLOW))
-    cases.append(pytest.param(("attention", (COMPILED[2],)), id="attention-graphs", marks=SLOW))
+        cases.append(pytest.param(("conv", (one,)), id=f"conv-{one}", marks=contract.SLOW))
+    cases.append(
+        pytest.param(("attention", (COMPILED[2],)), id="attention-graphs", marks=contract.SLOW)
+    )
     for label, stack in STACKS.items():
-        cases.append(pytest.param(("conv", order(stack)), id=f"conv-{label}", marks=SLOW))
+        cases.append(pytest.param(("conv", order(stack)), id=f"conv-{label}", marks=contract.SLOW))
     return cases
 
 
@@ -100,7 +84,7 @@ def facts() -> DeviceFacts:
 def ieee() -> Iterator[None]:
     """float32 that is float32, so that the outputs to compare with are exact."""
     found = ambient()
-    set_ambient(IEEE)
+    set_ambient(contract.IEEE)
     yield
     set_ambient(found)
 

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +9,6 @@ from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.workload.workload import Workload
-
-# Tests are no package: what several of their files share is loaded by its place.
-_CONTRACT = "steadytorch_transforms_contract"
-if _CONTRACT not in sys.modules:
-    _spec = importlib.util.spec_from_file_location(
-        _CONTRACT, Path(__file__).with_name("contract.py")
-    )
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_CONTRACT])
 
 
 @pytest.fixture
@@ -39,12 +26,12 @@ def gpu() -> DeviceFacts:
 
 @pytest.fixture
 def conv_workload() -> Workload:
-    return sys.modules[_CONTRACT].conv_workload()
+    return sys.modules["steadytorch_transforms_contract"].conv_workload()
 
 
 @pytest.fixture
 def attention_workload() -> Workload:
-    return sys.modules[_CONTRACT].attention_workload()
+    return sys.modules["steadytorch_transforms_contract"].attention_workload()
 
 
 @pytest.fixture

@@ -5,20 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, Transform, applied_in_order
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
+# What variants are listed for must not depend on the machine that collects the tests.
+LISTED_FOR = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
+IEEE = dict.fromkeys(
+    ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
+)
+SLOW = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
 TOLERANCE = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2}
 
 
 class ConvNet(nn.Module):
     """Two convolutions with batch norm, a residual, and a head."""
+
+    activation = staticmethod(F.relu)
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +39,8 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.stem_norm(self.stem(x)))
-        x = F.relu(self.norm(self.conv(x)) + x)
+        x = self.activation(self.stem_norm(self.stem(x)))
+        x = self.activation(self.norm(self.conv(x)) + x)
         return self.head(x.mean((2, 3)))
 
 
@@ -65,22 +75,14 @@ def attention_workload(device: str = "cpu") -> Workload:
     return Workload(AttentionNet().eval(), tokens, {"bias": bias}).to(device)
 
 
-class SmoothNet(nn.Module):
-    """Convolutions and batch norms without kinks, so that rounding does not move gradients far."""
+class SmoothNet(ConvNet):
+    """The same without kinks, so that rounding does not move gradients far; one layer is unused."""
+
+    activation = staticmethod(F.silu)
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.stem_norm = nn.BatchNorm2d(8)
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 4)
         self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.silu(self.stem_norm(self.stem(x)))
-        x = F.silu(self.norm(self.conv(x)) + x)
-        return self.head(x.mean((2, 3)))
 
 
 class Attends(nn.Module):
@@ -251,6 +253,18 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], precis
         assert f.shape == e.shape
         error = (f - e).abs().max() / e.abs().max()
         assert error <= TOLERANCE[precision], f"relative error {error:.2e}"
+
+
+def assert_trained_alike(evidence: Any, tolerance: float) -> None:
+    """Same tensors of the same form; those that are small beside the gradients count as these."""
+    assert evidence.found.keys() == evidence.expected.keys()
+    largest = max(float(t.norm()) for n, t in evidence.expected.items() if "gradient" in n)
+    for name, expected in evidence.expected.items():
+        found = evidence.found[name]
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        scale = max(float(expected.double().norm()), 0.1 * largest)
+        error = float((found.double() - expected.double()).norm()) / scale
+        assert error <= tolerance, name
 
 
 def _inputs(workload: Workload) -> list[torch.Tensor]:

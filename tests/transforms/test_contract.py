@@ -43,8 +43,7 @@ def _cases() -> list[Any]:
                 cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
     slow = {"stack": STACK, **{str(spec): (spec,) for spec in COMPILED}}
     for label, specs in slow.items():
-        marks = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
-        cases.append(pytest.param(("conv", specs), id=f"conv-{label}", marks=marks))
+        cases.append(pytest.param(("conv", specs), id=f"conv-{label}", marks=contract.SLOW))
     return cases
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
+
 import msgspec
 import pytest
 import torch
@@ -87,3 +89,35 @@ def test_tensors_are_listed_in_order():
     first, second = torch.zeros(1), torch.zeros(2)
     found = tensors_of(({"a": first}, 3, [second]))
     assert [id(tensor) for tensor in found] == [id(first), id(second)]
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def double(tensor):
+    return tensor * 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1.0,),
+        [1.0, (2.0, 3.0)],
+        {"a": 1.0, "b": [2.0]},
+        Pair(1.0, 2.0),
+        OrderedDict(a=1.0, b=2.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tensors_are_converted_and_the_structure_is_kept(value):
+    from torch.utils import _pytree as pytree
+
+    given = pytree.tree_map(torch.tensor, value)
+    found = map_tensors(double, given)
+    assert type(found) is type(given)
+    assert pytree.tree_map(lambda t: t.item() / 2, found) == value
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 2.5, "mode"])
+def test_what_is_no_tensor_is_returned_as_is(value):
+    assert map_tensors(double, value) is value

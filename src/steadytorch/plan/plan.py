@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,8 @@ from steadytorch.plan.fingerprint import (
 from steadytorch.plan.store import read_file
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
 from steadytorch.runtime.entries import Options
-from steadytorch.runtime.module import SWITCH, TunedModule
+from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.settings import is_switched_off
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Candidate
@@ -216,8 +216,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: no such kind of device.
         """
         target = torch.device(resolve_device("auto" if device is None else str(device)))
-        off = os.environ.get(SWITCH, "").strip().lower() == "off"
-        ahead = not off and any(spec.name == Prefetch.name for spec in self.candidate)
+        prefetches = any(spec.name == Prefetch.name for spec in self.candidate)
+        ahead = prefetches and not is_switched_off()
         return (Prefetched if ahead else Delivered)(loader, target)
 
     @property

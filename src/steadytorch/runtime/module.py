@@ -14,7 +14,6 @@ away. `Weights` says why nothing cheaper would do, and what cannot be seen.
 from __future__ import annotations
 
 import copy
-import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -45,9 +44,6 @@ from steadytorch.runtime.probation import OnTrial, Outcome
 from steadytorch.runtime.report import TUNED, Report
 from steadytorch.runtime.standin import StandIn
 from steadytorch.workload.signature import tensors_of
-
-SWITCH = "STEADYTORCH_MODE"
-"""Environment variable; `off` makes every tuned module of the process run untouched."""
 
 FAILED = "the tuned executor failed"
 _BUSY = "its executor is being checked in another thread"
@@ -303,8 +299,8 @@ class TunedModule(StandIn):
     # -- life -----------------------------------------------------------------------------------
 
     def _why_off(self) -> str | None:
-        if os.environ.get(SWITCH, "").strip().lower() == "off":
-            return f"{SWITCH} is off"
+        if settings.is_switched_off():
+            return f"{settings.SWITCH} is off"
         return None if self._fits is None else self._fits(self._model)
 
     def _stop(self, reason: str) -> None:

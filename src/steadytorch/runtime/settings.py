@@ -10,9 +10,13 @@ another thread runs those, tune without these transforms.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
+
+SWITCH = "STEADYTORCH_MODE"
+"""Environment variable; `off` makes everything of the process run untouched."""
 
 TURNS = RLock()
 """Held by every call while `needed`, and while executors are built. Taken before other locks."""
@@ -28,6 +32,11 @@ class _Needed:
 
 
 needed = _Needed()
+
+
+def is_switched_off() -> bool:
+    """Whether the environment has everything run untouched."""
+    return os.environ.get(SWITCH, "").strip().lower() == "off"
 
 
 def is_process_wide(transform: str) -> bool:

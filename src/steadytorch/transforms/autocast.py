@@ -14,11 +14,11 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transfo
 from steadytorch.transforms.conversion import (
     HALF_TYPES,
     HalfName,
-    convert,
     own_device,
     own_dtype,
 )
 from steadytorch.transforms.traits import decide, half_unsupported, not_float32
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 
@@ -84,7 +84,7 @@ class AutocastModel:
         """Runs the model; the conversion of outputs is outside of autocast."""
         with torch.autocast(self.device, dtype=self.dtype):
             output = self.model(*args, **kwargs)
-        return convert(self._out, output)
+        return map_tensors(self._out, output)
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor

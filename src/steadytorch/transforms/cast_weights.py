@@ -15,12 +15,12 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transfo
 from steadytorch.transforms.conversion import (
     HALF_TYPES,
     HalfName,
-    convert,
     own_dtype,
     with_converted,
 )
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import decide, half_unsupported, no_copy, not_float32
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 
@@ -88,7 +88,9 @@ class CastModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model between the two conversions."""
-        return convert(self._out, self.inner(*convert(self._in, args), **convert(self._in, kwargs)))
+        return map_tensors(
+            self._out, self.inner(*map_tensors(self._in, args), **map_tensors(self._in, kwargs))
+        )
 
     def _in(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor

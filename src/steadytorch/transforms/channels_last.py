@@ -11,7 +11,7 @@ from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Convert, convert, with_converted
+from steadytorch.transforms.conversion import Convert, with_converted
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
@@ -19,7 +19,7 @@ from steadytorch.transforms.traits import (
     convolutions,
     decide,
 )
-from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -91,7 +91,7 @@ class ChannelsLastModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model on converted inputs."""
-        return self.inner(*convert(self.to_last, args), **convert(self.to_last, kwargs))
+        return self.inner(*map_tensors(self.to_last, args), **map_tensors(self.to_last, kwargs))
 
 
 def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:

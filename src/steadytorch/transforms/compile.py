@@ -18,9 +18,9 @@ import torch
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import convert
 from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import Objection, capability_below, decide
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 # Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
@@ -194,4 +194,4 @@ class _Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return convert(torch.clone, self.model(*args, **kwargs))
+        return map_tensors(torch.clone, self.model(*args, **kwargs))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from steadytorch.workload.signature import map_tensors as convert
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -22,8 +22,8 @@ def with_converted(workload: Workload, model: Any, function: Convert) -> Workloa
     return replace(
         workload,
         model=model,
-        inputs=convert(function, workload.inputs),
-        kwargs=convert(function, dict(workload.kwargs)),
+        inputs=map_tensors(function, workload.inputs),
+        kwargs=map_tensors(function, dict(workload.kwargs)),
     )
 
 

@@ -50,6 +50,11 @@ class Budget:
         """Seconds that the fewest fresh pairs of winner and untouched workload take."""
         return 2 * LOOKS[0] * self.shape.expected_s
 
+    def looks(self) -> tuple[int, ...]:
+        """The planned looks at fresh pairs that fit into what is left; the first in any case."""
+        pairs = self.remaining() / (2 * self.shape.expected_s)
+        return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
+
     def reserve_s(self) -> float:
         """Seconds to keep back for the final race and the confirmation."""
         race_s = KEEP * LOOKS[0] * self.shape.expected_s

@@ -222,7 +222,7 @@ class Search:
                 lambda: self._field.timed_block(chosen),
                 rng=self._rng,
                 stop=lambda: False,
-                looks=LOOKS if self._budget.remaining() > 0 else LOOKS[:1],
+                looks=self._budget.looks(),
             )
             self._top_up(chosen, marks)
         except WorkerFault:
