@@ -293,6 +293,7 @@ def main() -> None:
         found["device"] = found["batches"][0]["device"]
         text = table(found)
         if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
             stem = options.out / f"cold-start_{options.name}_{found['created'][:10]}"
             stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
             stem.with_suffix(".md").write_text(text)

@@ -16,6 +16,7 @@ pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 from steadytorch.conv import plans
 from steadytorch.conv.choices import read_choices
 from steadytorch.conv.choose import Options, choose
+from steadytorch.conv.operator import plain_grad
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
 from steadytorch.transforms import ambient, create, set_ambient
@@ -170,3 +171,30 @@ def test_the_engines_of_a_training_workload_are_of_all_three_operations():
     assert sum(problem.operation == "wgrad" for problem in problems) == 5
     assert {(p.number, p.layout) for p in problems} == {("fp16", "last")}
     assert not any(text.channels or text.number for text in read_choices(report.choices).values())
+
+
+@pytest.mark.parametrize("layout", ["last", "first"])
+@pytest.mark.parametrize("side", [1, 3])
+@pytest.mark.parametrize("operation", ["dgrad", "wgrad"])
+def test_pytorchs_own_gradient_runs_the_kernels_that_it_runs_in_training(operation, side, layout):
+    memory = torch.channels_last if layout == "last" else torch.contiguous_format
+    shapes = ((8, 64, 28, 28), (128, 64, side, side))
+    x, weight = (torch.randn(s, device=DEVICE, dtype=HALF) for s in shapes)
+    x, weight = x.to(memory_format=memory), weight.to(memory_format=memory)
+    geometry = ((1, 1), (side // 2,) * 2, (1, 1), 1)
+    wanted = (x if operation == "dgrad" else weight).requires_grad_()
+    y = nn.functional.conv2d(x, weight, None, *geometry)
+    dy = torch.randn_like(y)
+    operands = (dy, weight.detach()) if operation == "dgrad" else (x.detach(), dy)
+
+    def kernels(call: Any) -> list[str]:
+        call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        return sorted(event.key for event in profile.key_averages() if event.device_time_total)
+
+    trained = kernels(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
+    assert kernels(lambda: plain_grad(*operands, shapes, geometry, operation, layout)) == trained
+    assert trained

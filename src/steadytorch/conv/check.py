@@ -110,7 +110,7 @@ def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: A
     if problem.operation == "fprop":
         return plain(first, second, bias, other, problem.rectified, geometry)
     shapes = (problem.input, problem.weight)
-    return plain_grad(first, second, shapes, geometry, problem.operation)
+    return plain_grad(first, second, shapes, geometry, problem.operation, problem.layout)
 
 
 class Guarded:

@@ -182,7 +182,7 @@ def _grad_runner(
     engine: str,
 ) -> Runner:
     def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
-        return as_laid_out(plain_grad(a, b, shapes, geometry, operation), layout)
+        return as_laid_out(plain_grad(a, b, shapes, geometry, operation, layout), layout)
 
     if not first.is_cuda or engine == ATEN:
         return fallback
@@ -207,13 +207,18 @@ def plain_grad(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     geometry: Geometry,
     operation: Operation,
+    layout: Layout,
 ) -> Tensor:
-    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad."""
+    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
+
+    PyTorch takes its layout from the operand that is not needed, and would copy one whose elements
+    share memory: a dense tensor stands in for it, of which nothing is read.
+    """
     stride, padding, dilation, groups = geometry
     by_input = operation == "dgrad"
     grad = first if by_input else second
-    x = grad.new_empty(1).expand(shapes[0]) if by_input else first
-    weight = second if by_input else grad.new_empty(1).expand(shapes[1])
+    missing = empty(shapes[0 if by_input else 1], grad.dtype, grad.device, layout)
+    x, weight = (missing, second) if by_input else (first, missing)
     found = torch.ops.aten.convolution_backward(
         *(grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups),
         [by_input, not by_input, False],
@@ -278,9 +283,10 @@ def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Tensor]) -> tuple[Any,
 
 
 def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    first, second, input, weight, *geometry, operation, _, _ = inputs
+    first, second, input, weight, *geometry, operation, layout, _ = inputs
     ctx.save_for_backward(first, second)
-    ctx.shapes, ctx.geometry, ctx.operation = (input, weight), geometry, operation
+    ctx.shapes, ctx.geometry = (input, weight), geometry
+    ctx.operation, ctx.layout = operation, layout
 
 
 def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -290,9 +296,9 @@ def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     one = two = None
     if ctx.operation == "dgrad":
         one = plain(grad, second, None, None, False, ctx.geometry) if needs[0] else None
-        two = plain_grad(grad, first, *operands, "wgrad") if needs[1] else None
+        two = plain_grad(grad, first, *operands, "wgrad", ctx.layout) if needs[1] else None
     else:
-        one = plain_grad(second, grad, *operands, "dgrad") if needs[0] else None
+        one = plain_grad(second, grad, *operands, "dgrad", ctx.layout) if needs[0] else None
         two = plain(first, grad, None, None, False, ctx.geometry) if needs[1] else None
     return one, two, *([None] * 9)
 
