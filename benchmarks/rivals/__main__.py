@@ -9,18 +9,22 @@ are set up in fresh processes, all at once; then they are timed block by block i
 process at a time. The figure of the plan is therefore not the one it was chosen by.
 
 Results go into the files of the device and the day, `rivals_DEVICE_DATE.json` and `.md`: what is
-run again replaces what they said of it, all else stays.
+run again replaces what they said of it, all else stays. On a machine with several GPUs each can run
+its own part of the list (CUDA_VISIBLE_DEVICES, and `taskset` for a part of the cores).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
+import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -152,6 +156,17 @@ def stem(device_name: str | None, created: str) -> str:
     return f"rivals_{short}_{created[:10]}"
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No two processes write into this folder at once."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,9 +207,10 @@ def main() -> None:
         tell = partial(_tell, case.name, began)
         fresh = run(case, args, tell)
         path = args.out / f"{stem(fresh['environment']['name'], fresh['created'])}.json"
-        document = merge(read(path), fresh, order)
-        path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
-        path.with_suffix(".md").write_text(markdown(document))
+        with alone_in(args.out):
+            document = merge(read(path), fresh, order)
+            path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+            path.with_suffix(".md").write_text(markdown(document))
         print(markdown({**document, **fresh}), flush=True)
         longest = max(longest, time.monotonic() - start)
     if waiting:

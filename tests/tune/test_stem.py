@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -43,11 +45,15 @@ def test_without_a_fused_stem_there_is_nothing_to_see():
 class Clock:
     """Stands for the device: each configuration takes a time of its own."""
 
-    def __init__(self, monkeypatch, times, unfit=()):
+    def __init__(self, monkeypatch, times, unfit=(), idle=()):
         self.times = times
         monkeypatch.setattr(stem, "_on_device", lambda calls: True)
         monkeypatch.setattr(
-            stem, "_program", lambda call, name: None if name in unfit else object()
+            stem,
+            "_program",
+            lambda call, name: (
+                None if name in unfit else SimpleNamespace(busy_cores=1 if name in idle else 132)
+            ),
         )
         monkeypatch.setattr(stem, "_arm", lambda name, calls: name)
         monkeypatch.setattr(stem, "_timed", lambda names, calls, stop: self.medians(names))
@@ -76,6 +82,12 @@ def test_those_without_a_program_are_not_timed(monkeypatch):
     clock = Clock(monkeypatch, {FIRST: 1.0}, unfit={FIRST})
     assert fastest([CALL], lambda: False) == SECOND
     assert FIRST not in clock.asked
+
+
+def test_those_that_leave_cores_idle_are_tried_last(monkeypatch):
+    clock = Clock(monkeypatch, {}, idle={FIRST})
+    assert fastest([CALL], lambda: False) == SECOND
+    assert clock.asked == [*list(CONFIGS)[1:], FIRST]
 
 
 def test_where_there_is_no_program_at_all_none_is_named(monkeypatch):

@@ -24,6 +24,7 @@ from steadytorch.kernels.stem import (
     Config,
     Geometry,
     Pair,
+    busy_cores,
     config_for,
     geometry_of,
 )
@@ -152,6 +153,9 @@ class Fused:
         geometry: all other sizes.
         config: how the work is cut up.
         device: where the tensors are.
+
+    Attributes:
+        busy_cores: of the device, that have something to do.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class Fused:
         from steadytorch.kernels import programs
 
         g = geometry.cut_up(config)
+        self.busy_cores = busy_cores(g, batch, device)
         self._shape = (batch, g.outputs, g.out_height, g.out_width)
         self._layout = torch.contiguous_format if g.out_inner == 1 else torch.channels_last
         self._launch = Launch(

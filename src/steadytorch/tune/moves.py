@@ -85,8 +85,9 @@ class Moves:
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
         stem = self._spec("fused_kernels", stem=True, residual=False)
         with_engines = [
-            (fold, lower, layout, engines, frozen, graph),
+            (fold, stem, lower, layout, engines, frozen, graph),
             (fold, stem, lower, layout, engines, graph),
+            (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
         compiled = [

@@ -69,7 +69,8 @@ def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
 def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
     """The configuration with which these calls together take the least time on their device.
 
-    Ties go to the one that stands first in `CONFIGS`. Those that need more memory on the chip than
+    Those that leave fewer cores idle are tried first, among equals those that stand first in
+    `CONFIGS`; ties go to the one tried first. Those that need more memory on the chip than
     there is, so that PyTorch's own operators would run, are left out.
 
     Args:
@@ -78,12 +79,13 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
     """
     if not calls or not _on_device(calls):
         return ""
+    made = {name: [_program(call, name) for call in calls] for name in CONFIGS}
+    busy = {name: sum(p.busy_cores for p in found) for name, found in made.items() if all(found)}
     arms: dict[str, Arm] = {}
-    for name in CONFIGS:
+    for name in sorted(busy, key=busy.__getitem__, reverse=True):
         if arms and stop():
             break
-        if all(_program(call, name) is not None for call in calls):
-            arms[name] = _arm(name, calls)
+        arms[name] = _arm(name, calls)
     medians = _timed(arms, calls, stop) if arms else {}
     least = min(medians.values(), default=0.0) * (1 + NOISE)
     return next((name for name, median in medians.items() if median <= least), "")
