@@ -47,7 +47,7 @@ from steadytorch.quantities import parse_duration
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.moves import describe
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Session
+from steadytorch.tune.session import Session, Silent
 from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -57,17 +57,32 @@ START_S = 40.0
 """Of a workload, beside search, set-ups and timing: to load it and to start processes."""
 
 
+class Timeline(Silent):
+    """Keeps when the search turned to what, in seconds since it began."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, str]] = []
+        self._began = time.monotonic()
+
+    def phase(self, message: str) -> None:
+        self.events.append((round(time.monotonic() - self._began, 1), message))
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        self.phase(f"{state}: {label}")
+
+
 def searched(
     case: Case, workload: Workload, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
     """What the search found, for the record, and the file of its plan; None where it failed."""
-    options = Options(precision=case.precision, budget_s=args.budget)
+    options, timeline = Options(precision=case.precision, budget_s=args.budget), Timeline()
     try:
         session = Session(workload, options, args.device, folder / "store")
-        result = session.search()
+        result = session.search(timeline)
         plan = session.keep(result)
     except Exception as error:  # the rivals are worth timing all the same
-        return {"search_failed": f"{type(error).__name__}: {error}"[:500]}, None
+        reason = f"{type(error).__name__}: {error}"[:500]
+        return {"search_failed": reason, "timeline": timeline.events}, None
     found = {
         "plan": describe(result.chosen),
         "regime": result.regime,
@@ -75,6 +90,7 @@ def searched(
         "speedup": msgspec.to_builtins(result.speedup),
         "trials": msgspec.to_builtins(result.candidates),
         "not_tried": result.not_tried,
+        "timeline": timeline.events,
     }
     return found, plan.path
 

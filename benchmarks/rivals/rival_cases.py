@@ -40,9 +40,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "cuda": (
         Case("resnet50", "1", "fp16"),
         Case("resnet50", "64", "fp16"),
-        Case("mobilenet_v3_large", "1", "fp16"),
+        # With random weights their values shrink from layer to layer, below what fp16 resolves.
+        Case("mobilenet_v3_large", "1", "bf16"),
         Case("torchvision:densenet121", "1", "fp16"),
-        Case("torchvision:efficientnet_b0", "64", "fp16"),
+        Case("torchvision:efficientnet_b0", "64", "bf16"),
         Case("torchvision:convnext_tiny", "32", "fp16"),
         Case("torchvision:vgg16_bn", "64", "fp16"),
         Case("vit_b_16", "1", "bf16"),

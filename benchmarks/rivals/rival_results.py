@@ -18,10 +18,14 @@ from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import judge
 from steadytorch.measure.statistics import order_interval
+from steadytorch.runtime.agreement import TOLERANCES
 
 SCHEMA = 1
 P99_LIMIT, CV_LIMIT = 1.02, 0.005
 """Of our own period, p99 over median and CV from which on the cause is asked for."""
+
+WRONG = max(TOLERANCES.values())
+"""Relative L2 error from which on a result is none: more than a search accepts in any precision."""
 
 Row = dict[str, Any]
 Document = dict[str, Any]
@@ -131,9 +135,17 @@ def ours_of(rows: Sequence[Row]) -> Row | None:
 
 
 def best_of(rows: Sequence[Row], figure: str) -> Row | None:
-    """The fastest of the rivals by `period_ms` or `latency_ms`; None where none was timed."""
+    """The fastest of the rivals by `period_ms` or `latency_ms`; None where none was timed.
+
+    One whose results are wrong is none.
+    """
     timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
-    return min(timed, key=lambda row: row[figure], default=None)
+    return min((r for r in timed if not is_wrong(r)), key=lambda row: row[figure], default=None)
+
+
+def is_wrong(row: Row) -> bool:
+    """Whether its results are too far from the reference to be used."""
+    return row["error"] is None or not row["error"] <= WRONG
 
 
 def against(row: Row | None, metric: str) -> dict[str, Any] | None:

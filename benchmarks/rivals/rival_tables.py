@@ -7,11 +7,13 @@ from typing import Any
 
 from rival_options import AUTOTUNED
 from rival_results import (
+    WRONG,
     Document,
     Row,
     against,
     best_of,
     cause,
+    is_wrong,
     ours_of,
     rows_of,
     totals,
@@ -116,7 +118,7 @@ def row_cells(row: Row) -> list[str]:
         f"{row['latency_ms']:.3f}",
         figure(row["setup_s"], ".1f"),
         figure(row["peak_mb"], ".0f"),
-        figure(row["error"], ".1e"),
+        figure(row["error"], ".1e") + (", wrong" if is_wrong(row) else NONE),
         told(against(row, "period")),
         told(against(row, "latency")),
     ]
@@ -186,8 +188,9 @@ def markdown(document: Document) -> str:
         "Every option in a fresh process; set-ups share the machine, so their seconds are upper "
         "bounds; then timed block by block in random order, one process at a time. Inputs and "
         "results are float32 (or token ids) for all, and results are copies. `steadytorch` is "
-        "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64. "
-        "p99 is shown from 1,000 independent samples on.",
+        "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64: "
+        f"over {WRONG:.0%} there is no result to use, and the option is nobody's rival. p99 is "
+        "shown from 1,000 independent samples on.",
         "",
         *table(ROWS, map(row_cells, document["rows"])),
         "",

@@ -96,6 +96,15 @@ def test_the_best_is_the_fastest_that_could_be_timed_and_is_not_ours():
     assert rival_results.ours_of(rows)["option"] == "steadytorch"
 
 
+@pytest.mark.parametrize("error", [1.0, 0.051, float("nan"), None])
+def test_what_gives_wrong_results_is_nobodys_rival(error):
+    wrong = row("a:1", "fp16 compile", 0.1, error=error)
+    rows = [*one_workload("a:1", -0.1), wrong]
+    assert rival_results.best_of(rows, "period_ms")["period_ms"] == 0.4
+    assert rival_results.is_wrong(wrong)
+    assert not rival_results.is_wrong({**wrong, "error": rival_results.WRONG})
+
+
 def test_totals_are_over_workloads_with_both_sides():
     alone = row("c:1", "eager TF32", 1.0)
     found = rival_results.totals(

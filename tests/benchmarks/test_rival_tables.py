@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rival_tables
 
-from .rivalry import ENVIRONMENT, document, judgement, one_workload
+from .rivalry import ENVIRONMENT, document, judgement, one_workload, row
 
 
 def cells(text, first):
@@ -74,3 +74,9 @@ def test_the_readme_has_a_line_a_workload():
         "-10.0 % (-11.0 to -9.0)",
     ]
     assert row[-1].strip() == "55 s"
+
+
+def test_wrong_results_are_called_so():
+    right, wrong = (row("a:1", "fp16 compile", 1.0, error=error) for error in (6.4e-4, 1.0))
+    assert "6.4e-04" in rival_tables.row_cells(right)
+    assert "1.0e+00, wrong" in rival_tables.row_cells(wrong)

@@ -208,6 +208,30 @@ class ScriptedWorker:
         return times
 
 
+class Elsewhere:
+    """A worker that is no trial's: its answer comes once it was looked for so many times.
+
+    Args:
+        looks: until then.
+        answer: returned, or raised if it is a fault.
+    """
+
+    def __init__(self, looks: int, answer: Any) -> None:
+        self._left, self._answer = looks, answer
+
+    def ready(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def overdue(self, deadline_s: float) -> bool:
+        return False
+
+    def receive(self, deadline_s: float) -> Any:
+        if isinstance(self._answer, WorkerFault):
+            raise self._answer
+        return self._answer
+
+
 class Notes(Silent):
     """A watcher that keeps what it is told, and calls back at each new phase."""
 

@@ -10,7 +10,7 @@ from steadytorch.conv.problem import parse
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.plan.engines import known_engines
 from steadytorch.plan.store import Store
-from steadytorch.process.worker import WorkerFault
+from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import conv
 from steadytorch.tune.conv import (
@@ -137,5 +137,5 @@ def test_a_search_allows_fp16_layers_to_who_allows_bf16_alone(
 
     monkeypatch.setattr(conv, "choose_and_keep", chosen)
     session = Session(workload(), SearchOptions(precision=precision), "cpu", tmp_path)
-    assert session._engines(tmp_path, (), 5.0) == "{}"
+    assert session._engines(None, Worker.receive, (), 5.0) == "{}"
     assert (asked["other_half"], asked["plans"]) == (allowed, tmp_path)

@@ -9,7 +9,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
-from steadytorch.tune.moves import Moves, describe, engine_prefix, suggested_by
+from steadytorch.tune.moves import Moves, describe, engine_prefix, recut, stem_of, suggested_by
 from steadytorch.workload.workload import Workload
 
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
@@ -269,3 +269,10 @@ def test_where_a_loader_feeds_the_steps_every_seed_takes_batches_ahead():
     assert {tuple(s for s in candidate if s != ahead) for candidate in seeds} - {()} == set(
         Moves(available[:2], WORKLOAD, "same", "memory-bound").seeds()
     )
+
+
+def test_a_leader_is_cut_up_anew_and_stays_as_it_was_else():
+    leader = (FOLD, _fused("", stem=True), LAYOUT)
+    assert recut(leader, "64x32x7-w4s1") == (FOLD, _fused("64x32x7-w4s1", stem=True), LAYOUT)
+    assert recut((FOLD, LAYOUT), "64x32x7-w4s1") == (FOLD, LAYOUT)
+    assert stem_of((FOLD, _fused("", residual=True))) is None

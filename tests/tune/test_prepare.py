@@ -1,7 +1,20 @@
 import pytest
-from scripted import EAGER, FOLD, GC, LAYOUT, TF32, Act, Notes, Stage, died
+from scripted import (
+    EAGER,
+    FOLD,
+    GC,
+    LAYOUT,
+    TF32,
+    Act,
+    Elsewhere,
+    Notes,
+    ScriptedWorker,
+    Stage,
+    died,
+)
 
 from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.tune import prepare
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError
@@ -186,3 +199,64 @@ def test_all_workers_can_be_ended_at_any_time():
     assert any(worker.alive for worker in stage.workers)
     preparation.kill_all()
     assert not any(worker.alive for worker in stage.workers)
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """Nobody is waited for who has no answer yet."""
+    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+
+
+def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_waiting):
+    stage = Stage()
+    preparation = _prepared(stage)
+    preparation.begin([(EAGER,), (GC,)], 2, 60.0)
+    assert preparation.begun == ((EAGER,), (GC,))
+    assert preparation.meanwhile(Elsewhere(50, "an answer"), 60.0) == "an answer"
+    assert {trial.stage for trial in preparation.under_way} == {"timing"}
+    before = len(stage.events)
+    trials = preparation.prepare([], 2, 60.0, 1)
+    assert [trial.candidate for trial in trials] == [(EAGER,), (GC,)]
+    assert all(trial.ok for trial in trials)
+    assert (len(stage.events), preparation.begun) == (before, ())
+
+
+def test_what_waits_for_a_slot_is_begun_too(no_waiting):
+    preparation = _prepared(Stage())
+    preparation.begin(SINGLES, 1, 60.0)
+    preparation.meanwhile(Elsewhere(1, None), 60.0)
+    assert set(preparation.begun) == set(SINGLES)
+    trials = preparation.prepare([(TF32,)], 3, 60.0, 1)
+    assert [trial.candidate for trial in trials] == [*SINGLES, (TF32,)]
+
+
+def test_what_became_of_that_worker_is_said():
+    with pytest.raises(WorkerFault, match="segmentation"):
+        _prepared(Stage()).meanwhile(Elsewhere(0, died()), 60.0)
+
+
+def test_each_has_the_time_that_it_was_begun_with():
+    stage, asked = Stage(), {}
+    preparation = _prepared(stage)
+    preparation.begin([(EAGER,)], 2, 90.0)
+    receive = ScriptedWorker.receive
+
+    def watch(self, deadline_s):
+        asked[self.name] = deadline_s
+        return receive(self, deadline_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedWorker, "receive", watch)
+        trials = preparation.prepare([(GC,)], 2, 30.0, 1)
+    assert [asked[trial.worker.name] for trial in trials] == [90.0, 30.0]
+
+
+def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
+    stage = Stage()
+    preparation = _prepared(stage)
+    looks = iter([False, True])
+    trials = preparation.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
+    assert [trial.status for trial in trials] == ["rejected", "rejected"]
+    assert {trial.reason for trial in trials} == {"verification: there was no time left for it"}
+    assert not any(trial.worker.alive for trial in trials)
+    assert preparation.begun == ()

@@ -42,18 +42,20 @@ def test_without_a_fused_stem_there_is_nothing_to_see():
     assert fastest([], lambda: False) == ""
 
 
+def program(name, is_idle):
+    return SimpleNamespace(config=SimpleNamespace(name=name), busy_cores=1 if is_idle else 132)
+
+
 class Clock:
     """Stands for the device: each configuration takes a time of its own."""
 
-    def __init__(self, monkeypatch, times, unfit=(), idle=()):
+    def __init__(self, monkeypatch, times, unfit=(), idle=(), usual=""):
         self.times = times
         monkeypatch.setattr(stem, "_on_device", lambda calls: True)
         monkeypatch.setattr(
             stem,
             "_program",
-            lambda call, name: (
-                None if name in unfit else SimpleNamespace(busy_cores=1 if name in idle else 132)
-            ),
+            lambda call, name: None if name in unfit else program(name or usual, name in idle),
         )
         monkeypatch.setattr(stem, "_arm", lambda name, calls: name)
         monkeypatch.setattr(stem, "_timed", lambda names, calls, stop: self.medians(names))
@@ -93,6 +95,11 @@ def test_those_that_leave_cores_idle_are_tried_last(monkeypatch):
 def test_where_there_is_no_program_at_all_none_is_named(monkeypatch):
     Clock(monkeypatch, {}, unfit=set(CONFIGS))
     assert fastest([CALL], lambda: False) == ""
+
+
+def test_where_the_usual_one_is_the_fastest_there_is_nothing_to_name(monkeypatch):
+    Clock(monkeypatch, {LAST: 50.0}, usual=LAST)
+    assert fastest([CALL, CALL], lambda: False) == ""
 
 
 def test_with_no_time_one_is_taken_all_the_same(monkeypatch):

@@ -155,6 +155,7 @@ class Fused:
         device: where the tensors are.
 
     Attributes:
+        config: how the work is cut up.
         busy_cores: of the device, that have something to do.
     """
 
@@ -164,7 +165,7 @@ class Fused:
         from steadytorch.kernels import programs
 
         g = geometry.cut_up(config)
-        self.busy_cores = busy_cores(g, batch, device)
+        self.config, self.busy_cores = config, busy_cores(g, batch, device)
         self._shape = (batch, g.outputs, g.out_height, g.out_width)
         self._layout = torch.contiguous_format if g.out_inner == 1 else torch.channels_last
         self._launch = Launch(

@@ -82,5 +82,5 @@ class Budget:
     def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
         """How long any stage of these candidates may take: one that hangs must not take it all."""
         known = list(trials)
-        expected_s = max(self.expected_setup_s(candidate, known) for candidate in candidates)
+        expected_s = max((self.expected_setup_s(c, known) for c in candidates), default=0.0)
         return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,18 @@ def _layer(problem: ConvProblem, names: list[str], outcome: Outcome | None) -> L
     return Layer(tuple(names), problem.key, outcome, problem.operations, problem.traffic_bytes)
 
 
+def start_chooser(directory: Path, device: str) -> Worker:
+    """A worker for `choose_engines`, which begins to load the workload.
+
+    Args:
+        directory: with the workload's payload in it.
+        device: a CUDA device.
+    """
+    worker = Worker(HANDLER, directory, "engines")
+    worker.send("load", device=device, ambient=transforms.ambient())
+    return worker
+
+
 def choose_engines(
     workload: Workload,
     *,
@@ -214,7 +226,8 @@ def choose_engines(
     deterministic: bool = False,
     other_half: bool = False,
     incumbent: Mapping[str, Choice] | None = None,
-    directory: Path | None = None,
+    worker: Worker | None = None,
+    wait: Callable[[Worker, float], Any] = Worker.receive,
 ) -> ConvReport:
     """Chooses an engine for every convolution of a workload, in a worker process.
 
@@ -230,34 +243,34 @@ def choose_engines(
             (`headroom`); whether it may be used is for a verification of the whole to say.
         incumbent: choices made before, by problem key, also for problems of other workloads; each
             stays unless another engine is shown to be clearly faster (`choose.stays`).
-        directory: with the workload's payload in it; None to write one.
+        worker: one that `start_chooser` gave, which is ended; None to start one.
+        wait: given the worker and the seconds it has since it was asked, returns its answer.
 
     Raises:
         WorkerFault: the worker raised (the frontend is missing, say), died or took too long.
         UsageError: the workload cannot be sent to a worker.
     """
-    own = directory is None
-    place = Path(tempfile.mkdtemp(prefix="steadytorch-")) if directory is None else directory
-    worker = None
+    own = None
     try:
-        if own:
-            save_payload(workload, place)
-        worker = Worker(HANDLER, place, "engines")
-        worker.call("load", START_S, device=device, ambient=transforms.ambient())
+        if worker is None:
+            own = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+            save_payload(workload, own)
+            worker = start_chooser(own, device)
+        wait(worker, START_S)
         options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
-        found = worker.call(
+        worker.send(
             "choose",
-            START_S + deadline_s,
             prefix=msgspec.to_builtins(prefix),
             seconds=deadline_s,
             options=msgspec.to_builtins(options),
             incumbent={key: str(choice) for key, choice in (incumbent or {}).items()},
         )
+        found = wait(worker, START_S + deadline_s)
     finally:
         if worker is not None:
             worker.close()
-        if own:
-            shutil.rmtree(place, ignore_errors=True)
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
     return msgspec.convert(found, ConvReport)
 
 

@@ -19,6 +19,11 @@ def describe(candidate: Candidate) -> str:
     return " + ".join(map(str, candidate)) or "untouched"
 
 
+def compiles(candidate: Candidate) -> bool:
+    """Whether a compiler takes part, so that its set-up takes long and keeps cores busy."""
+    return any(spec.name == "compile" for spec in candidate)
+
+
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
     """Ids of the findings that one of the candidate's transforms is to mend."""
     names = {spec.name for spec in candidate}
@@ -38,6 +43,21 @@ def engine_prefix(
             or (spec.name == converts and dict(spec.parameters)["dtype"] == precision)
         ]
     )
+
+
+def stem_of(candidate: Candidate) -> TransformSpec | None:
+    """What fuses the stem in a candidate; None where it is not fused."""
+    return next((spec for spec in candidate if dict(spec.parameters).get("stem")), None)
+
+
+def recut(candidate: Candidate, config: str) -> Candidate:
+    """The candidate with its fused stem cut up as in this configuration."""
+    stem = stem_of(candidate)
+    if stem is None:
+        return candidate
+    parameters = {**dict(stem.parameters), "config": config}
+    new = TransformSpec(stem.name, tuple(parameters.items()))
+    return tuple(new if spec == stem else spec for spec in candidate)
 
 
 class Moves:
@@ -84,19 +104,23 @@ class Moves:
         lower = cast or self._tf32()
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
         stem = self._spec("fused_kernels", stem=True, residual=False)
+        # A compiler fuses poolings by itself.
+        pooled = stem or self._spec("fused_kernels", stem=False, residual=False)
         with_engines = [
             (fold, stem, lower, layout, engines, frozen, graph),
-            (fold, stem, lower, layout, engines, graph),
+            (fold, pooled, lower, layout, engines, graph),
             (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
         compiled = [
             (lower, layout, frozen, graph),
-            (lower, layout, frozen),
-            (lower, frozen, graph),
             (lower, layout, plain, graph or eager),
+            (lower, frozen, graph),
+            (lower, layout, frozen),
             (lower, layout, trees),
         ]
+        if stem is not None:
+            compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
         rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
         first, second = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -72,7 +73,9 @@ class Preparation:
         self.retry: list[Candidate] = []
         """Candidates that ran out of memory beside others and are owed a trial on their own."""
         self.under_way: list[LiveTrial] = []
-        """Trials of a `prepare` that has not returned."""
+        """Trials that were begun and that no `prepare` has returned yet."""
+        self._waiting: list[tuple[Candidate, float]] = []
+        self._slots = 1
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload, and in a process of its own the reference for all others.
@@ -109,40 +112,85 @@ class Preparation:
             return ()
         return tuple(msgspec.convert(found, list[Finding]))
 
+    @property
+    def begun(self) -> tuple[Candidate, ...]:
+        """What was begun and not returned by `prepare` yet, those that wait for a slot included."""
+        started = (trial.candidate for trial in self.under_way)
+        return (*started, *(candidate for candidate, _ in self._waiting))
+
+    def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
+        """Puts candidates on their way; `meanwhile` and `prepare` take them further.
+
+        Args:
+            candidates: what to set up.
+            slots: how many may be under way at once.
+            deadline_s: seconds that any single stage of these may take.
+        """
+        self._slots = slots
+        self._waiting.extend((candidate, deadline_s) for candidate in candidates)
+
+    def meanwhile(self, worker: Worker, deadline_s: float) -> Any:
+        """The answer that another worker owes; until it comes, what was begun is taken further.
+
+        Raises:
+            WorkerFault: as `Worker.receive`, of that worker.
+        """
+        while not (worker.ready() or worker.overdue(deadline_s)):
+            self._tend([worker], others=1)
+        return worker.receive(deadline_s)
+
     def prepare(
-        self, candidates: Sequence[Candidate], slots: int, deadline_s: float, others: int
+        self,
+        candidates: Sequence[Candidate],
+        slots: int,
+        deadline_s: float,
+        others: int,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> list[LiveTrial]:
         """Sets candidates up side by side and verifies each against the reference.
 
         Args:
-            candidates: what to set up.
+            candidates: what to set up, beside what was begun before.
             slots: how many may be under way at once; one alone if a candidate is on its second try.
             deadline_s: seconds that any single stage may take.
             others: workers that stay alive meanwhile and take memory.
+            is_late: whether there is no time left for those that are not set up yet.
 
         Returns:
             A trial per candidate: verified and waiting, or rejected with its reason.
         """
-        queue = list(candidates)
-        self.retry = [candidate for candidate in self.retry if candidate not in queue]
-        if self._retried.intersection(queue):
-            slots = 1
-        live: list[LiveTrial] = []
-        while queue or live:
-            while queue and len(live) < slots:
-                trial = self._new_trial(queue.pop(0))
-                self.under_way.append(trial)
-                trial.worker.send("load", device=self._device, ambient=self._ambient)
-                live.append(trial)
-            wait_any([trial.worker for trial in live], 0.25)
-            self._watcher.tick()
-            for trial in list(live):
-                if trial.worker.ready() or trial.worker.overdue(deadline_s):
-                    self._advance(trial, deadline_s, crowded=others + len(live) > 1)
-                if trial.stage == "timing" or not trial.ok:
-                    live.remove(trial)
+        self.retry = [candidate for candidate in self.retry if candidate not in candidates]
+        self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
+        while self._waiting or self._unfinished():
+            self._tend([], others)
+            if is_late():
+                self._give_up()
         done, self.under_way = self.under_way, []
         return done
+
+    def _give_up(self) -> None:
+        """Rejects what is under way, and forgets what waits."""
+        self._waiting.clear()
+        for trial in self._unfinished():
+            trial.reject(f"{trial.stage}: there was no time left for it")
+            self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+
+    def _unfinished(self) -> list[LiveTrial]:
+        return [t for t in self.under_way if t.status == "ok" and t.stage != "timing"]
+
+    def _tend(self, also: Sequence[Worker], others: int) -> None:
+        """Starts what there is room for, and takes the answers that are there after a moment."""
+        live = self._unfinished()
+        while self._waiting and len(live) < self._slots:
+            trial = self._new_trial(*self._waiting.pop(0))
+            self.under_way.append(trial)
+            trial.worker.send("load", device=self._device, ambient=self._ambient)
+            live.append(trial)
+        wait_any([*(trial.worker for trial in live), *also], 0.25)
+        self._watcher.tick()
+        for trial in live:
+            if trial.worker.ready() or trial.worker.overdue(trial.deadline_s):
+                self._advance(trial, crowded=others + len(self._unfinished()) > 1)
 
     def kill_all(self) -> None:
         """Ends every process ever started here."""
@@ -154,15 +202,15 @@ class Preparation:
         self._workers.append(worker)
         return worker
 
-    def _new_trial(self, candidate: Candidate) -> LiveTrial:
+    def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
         self._watcher.trial(describe(candidate), "set-up")
         worker = self._started(f"trial-{len(self._workers)}")
-        return LiveTrial(candidate, worker, suggested_by(candidate, self.findings))
+        return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
 
-    def _advance(self, trial: LiveTrial, deadline_s: float, crowded: bool) -> None:
+    def _advance(self, trial: LiveTrial, crowded: bool) -> None:
         """Takes the answer of a trial's worker and asks for its next stage."""
         try:
-            reply = trial.worker.receive(deadline_s)
+            reply = trial.worker.receive(trial.deadline_s)
             if trial.stage == "starting":
                 trial.stage = "set-up"
                 trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))

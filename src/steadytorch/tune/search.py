@@ -1,14 +1,14 @@
 """The search: baseline, rounds of candidates, a final race, and a fresh confirmation.
 
-Set-ups of a round overlap; timing never does: while one worker is timed, the others wait. The
-figure reported for the winner comes from pairs taken after it was chosen.
+Set-ups of a round overlap; timing of candidates never does: while one worker is timed, the others
+wait. Only engines of cuDNN are chosen while others are set up; what comes of that is timed like any
+other candidate. The figure reported for the winner comes from pairs taken after it was chosen.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 import numpy as np
@@ -22,7 +22,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.field import Field
-from steadytorch.tune.moves import Moves, describe, engine_prefix
+from steadytorch.tune.moves import Moves, compiles, describe, engine_prefix, recut, stem_of
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import (
     TuneResult,
@@ -37,10 +37,12 @@ from steadytorch.workload.workload import Workload
 
 ENGINES = "cudnn_engines"
 ENGINES_S = 40.0
-ENGINES_SHARE = 0.35
+ENGINES_SHARE = 0.3
 """For choosing them: seconds at the most, and of the time there is to explore."""
-STEM_S, STEM_SHARE = 15.0, 0.1
-"""Likewise, for choosing how a fused stem is cut up."""
+COMPILING = 4
+"""Candidates of one round that need a compiler, at the most: they share the cores."""
+STEM_S = 10.0
+"""Seconds for choosing how a fused stem is cut up."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
@@ -131,16 +133,16 @@ class Search:
     def _explore(self) -> None:
         character, findings = self._preparation.character, self._preparation.findings
         assert character is not None
-        self._available = self._with_engines()
-        self._available = self._with_stem()
-        moves = Moves(
-            self._available, self._workload, self._options.precision, character.regime, findings
-        )
+        given = (self._workload, self._options.precision, character.regime, findings)
+        self._available = self._with_engines(lambda available: Moves(available, *given))
+        moves = Moves(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: known-strong combinations")
         seeds = moves.seeds()
-        while taken := self._affordable(seeds):
+        while (taken := self._affordable(seeds)) or self._preparation.begun:
             self._round(taken)
+        if refined := self._refined():
+            self._round(refined)
         if beyond := self._affordable(moves.beyond(self._field.leader().candidate)):
             self._watcher.phase("what other precisions would bring")
             self._round(beyond)
@@ -151,14 +153,21 @@ class Search:
             if not self._field.known(candidate):
                 self._not_tried[describe(candidate)] = "the budget ended"
 
-    def _with_engines(self) -> tuple[TransformSpec, ...]:
-        """The variants that apply, with an engine of cuDNN chosen for each convolution."""
+    def _with_engines(self, moves: Callable[..., Moves]) -> tuple[TransformSpec, ...]:
+        """The variants that apply, with an engine of cuDNN chosen for each convolution.
+
+        Meanwhile what takes longest to set up, and needs no engines, is compiled.
+        """
         choose = self._choose_engines
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        training = self._workload.is_training
-        prefix = engine_prefix(self._available, self._options.precision, training)
+        slow = filter(compiles, moves(others).seeds())
+        if early := self._affordable(slow)[: max(1, self._slots // 4)]:
+            deadline_s = self._budget.deadline_s(early, self._field.trials)
+            self._preparation.begin(early, self._slots, deadline_s)
+        precision, training = self._options.precision, self._workload.is_training
+        prefix = engine_prefix(self._available, precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
         self._watcher.phase("choosing an engine of cuDNN for each convolution")
         try:
@@ -168,20 +177,21 @@ class Search:
             return others
         return (*others, chosen)
 
-    def _with_stem(self) -> tuple[TransformSpec, ...]:
-        """The variants that apply, a fused stem cut up in the way that is fastest here."""
-        stems = [spec for spec in self._available if dict(spec.parameters).get("stem")]
-        if self._choose_stem is None or not stems:
-            return self._available
-        prefix = engine_prefix(self._available, self._options.precision)
-        seconds = min(STEM_S, STEM_SHARE * self._budget.left_to_explore())
+    def _refined(self) -> list[Candidate]:
+        """The leader with its fused stem cut up in the way that is fastest here, if that is new."""
+        leader = self._field.leader().candidate
+        needed_s = STEM_S + self._budget.expected_setup_s(leader, self._field.trials)
+        stem = stem_of(leader)
+        if self._choose_stem is None or stem is None or self._budget.left_to_explore() < needed_s:
+            return []
         self._watcher.phase("choosing how the stem is cut up")
+        prefix = [*engine_prefix(self._available, self._options.precision), stem]
         try:
-            config = self._choose_stem(transforms.order([*prefix, stems[0]]), seconds)
-        except WorkerFault:  # its trial will say why
-            return self._available
-        chosen = {s: TransformSpec(s.name, (*s.parameters[:-1], ("config", config))) for s in stems}
-        return tuple(chosen.get(spec, spec) for spec in self._available)
+            config = self._choose_stem(transforms.order(prefix), STEM_S)
+        except WorkerFault as fault:
+            self._watcher.phase(f"the stem stays as it is: {fault.reason}")
+            return []
+        return [recut(leader, config)] if config else []
 
     def _decide(self) -> None:
         arms = [self._field.baseline, *self._field.finalists()]
@@ -261,7 +271,9 @@ class Search:
         """Sets the candidates up side by side, then screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._field.trials)
         others = len(self._field.alive())
-        fresh = self._preparation.prepare(candidates, self._slots, deadline_s, others)
+        fresh = self._preparation.prepare(
+            candidates, self._slots, deadline_s, others, lambda: self._budget.left_to_explore() < 0
+        )
         self._field.join(fresh)
         self._field.screen([trial for trial in fresh if trial.ok])
 
@@ -272,14 +284,19 @@ class Search:
             found.extend(c for c in moves.neighbours(leader.candidate) if c not in found)
         return found
 
-    def _affordable(self, batch: Sequence[Candidate]) -> list[Candidate]:
+    def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first few untried ones whose expected set-up fits beside the reserve."""
         left_s, retry = self._budget.left_to_explore(), self._preparation.retry
-        untried = [c for c in batch if c in retry or not self._field.known(c)]
-        fitting = (
-            c for c in untried if self._budget.expected_setup_s(c, self._field.trials) < left_s
-        )
-        return list(islice(fitting, self._slots))
+        begun, taken = self._preparation.begun, []
+        room = COMPILING - sum(map(compiles, begun))
+        for candidate in batch:
+            known = candidate in begun or self._field.known(candidate)
+            if (known and candidate not in retry) or (compiles(candidate) and not room):
+                continue
+            if self._budget.expected_setup_s(candidate, self._field.trials) < left_s:
+                taken.append(candidate)
+                room -= compiles(candidate)
+        return taken[: self._slots]
 
     # -- outcome --------------------------------------------------------------------------------
 

@@ -6,8 +6,11 @@ import datetime
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -19,13 +22,14 @@ from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import TuneResult
-from steadytorch.tune.search import Search
+from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload.workload import Workload
@@ -119,8 +123,9 @@ class Session:
         """
         watcher = watcher or Silent()
         available, not_applicable = self._options_that_apply()
-        directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-        try:
+        with ExitStack() as at_the_end:
+            directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+            at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
             save_payload(self.workload, directory)
             preparation = Preparation(
                 WorkerLauncher(directory, self._memory_limit(), self._compile_threads()),
@@ -129,6 +134,13 @@ class Session:
                 self.options,
                 watcher,
             )
+            engines = None
+            if any(spec.name == ENGINES for spec in available):
+                from steadytorch.tune.conv import start_chooser
+
+                worker = start_chooser(directory, self._device)
+                at_the_end.callback(worker.kill)
+                engines = partial(self._engines, worker, preparation.meanwhile)
             return Search(
                 self.workload,
                 preparation,
@@ -137,13 +149,17 @@ class Session:
                 options=self.options,
                 watcher=watcher,
                 slots=self._slots(),
-                choose_engines=partial(self._engines, directory),
+                choose_engines=engines,
                 choose_stem=partial(self._stem, directory),
             ).run()
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
-    def _engines(self, directory: Path, prefix: Candidate, seconds: float) -> str:
+    def _engines(
+        self,
+        worker: Worker,
+        wait: Callable[[Worker, float], Any],
+        prefix: Candidate,
+        seconds: float,
+    ) -> str:
         from steadytorch.tune.conv import choose_and_keep
 
         report = choose_and_keep(
@@ -156,7 +172,8 @@ class Session:
             # Who allows bf16 allows more error than fp16 makes; its range is seen to (`headroom`).
             # Training takes its engines one by one, and gradients have another range.
             other_half=self.options.precision == "bf16" and not self.workload.is_training,
-            directory=directory,
+            worker=worker,
+            wait=wait,
         )
         return report.choices
 
@@ -200,8 +217,8 @@ class Session:
         return max(1, min(8, self.facts.cores_logical or 1))
 
     def _compile_threads(self) -> dict[str, str]:
-        """Inductor's compile processes per worker, so that workers side by side share the cores."""
-        each = max(1, (self.facts.cores_logical or 1) // self._slots())
+        """Inductor's compile processes per worker: those that compile side by side share cores."""
+        each = max(1, (self.facts.cores_logical or 1) // COMPILING)
         return {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
                 "TORCHINDUCTOR_COMPILE_THREADS", str(each)

@@ -1,4 +1,4 @@
-"""How a fused stem is cut up, chosen in a worker process before candidates are timed."""
+"""How a fused stem is cut up, chosen in a worker process for the leader of a search."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StemHandler(WorkloadHandler):
     """Answers whoever chooses a configuration. Methods take and return msgpack types."""
 
     def choose(self, prefix: list[Any], seconds: float) -> str:
-        """The name of the fastest for the stems as they are after `prefix`; "" for none."""
+        """The name of the fastest for the stems as they are after `prefix`, see `fastest`."""
         specs = msgspec.convert(prefix, list[TransformSpec])
         end = time.perf_counter() + seconds
         with torch.no_grad():
@@ -76,6 +76,9 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
     Args:
         calls: arguments of `conv_relu_max_pool2d`, the configuration last.
         stop: asked before each configuration is compiled, and before each round of the race.
+
+    Returns:
+        Its name; "" where it is what follows from the sizes in any case, or where there is none.
     """
     if not calls or not _on_device(calls):
         return ""
@@ -88,7 +91,9 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
         arms[name] = _arm(name, calls)
     medians = _timed(arms, calls, stop) if arms else {}
     least = min(medians.values(), default=0.0) * (1 + NOISE)
-    return next((name for name, median in medians.items() if median <= least), "")
+    chosen = next((name for name, median in medians.items() if median <= least), "")
+    usual = {_program(call, "").config.name for call in calls} if chosen else set()
+    return "" if usual == {chosen} else chosen
 
 
 def _timed(

@@ -35,7 +35,7 @@ from steadytorch.tune.training_step import (
     optimizer_fault,
     passes,
 )
-from steadytorch.tune.verdict import SAME_FACTOR, UNREPEATABLE, OutputError, Reference, worst
+from steadytorch.tune.verdict import STEP_FACTOR, UNREPEATABLE, OutputError, Reference, worst
 from steadytorch.tune.verify import (
     INPUT_SETS,
     REPEATABLE,
@@ -164,7 +164,7 @@ def _repeats(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bo
     """
     if not any(error.relative_l2 for error in noise.values()):
         return True
-    if any(e.relative_l2 > SAME_FACTOR * explained[part].relative_l2 for part, e in noise.items()):
+    if any(e.relative_l2 > STEP_FACTOR * explained[part].relative_l2 for part, e in noise.items()):
         return False
     found = precise()
     return all(found[part].relative_l2 <= REPEATABLE for part in (OUTPUTS, GRADIENTS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,13 +61,19 @@ class LiveTrial:
         precision: its class.
         status, reason: as in `result.Trial`.
         suggested_by: ids of the findings that speak for it.
+        deadline_s: seconds that any stage of its set-up may take.
         blocks: its blocks in the order taken, each a list of iterations in ns.
     """
 
     def __init__(
-        self, candidate: Candidate, worker: Worker, suggested_by: tuple[str, ...] = ()
+        self,
+        candidate: Candidate,
+        worker: Worker,
+        suggested_by: tuple[str, ...] = (),
+        deadline_s: float = math.inf,
     ) -> None:
         self.candidate = candidate
+        self.deadline_s = deadline_s
         self.suggested_by = suggested_by
         self.precision = precision_of(candidate)
         self.worker = worker
