@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import stat
@@ -180,6 +181,55 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(OSError, match="link"), open_folder(tmp_path / "link"):
         pass
+
+
+@pytest.fixture
+def stored(tmp_path: Path, key: Key) -> Path:
+    """A file in a folder of a store."""
+    path = tmp_path / "plans" / "environment" / "file.json"
+    write_whole(path, encoded(key, Payload(1.0)))
+    return path
+
+
+def _read_twice(path: Path) -> None:
+    for _ in range(2):
+        with open_folder(path.parent) as folder:
+            assert read(path.name, Payload, folder)[0].payload == Payload(1.0)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+@pytest.mark.parametrize("level", [0, 1], ids=["folder", "store"])
+def test_a_store_that_others_may_write_to_is_read_with_one_warning(
+    stored: Path, mode: int, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_to_others = stored.parents[level]
+    open_to_others.chmod(mode)
+    _read_twice(stored)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "others may write to" in record.getMessage()
+    assert str(open_to_others) in record.getMessage()
+
+
+def test_a_store_of_another_user_is_read_with_one_warning(
+    stored: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("folders of other users cannot be made without privileges")
+    os.chown(stored.parents[1], 65534, 65534)
+    _read_twice(stored)
+    (record,) = caplog.records
+    assert "belongs to user 65534" in record.getMessage()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_of_a_store_that_others_cannot_write_to_nothing_is_said(
+    stored: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored.parents[1].chmod(mode)
+    stored.parents[2].chmod(0o777)  # around the store
+    _read_twice(stored)
+    assert caplog.records == []
 
 
 def test_descriptors_are_closed(tmp_path: Path, key: Key) -> None:

@@ -75,3 +75,19 @@ def test_a_path_that_is_no_plan_is_a_plan_error(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(), ("evidence",), ("evidence", "baseline"), ("evidence", "trials", 0), ("signature",)],
+)
+def test_a_field_that_is_unknown_is_no_plan(plan, tmp_path, place):
+    payload = msgspec.to_builtins(plan)
+    inner = payload
+    for step in place:
+        inner = inner[step]
+    inner["surprise"] = 1
+    path = tmp_path / "plan.json"
+    path.write_bytes(sealed(payload, payload["key"]))
+    with pytest.raises(PlanError, match="surprise"):
+        load_plan(path)

@@ -19,6 +19,7 @@ from steadytorch import transforms
 from steadytorch.errors import PlanError
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.tune.optimize import optimize
 
 from .plans import digested, make_plan, sealed
 
@@ -88,6 +89,9 @@ def victim(tmp_path_factory):
     made.file.write_bytes(made.stored.read_bytes())
     # What is imported, and resolved of our own annotations, at the first time is not its doing.
     load_plan(made.file).apply(model)(x)
+    served = optimized(made)
+    served(x)
+    assert served.report().hits == 1  # it looks where the files below are put
     for entry in transforms.REGISTRY:
         with suppress(msgspec.ValidationError):
             msgspec.convert({}, entry.transform.Parameters)
@@ -102,10 +106,17 @@ def test_the_listener_hears_code(victim):
     assert [event for event, _ in heard] == ["compile", "exec"]
 
 
+def optimized(victim):
+    """Benchmark mode over the store, without the canary that would find what is wrong there."""
+    return optimize(victim.model, store=victim.store.root, canary=False)
+
+
 def _check_harmless(victim, content):
-    """What the three ways in make of a file: a plan or a reason, and the model's own outputs."""
+    """What the four ways in make of a file: a plan or a reason, and the model's own outputs."""
     for path in (victim.stored, victim.file):
         path.write_bytes(content)
+    torch.testing.assert_close(optimized(victim)(victim.x).detach(), victim.expected)
+    victim.stored.write_bytes(content)
     plan, refused = None, ""
     with victim.listener as heard:
         found = victim.store.get(victim.key, Plan)

@@ -47,6 +47,35 @@ def test_a_second_payload_replaces_the_first(store: Store, key: Key, path: Path)
     assert store.get(key, Payload) == Found(Payload(2), path)
 
 
+def test_what_is_added_first_stays_and_is_what_is_returned(
+    store: Store, key: Key, path: Path
+) -> None:
+    assert store.add(key, Payload(1)) == Found(Payload(1), path)
+    assert Store(store.root).add(key, Payload(2)) == Found(Payload(1), path)
+    assert store.get(key, Payload) == Found(Payload(1), path)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_what_is_added_takes_the_place_of_what_cannot_be_used(
+    store: Store, key: Key, path: Path
+) -> None:
+    store.put(key, Payload(1))
+    path.write_bytes(b"no plan")
+    assert store.add(key, Payload(2)) == Found(Payload(2), path)
+    assert len(store.quarantined()) == 1
+
+
+def test_without_links_what_is_added_is_there_all_the_same(
+    store: Store, key: Key, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object, **named: object) -> None:
+        raise PermissionError("operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert store.add(key, Payload(1)) == Found(Payload(1), path)
+    assert store.get(key, Payload) == Found(Payload(1), path)
+
+
 def test_a_file_stands_in_the_folder_of_its_environment(store: Store, key: Key, path: Path) -> None:
     assert store.root is not None
     assert path == store.root / key.environment_digest / f"{key.digest}.json"

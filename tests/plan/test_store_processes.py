@@ -41,7 +41,7 @@ root, key = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Key)
 KILLED = (
     DRIVER
     + """
-CALLS = "open close write read fsync rename mkdir stat fstat unlink listdir".split()
+CALLS = "open close write read fsync rename link mkdir stat fstat unlink listdir".split()
 
 def arm(limit, after):
     made = 0
@@ -71,7 +71,7 @@ def outcome(folder, limit, after, old):
         store.put(key, Payload(1))
     if (child := os.fork()) == 0:
         arm(limit, after)
-        Store(folder).put(key, Payload(2))
+        getattr(Store(folder), verb)(key, Payload(2))
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     found = store.get(key, Payload)
@@ -81,7 +81,7 @@ def outcome(folder, limit, after, old):
     whole = again and not bad and not (folder / QUARANTINE).exists()
     return {"killed": os.WIFSIGNALED(status), "shown": shown, "whole": whole}
 
-after, old = sys.argv[3] == "after", sys.argv[4] == "old"
+after, old, verb = sys.argv[3] == "after", sys.argv[4] == "old", sys.argv[5]
 outcomes = []
 for limit in range(1, 200):
     outcomes.append(outcome(root / str(limit), limit, after, old))
@@ -101,12 +101,12 @@ def driven(program: str, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("existing", ["old", "none"])
+@pytest.mark.parametrize(("existing", "verb"), [("old", "put"), ("none", "put"), ("none", "add")])
 def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new(
-    tmp_path: Path, key: Key, moment: str, existing: str
+    tmp_path: Path, key: Key, moment: str, existing: str, verb: str
 ) -> None:
     encoded_key = msgspec.json.encode(key).decode()
-    outcomes = driven(KILLED, str(tmp_path), encoded_key, moment, existing)
+    outcomes = driven(KILLED, str(tmp_path), encoded_key, moment, existing, verb)
     *killed, last = outcomes
     before = 1 if existing == "old" else "no plan is stored for this workload"
     shown = [outcome["shown"] for outcome in outcomes]
@@ -114,7 +114,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new(
     assert all(outcome["killed"] for outcome in killed)
     assert not last["killed"]
     assert all(outcome["whole"] for outcome in outcomes)
-    # Once the new one shows it stays: the moment of the rename divides the two.
+    # Once the new one shows it stays: the moment of the rename, or link, divides the two.
     at = shown.index(2)
     assert shown == [before] * at + [2] * (len(shown) - at)
     assert at > 0

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from steadytorch import transforms
+from steadytorch.tune.session import Session
 
 
 def _load(name: str) -> None:
@@ -24,6 +27,7 @@ def _load(name: str) -> None:
 _load("trained")
 _load("faulty")
 _load("scripted")
+_load("stored")
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +60,22 @@ def no_process_left():
     yield
     left = set(psutil.Process().children(recursive=True)) - before
     assert not left
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Searches that end at once, or when they are let; counts them."""
+    stored = sys.modules["stored"]
+    made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
+    made.may_end.set()
+
+    def search(self, watcher=None):
+        made.threads.append(threading.current_thread())
+        made.keys.append(self.key.digest)
+        assert made.may_end.wait(60)
+        if made.error is not None:
+            raise made.error
+        return SimpleNamespace(interrupted=False, chosen=stored.CANDIDATE, evidence=stored.evidence)
+
+    monkeypatch.setattr(Session, "search", search)
+    return made

@@ -2,19 +2,14 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from faulty import Slow
+from stored import make_plan, small_model, store_plan
 from torch import nn
 
-from steadytorch import transforms
-from steadytorch.device.facts import load_facts
 from steadytorch.errors import PlanError, UsageError
-from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
-from steadytorch.plan.store import Store
 from steadytorch.runtime.churn import WITHHELD
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
@@ -22,64 +17,18 @@ from steadytorch.tune import optimize as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.optimize import SEARCHING, TRAINING, optimize
 from steadytorch.tune.session import Session
-from steadytorch.workload.workload import Workload
 
-CANDIDATE = (TransformSpec("inference_mode"),)
 NO_PLAN = "untouched: no plan for these inputs"
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval()
+    return small_model()
 
 
 @pytest.fixture
 def x():
     return torch.randn(2, 8)
-
-
-def evidence():
-    slow, fast = (Timing("latency", ns, None, ns, None, 10) for ns in (2e6, 1e6))
-    return Evidence(
-        baseline=slow,
-        winner=fast,
-        speedup=Speedup(2.0, 1.9, 2.1, "process", "faster", 12),
-        break_even_calls=3,
-        regime="launch-bound",
-        reference="float64",
-        trials=(),
-        not_applicable={},
-        not_tried={},
-        search_s=1.0,
-    )
-
-
-def make_plan(model, x, candidate=CANDIDATE, **asked):
-    workload = Workload(model, (x,))
-    asked = {
-        "objective": "latency",
-        "precision": "same",
-        "tolerance": None,
-        "max_memory_bytes": None,
-        **asked,
-    }
-    signature = workload.signature()
-    key = make_key(workload, signature, load_facts("cpu"), ambient=transforms.ambient(), **asked)
-    return Plan(
-        name="net",
-        signature=signature,
-        candidate=candidate,
-        evidence=evidence(),
-        key=key,
-        created="2026-01-01T00:00:00+00:00",
-        version="0.1.0",
-    )
-
-
-def store_plan(folder, plan):
-    assert Store(folder).put(plan.key, plan)
-    return folder
 
 
 @pytest.fixture
@@ -91,24 +40,6 @@ def store(tmp_path, model, x):
 def equal(tuned, model, x):
     with torch.no_grad():
         return torch.equal(tuned(x), model(x))
-
-
-@pytest.fixture
-def searches(monkeypatch):
-    """Searches that end at once, or when they are let; counts them."""
-    made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
-    made.may_end.set()
-
-    def search(self, watcher=None):
-        made.threads.append(threading.current_thread())
-        made.keys.append(self.key.digest)
-        assert made.may_end.wait(60)
-        if made.error is not None:
-            raise made.error
-        return SimpleNamespace(interrupted=False, chosen=CANDIDATE, evidence=evidence)
-
-    monkeypatch.setattr(Session, "search", search)
-    return made
 
 
 # -- modes --------------------------------------------------------------------------------------
@@ -301,6 +232,24 @@ def test_the_canary_demotes_a_plan_that_is_wrong(model, x, store, monkeypatch, c
     assert caplog.text.count("demoted: wrong") == 1
 
 
+def test_the_canary_demotes_a_plan_that_has_become_slow(model, x, store, monkeypatch, caplog):
+    def slow(self, *args):
+        time.sleep(2e-3)
+        return self.model(*args)
+
+    monkeypatch.setattr("steadytorch.transforms.base.Scoped.__call__", slow)
+    tuned = optimize(model, store=store)
+    for _ in range(150):
+        assert equal(tuned, model, x)
+    report = tuned.report()
+    (served,) = report.signatures
+    assert served.executor is None
+    assert served.reason.startswith("demoted: slower than the untouched model: +")
+    assert served.reason in str(report)
+    assert 0 < report.hits < 150
+    assert caplog.text.count("demoted: slower") == 1
+
+
 class Remembering(nn.Linear):
     def __init__(self):
         super().__init__(8, 1)
@@ -381,10 +330,21 @@ def test_a_wrong_argument_is_named(model, arguments, hint):
         optimize(model, **arguments)
 
 
-@pytest.mark.parametrize("thing", [lambda x: x, None, 3, "resnet50"])
-def test_what_is_no_module_is_a_misuse_that_is_named(thing):
-    with pytest.raises(UsageError, match=f"nn.Module, got {type(thing).__name__}"):
+@pytest.mark.parametrize("thing", [None, 3, "resnet50"])
+def test_what_cannot_be_called_is_a_misuse_that_is_named(thing):
+    with pytest.raises(UsageError, match=f"{type(thing).__name__} is no model"):
         optimize(thing)
+
+
+@pytest.mark.parametrize("mode", ["replay", "tune", "off"])
+def test_a_function_runs_untouched_and_it_is_said_why(model, x, tmp_path, mode):
+    tuned = optimize(lambda x, scale=1: scale * model(x), mode, store=tmp_path)
+    for _ in range(2):
+        torch.testing.assert_close(tuned(x, scale=2), 2 * model(x), rtol=0, atol=0)
+    (reason,) = tuned.report().calls
+    assert ("no nn.Module" if mode != "off" else "mode is off") in reason
+    with pytest.raises(UsageError, match="mode strict cannot serve a function"):
+        optimize(lambda x: x, "strict", store=tmp_path)
 
 
 def test_a_tuned_module_is_not_tuned_again(model):

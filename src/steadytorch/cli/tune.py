@@ -139,10 +139,12 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
         options.write_json(json_path, tune_document(name, facts, result, None))
         click.echo("steady: interrupted; what was measured until then is above", err=True)
         sys.exit(INTERRUPTED)
-    plan = session.keep(result)
+    plan = session.keep(result, anew=mode == "tune")
     console.print()
     render_trials(console, result.candidates, result.chosen)
     render_left_out(console, plan.evidence)
+    if plan.candidate != result.chosen:
+        console.print("  another process has stored a plan meanwhile, which stays")
     render_plan(console, plan, "Plan")
     options.write_json(json_path, tune_document(name, facts, result, plan))
     return plan

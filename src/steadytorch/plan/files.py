@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import logging
 import os
 import secrets
 import stat
@@ -30,7 +31,12 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEAL = b',"sha256":"%s"}'
 _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
+logger = logging.getLogger("steadytorch")
+
 P = TypeVar("P")
+
+# Stores that were found open to others, by device and number; each is told of once.
+_OPEN: set[tuple[int, int]] = set()
 
 
 class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
@@ -121,11 +127,17 @@ def read(
 ) -> tuple[Entry[P], os.stat_result]:
     """Reads a file, relative to `folder` where given, and its status at that time.
 
+    A folder is taken for one of a store. Where others may write to it, or to the one around it,
+    they may remove plans there and bring back old ones, though not write any: whose a file is says
+    who wrote it. So it is read all the same, and one warning is logged.
+
     Raises:
         OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
         BrokenError: it is a regular file of ours, and its content is unusable.
     """
     with opened(name, folder) as (descriptor, seen):
+        if folder is not None:
+            _warn_of_others(folder)
         try:
             content = bounded(functools.partial(os.read, descriptor), MAX_BYTES)
             return decoded(content, payload_type), seen
@@ -212,6 +224,42 @@ def check_private(seen: os.stat_result, what: str) -> None:
         raise RefusedError(f"others may write to {what}")
 
 
+def default_root() -> Path | None:
+    """The folder of the plan store of this user; None where there is no home for it."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path there is to be ignored, says the XDG base directory specification.
+    if os.path.isabs(caches):
+        return Path(caches, "steadytorch", "plans")
+    try:
+        return Path.home() / ".cache" / "steadytorch" / "plans"
+    except (RuntimeError, OSError):
+        return None
+
+
+def absolute(path: Path) -> Path:
+    """The path as it is now, from the root of the file system on."""
+    # A later change of the working directory must not move the store.
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:
+        return path
+
+
+def _warn_of_others(folder: int) -> None:
+    store = os.stat("..", dir_fd=folder)
+    known = store.st_dev, store.st_ino
+    if known in _OPEN:
+        return
+    # A descriptor has a name on Linux alone.
+    place = Path(os.path.realpath(f"/proc/self/fd/{folder}"))
+    try:
+        check_private(store, f"the plan store {clean(place.parent)}")
+        check_private(os.fstat(folder), f"a folder of the plan store, {clean(place)}")
+    except RefusedError as fault:
+        _OPEN.add(known)
+        logger.warning("%s: plans there may be taken away; make it private (chmod 700)", fault)
+
+
 def make_private(folder: Path) -> None:
     """Makes a directory and its missing parents, for this user alone.
 
@@ -224,10 +272,16 @@ def make_private(folder: Path) -> None:
             os.mkdir(each, 0o700)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file: who reads meanwhile, or after a crash, sees the old one or the new one.
+def write_whole(path: Path, data: bytes, replace: bool = True) -> None:
+    """Writes a file: who reads meanwhile, or after a crash, sees the old one or the new one.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        data: what is to be in it.
+        replace: whether it takes the place of a file that is there.
 
     Raises:
+        FileExistsError: one is there, and is not to be replaced.
         OSError: it cannot be written; the old one is as it was.
     """
     make_private(path.parent)
@@ -235,7 +289,7 @@ def write_whole(path: Path, data: bytes) -> None:
     with open_folder(path.parent) as folder:
         try:
             _write_new(temporary, data, folder)
-            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            _put_in_place(temporary, path.name, folder, replace)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
@@ -243,6 +297,20 @@ def write_whole(path: Path, data: bytes) -> None:
         # The plan is in place; some file systems refuse this on a directory.
         with suppress(OSError):
             os.fsync(folder)
+
+
+def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None:
+    if not replace:
+        try:
+            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileExistsError:
+            raise
+        except OSError:  # no such links on this file system: the last one wins there
+            pass
+        else:
+            os.unlink(temporary, dir_fd=folder)
+            return
+    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _write_new(name: str, data: bytes, folder: int) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import load_facts, resolve_device
-from steadytorch.errors import UsageError
 from steadytorch.plan.bundle import compiles, source
 from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import (
@@ -26,6 +25,7 @@ from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.settings import is_switched_off
+from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Candidate
@@ -35,7 +35,7 @@ from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
 
-class Timing(msgspec.Struct, frozen=True):
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A measurement without its samples. All times in ns per iteration.
 
     Attributes are those of `measure.measurement.Measurement`; `samples` is their number.
@@ -49,7 +49,7 @@ class Timing(msgspec.Struct, frozen=True):
     samples: int
 
 
-class Speedup(msgspec.Struct, frozen=True):
+class Speedup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many times as fast as the untouched workload, from pairs taken after the choice.
 
     Attributes:
@@ -69,7 +69,7 @@ class Speedup(msgspec.Struct, frozen=True):
     pairs: int
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One candidate of a search and what became of it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why the plan was chosen.
 
     Attributes:
@@ -135,7 +135,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     search_s: float
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data only: loading one runs no code, and its transforms come from a closed list.
 
     Attributes:
@@ -179,24 +179,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         plans where the environment variable `STEADYTORCH_MODE` is `off`.
 
         Args:
-            model: the untouched model, on the device it is to run on.
+            model: the untouched model, on the device it is to run on. A callable that is no
+                `nn.Module` runs untouched.
             alias_outputs: whether outputs may be buffers that the next call overwrites, which saves
                 a copy of them where a CUDA graph serves.
             bundle: whether to load what the plan compiled when it was made, if that is kept beside
                 it. It is code, which runs: see `plan.bundle` for what is accepted.
 
         Raises:
-            UsageError: `model` is no `nn.Module`.
+            UsageError: `model` cannot be called.
         """
-        if not isinstance(model, nn.Module):
-            raise UsageError(
-                f"a plan is applied to an nn.Module, got {type(model).__name__}: "
-                "call it in the forward of one"
-            )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
         options = Options(alias_outputs, trains=trains)
-        return (TrainedModule if trains else TunedModule)(model, resolve, self._misfit, options)
+        serving = TrainedModule if trains else TunedModule
+        return serving(as_module(model), resolve, self._misfit, options)
 
     def batches(
         self, loader: Iterable[BatchT], device: str | torch.device | None = None
@@ -249,12 +246,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             reason = f"a plan could not be compared with what is here: {error}"
         return None if reason is None else clean(reason)
 
+    def overreach(self) -> str | None:
+        """Why its transforms are more than its key allows, or none at all; None if they are not."""
+        try:
+            precision = precision_of(self.candidate)
+        except Exception as error:  # a file may say anything
+            return f"a plan could not be compared with what is here: {clean(error)}"
+        if precision in ALLOWED.get(self.key.precision, ()):
+            return None
+        asked = self.key.precision
+        return f"plan {self.id} is for precision {asked}, and what it does is {precision}"
+
     def _why_not(self, model: nn.Module) -> str | None:
-        if precision_of(self.candidate) not in ALLOWED.get(self.key.precision, ()):
-            return (
-                f"plan {self.id} is for precision {self.key.precision}, and what it does is "
-                f"{precision_of(self.candidate)}"
-            )
+        if isinstance(model, Function):
+            return model.reason
+        if (overreach := self.overreach()) is not None:
+            return overreach
         workload = Workload(model)
         here = make_key(
             workload,

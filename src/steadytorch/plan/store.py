@@ -24,8 +24,10 @@ from steadytorch.plan.bundle import drop_bundle
 from steadytorch.plan.files import (
     MAX_BYTES,
     BrokenError,
+    absolute,
     clean,
     decoded,
+    default_root,
     encoded,
     make_private,
     open_folder,
@@ -97,7 +99,7 @@ class Store:
     def __init__(
         self, root: str | os.PathLike[str] | None = None, second: str | None = None
     ) -> None:
-        self.root = _default_root() if root is None else _absolute(Path(root))
+        self.root = default_root() if root is None else absolute(Path(root))
         url = os.environ.get(SECOND_STORE, "") if second is None else second
         self._second = RemoteStore(url) if url else None
         self._in_memory: dict[str, bytes] = {}
@@ -145,6 +147,22 @@ class Store:
             Where, or None when it cannot be kept on disk: then this process keeps it in memory, and
             one warning is logged.
         """
+        return self._write(key, payload, replace=True)
+
+    def add(self, key: Key, payload: P) -> Found[P]:
+        """Stores a payload, unless one is there: then that stays, and all who add agree on it.
+
+        Returns:
+            What is stored now, in memory only where it cannot be kept on disk.
+        """
+        try:
+            path = self._write(key, payload, replace=False)
+        except FileExistsError:
+            there = self._get(key, type(payload))
+            return there if isinstance(there, Found) else Found(payload, self.put(key, payload))
+        return Found(payload, path)
+
+    def _write(self, key: Key, payload: Any, replace: bool) -> Path | None:
         try:
             data = encoded(key, payload)
         except (BrokenError, TypeError, ValueError, RecursionError) as error:
@@ -155,10 +173,12 @@ class Store:
             logger.warning("a plan of %d bytes is kept in memory only: too large", len(data))
         elif path is not None and not self.trouble:
             try:
-                write_whole(path, data)
+                write_whole(path, data, replace)
                 self._in_memory.pop(key.digest, None)
                 return path
             except (OSError, ValueError) as error:
+                if isinstance(error, FileExistsError) and not replace:
+                    raise
                 self.trouble = f"{self.root} cannot be written: {why(error)}"
         self._in_memory[key.digest] = data
         if self.trouble and not self._warned:
@@ -215,7 +235,7 @@ class Store:
         Returns:
             None when it is gone, else one line on why not.
         """
-        path = _absolute(Path(path))
+        path = absolute(Path(path))
         inside = _is_environment(path.parent.name) or path.parent.name == QUARANTINE
         if not inside or path.suffix != ".json" or path.parent.parent != self.root:
             return f"{clean(path)} is not a plan of the store {self.root}: see its list of plans"
@@ -295,25 +315,6 @@ def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key,
     except BrokenError as fault:
         raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it anew") from None
     return entry.key, entry.payload
-
-
-def _default_root() -> Path | None:
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG base directory specification.
-    if os.path.isabs(caches):
-        return Path(caches, "steadytorch", "plans")
-    try:
-        return Path.home() / ".cache" / "steadytorch" / "plans"
-    except (RuntimeError, OSError):
-        return None
-
-
-def _absolute(path: Path) -> Path:
-    # A later change of the working directory must not move the store.
-    try:
-        return Path(os.path.abspath(path))
-    except OSError:
-        return path
 
 
 def _is_environment(name: str) -> bool:

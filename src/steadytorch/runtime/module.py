@@ -189,10 +189,13 @@ class TunedModule(StandIn):
             return self._padded(entry, args, kwargs)
         if entry.call is None and self._is_resolved_anew(entry):
             return self._with_care(args, kwargs)
+        self._raise_if_strict(entry)
+        return self._from(entry, args, kwargs)
+
+    def _raise_if_strict(self, entry: Entry) -> None:
         if entry.resolution.error is not None:
             self._count(f"raised: {entry.reason}")
             raise entry.resolution.error
-        return self._from(entry, args, kwargs)
 
     def _entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         key = quick_key(args, kwargs)
@@ -255,6 +258,7 @@ class TunedModule(StandIn):
         if bucket.call is None and self._is_resolved_anew(bucket):
             bucket = self._entry_for(padded_args, padded_kwargs)
         if bucket.call is None:
+            self._raise_if_strict(bucket)
             return self._untouched(bucket.reason or NO_PLAN, args, kwargs, entry)
         try:
             return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))

@@ -7,6 +7,42 @@ from typing import Any, Self
 
 from torch import nn
 
+from steadytorch.errors import UsageError
+
+
+class Function(nn.Module):
+    """Stands for a callable that is no module; it is called, and never served tuned.
+
+    Args:
+        function: what is called.
+    """
+
+    reason = (
+        "it is no nn.Module, of which could be told when its weights change: call it in the "
+        "forward of one"
+    )
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self._function(*args, **kwargs)
+
+
+def as_module(model: Any) -> nn.Module:
+    """A model as a module: itself, or a `Function` that calls it.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise UsageError(f"{type(model).__name__} is no model: pass an nn.Module")
+    return Function(model)
+
 
 class StandIn(nn.Module):
     """Has the attributes, parameters, buffers, submodules and state dict of a model.

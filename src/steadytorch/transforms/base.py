@@ -48,7 +48,7 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For transforms without a setting."""
 
 
-class TransformSpec(msgspec.Struct, frozen=True):
+class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A transform as data: what plans and messages between processes carry.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 from steadytorch.errors import PlanError, SteadyError, UsageError
+from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
 from steadytorch.runtime.entries import Options as Serving
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.standin import Function, as_module
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 from steadytorch.workload.signature import Signature, map_tensors
@@ -56,7 +59,8 @@ def optimize(
     `STEADYTORCH_MODE=off` leaves everything untouched.
 
     Args:
-        model: the untouched model, on the device it is to run on, in evaluation mode.
+        model: the untouched model, on the device it is to run on, in evaluation mode. A callable
+            that is no `nn.Module` runs untouched.
         mode: `replay` serves stored plans; `tune` also searches where there is none, as long as
             signatures repeat often enough for that to pay; `strict` raises where there is none;
             `off` runs the model untouched.
@@ -82,17 +86,15 @@ def optimize(
         A module with the call signature, attributes and state of `model`.
 
     Raises:
-        UsageError: `model` is no `nn.Module`, or an argument is wrong.
+        UsageError: `model` cannot be called, or an argument is wrong.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"optimize takes an nn.Module, got {type(model).__name__}: "
-            "call it in the forward of one"
-        )
     if isinstance(model, TunedModule):
         raise UsageError("optimize takes the untouched model, got a tuned one: pass what it wraps")
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
+    module = as_module(model)
+    if mode == "strict" and isinstance(module, Function):
+        raise UsageError(f"mode strict cannot serve a {type(model).__name__}: {module.reason}")
     asked = Options(
         objective=objective,
         precision=precision,
@@ -105,13 +107,15 @@ def optimize(
         raise UsageError(
             f"tolerance {tolerance} with precision same: name a lower precision to use a tolerance"
         )
-    serving = Serving(alias_outputs, None if buckets is None else Buckets(buckets, model), canary)
+    serving = Serving(alias_outputs, None if buckets is None else Buckets(buckets, module), canary)
     source = PlanSource(asked, mode, store, background, bundle)
-    return TunedModule(model, source, _off if mode == "off" else None, serving)
+    return TunedModule(module, source, partial(_why_off, mode=mode), serving)
 
 
-def _off(model: nn.Module) -> str:
-    return "mode is off"
+def _why_off(model: nn.Module, mode: str) -> str | None:
+    if mode == "off":
+        return "mode is off"
+    return model.reason if isinstance(model, Function) else None
 
 
 class PlanSource:
@@ -134,7 +138,8 @@ class PlanSource:
         bundle: bool = False,
     ) -> None:
         self._bundle = bundle
-        self._options, self._mode, self._store = options, mode, store
+        # One for all signatures: what cannot be written is kept in it, and said once.
+        self._options, self._mode, self._store = options, mode, Store(store)
         self._guard = ChurnGuard()
         self._searches = _Searches() if background else None
         self._found: dict[Any, Resolution] = {}
@@ -151,16 +156,19 @@ class PlanSource:
         try:
             session = Session(workload, self._options, None, self._store)
         except SteadyError as error:
-            return Resolution(None, NO_PLAN, str(error))
+            return self._missed(workload.name, arrival.signature, str(error))
         plan, reason = session.look_up()
         if plan is not None:
             return plan.resolution(self._bundle)
         if self._mode == "strict":
-            error = PlanError(f"no stored plan for {workload.name} ({arrival.signature}): {reason}")
-            return Resolution(None, NO_PLAN, reason, error=error)
+            return self._missed(workload.name, arrival.signature, reason)
         if self._mode != "tune":
             return Resolution(None, NO_PLAN, reason)
         return self._tuned(session, arrival.signature)
+
+    def _missed(self, name: str, signature: Signature, reason: str) -> Resolution:
+        error = PlanError(f"no stored plan for {name} ({signature}): {reason}")
+        return Resolution(None, NO_PLAN, reason, error=error if self._mode == "strict" else None)
 
     def _tuned(self, session: Session, signature: Signature) -> Resolution:
         key = session.key.digest

@@ -60,7 +60,7 @@ class Session:
         workload: what to tune; its model is never run in this process.
         options: what is asked.
         device: where to run, as a torch device string or `auto`; None for where the workload is.
-        store: folder of the plan store; None for the default one.
+        store: the plan store, or its folder; None for the default one.
 
     Attributes:
         facts: of the device.
@@ -76,7 +76,7 @@ class Session:
         workload: Workload,
         options: Options,
         device: str | None = None,
-        store: str | Path | None = None,
+        store: Store | str | Path | None = None,
     ) -> None:
         if options.tolerance is not None and options.precision == "same":
             raise UsageError(
@@ -103,13 +103,15 @@ class Session:
             max_memory_bytes=options.max_memory_bytes,
             ambient=self._ambient,
         )
-        self._store = Store(None if store is None else Path(store))
+        self._store = store if isinstance(store, Store) else Store(store)
 
     def look_up(self) -> tuple[Plan | None, str]:
         """The stored plan, or None and the reason for the miss with the fields that differ."""
         found = self._store.get(self.key, Plan)
         if isinstance(found, Found):
-            return _located(found.payload, found.path), ""
+            plan = _located(found.payload, found.path)
+            overreach = plan.overreach()
+            return (None, overreach) if overreach else (plan, "")
         fields = told(found.differing)
         return None, f"{found.reason} ({fields})" if fields else found.reason
 
@@ -182,8 +184,15 @@ class Session:
 
         return choose_config(directory, prefix=prefix, device=self._device, deadline_s=seconds)
 
-    def keep(self, result: TuneResult) -> Plan:
-        """Makes a plan of a complete search and stores it, in memory where the disk refuses."""
+    def keep(self, result: TuneResult, anew: bool = False) -> Plan:
+        """Makes a plan of a complete search and stores it, in memory where the disk refuses.
+
+        Args:
+            result: of the search.
+            anew: whether it takes the place of a plan that is there. Otherwise one that another
+                process has stored meanwhile stays, and is returned: whoever searches at the same
+                time serves the same.
+        """
         workload = self.workload
         plan = Plan(
             name=workload.name,
@@ -195,7 +204,11 @@ class Session:
             version=__version__,
             trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
         )
-        return _located(plan, self._store.put(self.key, plan))
+        if anew:
+            return _located(plan, self._store.put(self.key, plan))
+        stored = self._store.add(self.key, plan)
+        there = _located(stored.payload, stored.path)
+        return _located(plan, self._store.put(self.key, plan)) if there.overreach() else there
 
     def keep_bundle(self, plan: Plan) -> str | None:
         """Makes the plan's bundle, see `bundle.keep_bundle`; None, or the reason why not."""
@@ -313,4 +326,4 @@ def _found_or_searched(session: Session, mode: str, watcher: Watcher | None) -> 
     result = session.search(watcher)
     if result.interrupted:
         raise KeyboardInterrupt
-    return session.keep(result)
+    return session.keep(result, anew=mode == "tune")

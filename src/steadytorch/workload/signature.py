@@ -40,7 +40,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class Leaf(msgspec.Struct, frozen=True):
+class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One input: a tensor by its layout, anything else by its value.
 
     Attributes:
@@ -65,7 +65,7 @@ class Leaf(msgspec.Struct, frozen=True):
         return f"{'x'.join(map(str, self.shape)) or 'scalar'}:{self.dtype}"
 
 
-class Signature(msgspec.Struct, frozen=True):
+class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan is specific to: every leaf of the arguments, and how they are nested."""
 
     leaves: tuple[Leaf, ...]
