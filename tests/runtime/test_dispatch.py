@@ -10,10 +10,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadytorch.runtime.dispatch import Ticks, full_key, obstacle, quick_key
+from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms.base import TransformSpec
 from steadytorch.workload.signature import signature
 
-from .conftest import CANDIDATES, answer
+from .conftest import CANDIDATES, FROZEN, NOT_APPLIED, answer
 
 X = torch.zeros(2, 3)
 
@@ -226,17 +228,25 @@ class Result:
 
 
 class Odd(nn.Module):
+    """Layers that every transform finds its own among, a branch on data, and a dataclass."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(3, 2)
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        nn.init.uniform_(self.norm.running_mean, -1, 1)
 
     def forward(self, batch, *, twice=False):
         images = batch.images if isinstance(batch, Batch) else batch
-        scores = self.layer(images)
+        scores = self.norm(self.convolution(images))
         # Which way it goes depends on the data.
-        if scores.sum() > 0:
-            scores = -scores
+        if images.sum() > 0:
+            scores = 1 - scores
         return Result(scores * 2 if twice else scores)
+
+
+class Scores(nn.Module):
+    def forward(self, result):
+        return result.scores
 
 
 @pytest.fixture
@@ -245,9 +255,14 @@ def odd():
     return Odd().eval()
 
 
-def test_a_dataclass_as_input_runs_untouched_with_the_reason(odd, serving, caplog):
+@pytest.fixture
+def images():
+    return torch.ones(2, 3, 8, 8)
+
+
+def test_a_dataclass_as_input_runs_untouched_with_the_reason(odd, images, serving, caplog):
     tuned = TunedModule(odd, serving(CANDIDATES["inference_mode"], X))
-    batch = Batch(torch.ones(2, 3), 1.0)
+    batch = Batch(images, 1.0)
     for _ in range(2):
         assert torch.equal(answer(tuned, batch).scores, answer(odd, batch).scores)
     assert tuned.report().calls == {"untouched: these inputs have no signature": 2}
@@ -255,11 +270,52 @@ def test_a_dataclass_as_input_runs_untouched_with_the_reason(odd, serving, caplo
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_dataclass_as_output_and_branches_on_data_are_served(odd, serving, sign):
-    x = sign * torch.ones(2, 3)
+def test_a_dataclass_as_output_and_branches_on_data_are_served(odd, images, serving, sign):
+    x = sign * images
     tuned = TunedModule(odd, serving(CANDIDATES["inference_mode"], x, twice=True))
     for inputs in (x, -x, x):
         found = tuned(inputs, twice=True)
         assert isinstance(found, Result)
         assert torch.equal(found.scores, answer(odd, inputs, twice=True).scores)
     assert tuned.report().calls == {"tuned": 3}
+
+
+CHANGING = {
+    **CANDIDATES,
+    "autocast": (TransformSpec("autocast", (("dtype", "bf16"),)),),
+    "cudnn_engines": (TransformSpec("cudnn_engines"),),
+    "fused_kernels": (TransformSpec("fused_kernels"),),
+    "frozen": FROZEN,
+}
+HALF = ("autocast", "cast_weights")
+COMPILED = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+NAMES = [pytest.param(name, marks=COMPILED if name == "frozen" else ()) for name in CHANGING]
+
+
+@pytest.mark.parametrize("canary", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", NAMES)
+def test_whichever_branch_is_seen_first_both_are_as_of_the_model(
+    odd, images, serving, name, sign, canary
+):
+    model, x = nn.Sequential(odd, Scores()).eval(), sign * images
+    tuned = TunedModule(model, serving(CHANGING[name], x), options=Options(canary=canary))
+    loose = {"rtol": 0.05, "atol": 0.05} if name in HALF else {}
+    for inputs in (x, -x) * 3:
+        torch.testing.assert_close(answer(tuned, inputs), answer(model, inputs), **loose)
+    # These work on the model's graph, which has no branches.
+    untraceable = name in ("fold_batch_norm", "all", "cudnn_engines", "fused_kernels")
+    assert tuned.report().calls == ({NOT_APPLIED: 6} if untraceable else {"tuned": 6})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_canary_cannot_look_into_runs_untouched_with_the_reason(
+    odd, images, serving, name
+):
+    tuned = TunedModule(odd, serving(CHANGING[name], images), options=Options(canary=True))
+    for inputs in (images, -images, images):
+        assert torch.equal(answer(tuned, inputs).scores, answer(odd, inputs).scores)
+    assert tuned.report().hits == 0
+    (served,) = tuned.report().signatures
+    unverified = "cannot be verified: output 0 is a Result, which cannot be compared"
+    assert unverified in served.reason or NOT_APPLIED.endswith(served.reason)

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from steadytorch.device.facts import load_facts
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import all_variants, names
-from steadytorch.transforms.base import Applicable
+from steadytorch.transforms.base import Applicable, TransformSpec
 from steadytorch.workload.workload import Workload
 
 from .conftest import (
@@ -121,6 +123,78 @@ def test_no_transform_of_the_registry_serves_stale(model, x, name):
         torch.testing.assert_close(answer(tuned, x), expected, **loose)
     assert tuned.report().hits >= 7
     tuned.close()
+
+
+class Stemmed(nn.Module):
+    """A stem and a residual block: whatever engines and fused kernels fold and pack weights of."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
+        self.second, self.second_norm = nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 2)
+        for norm in (self.norm, self.second_norm):
+            nn.init.uniform_(norm.running_mean, -1, 1)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.norm(self.convolution(x))), 3, 2, 1)
+        x = torch.relu(self.second_norm(self.second(x)) + x)
+        return self.head(x.mean((2, 3)))
+
+
+def _stem_by(choice):
+    """The same choice whatever the process computes float32 in."""
+    key = "fprop/bias_relu/{}/first/i2x3x32x32/w8x3x7x7/s2x2/p3x3/d1x1/g1"
+    return {"choices": json.dumps({key.format(number): choice for number in ("fp32", "tf32")})}
+
+
+FUSING = {
+    "engines": ("cudnn_engines", {}),
+    "engines, aten": ("cudnn_engines", _stem_by("aten")),
+    "engines, packed": ("cudnn_engines", _stem_by("c4:eng0")),
+    "pooling": ("fused_kernels", {}),
+    "stem": ("fused_kernels", {"stem": True}),
+    "stem and sums": ("fused_kernels", {"stem": True, "residual": True}),
+}
+
+
+def _fused_into(executor):
+    """What the last of an executor's models has in the place of the model's own layers."""
+    names = " ".join(node.name for node in executor.modules[-1].graph.nodes)
+    shapes = [list(p.shape) for p in executor.modules[-1].parameters()]
+    return {
+        "engines": names.count("steady_conv_") == 2,
+        "engines, aten": names.count("steady_conv_") == 2,
+        "engines, packed": [8, 4, 7, 7] in shapes,
+        "pooling": "relu_max_pool2d" in names and "conv_relu" not in names,
+        "stem": "conv_relu_max_pool2d" in names,
+        "stem and sums": "conv_relu_max_pool2d" in names and "bias_add_relu" in names,
+    }
+
+
+@pytest.mark.parametrize(
+    "change", ["load_state_dict", "copy_", "optimizer step", "statistics", "to", "replaced"]
+)
+@pytest.mark.parametrize("name", FUSING)
+def test_what_engines_and_kernels_fold_and_pack_is_never_served_stale(name, change):
+    transform, parameters = FUSING[name]
+    torch.manual_seed(0)
+    model, x = Stemmed().eval(), torch.randn(2, 3, 32, 32)
+    tuned = TunedModule(model, always((TransformSpec(transform, tuple(parameters.items())),)))
+    before = answer(model, x)
+    torch.testing.assert_close(tuned(x), before)
+    (entry,) = tuned._found.values()
+    assert _fused_into(entry.executor)[name]
+    CHANGES[change](model, x)
+    expected = answer(copy.deepcopy(model), x)
+    assert not torch.allclose(before, expected, rtol=0.05, atol=0.05)
+    for _ in range(2):
+        assert torch.equal(answer(tuned, x), expected)
+    assert tuned.report().hits == 1
+    tuned.refresh()
+    torch.testing.assert_close(answer(tuned, x), expected)
+    assert tuned.report().hits == 2
 
 
 def test_a_hook_that_comes_later_is_not_left_out(model, x, tuned):

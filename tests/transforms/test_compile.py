@@ -114,6 +114,13 @@ def test_reduce_overhead_needs_a_gpu(cpu, conv_workload):
     assert answer.reason == "reduce-overhead needs a CUDA device"
 
 
+def test_reduce_overhead_is_not_for_hooked_models(gpu, conv_workload):
+    assert variant("reduce-overhead").applies_to(conv_workload, gpu) == Applicable()
+    conv_workload.model.register_forward_hook(lambda *given: None)
+    assert "hooks" in variant("reduce-overhead").applies_to(conv_workload, gpu).reason
+    assert variant().applies_to(conv_workload, gpu) == Applicable()
+
+
 def test_a_gpu_needs_triton(conv_workload):
     answer = variant().applies_to(conv_workload, DeviceFacts(device="cuda"))
     assert answer.reason == "needs Triton, which is not installed"

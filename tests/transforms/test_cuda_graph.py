@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.errors import UsageError
+from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.copy_nodes import CopyNode
 from steadytorch.transforms.cuda_graph import (
@@ -36,6 +36,43 @@ def test_training_is_refused(gpu, on_gpu):
 
 def test_a_cpu_is_refused(cpu, conv_workload):
     assert CudaGraph().applies_to(conv_workload, cpu).reason == "no CUDA device"
+
+
+HOOKS = {
+    "of the model": lambda model, hook: model.register_forward_hook(hook),
+    "of a layer": lambda model, hook: model[0].register_forward_hook(hook),
+    "before a layer": lambda model, hook: model[0].register_forward_pre_hook(hook),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_hooks_are_refused_as_a_replay_would_not_call_them(gpu, on_gpu, register):
+    made, seen = on_gpu(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())), []
+    handle = register(made.model, lambda *given: seen.append(given))
+    assert "hooks" in CudaGraph().applies_to(made, gpu).reason
+    handle.remove()
+    assert CudaGraph().applies_to(made, gpu) == Applicable()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the norm is deprecated, and in use
+def test_norms_of_weights_are_hooks_that_may_be_recorded(gpu, on_gpu):
+    made = on_gpu(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)))
+    assert made.model._forward_pre_hooks
+    assert CudaGraph().applies_to(made, gpu) == Applicable()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+@pytest.mark.parametrize("place", ["argument", "keyword", "nested"])
+def test_inputs_on_the_host_are_refused_as_their_values_would_be_frozen(gpu, on_gpu, shape, place):
+    made, beside = on_gpu(nn.Conv2d(3, 4, 3)), torch.ones(shape)
+    inputs = (*made.inputs, *({"argument": [beside], "nested": [{"a": [beside]}]}.get(place, [])))
+    kwargs = {"scale": beside} if place == "keyword" else {}
+    answer = CudaGraph().applies_to(Workload(made.model, inputs, kwargs), gpu)
+    assert answer.reason == "an input on cpu would be frozen at the value that was recorded"
+
+
+def test_a_workload_that_is_yet_to_be_moved_is_on_one_device(gpu, conv_workload):
+    assert CudaGraph().applies_to(conv_workload, gpu) == Applicable()
 
 
 def test_the_reason_is_the_error_that_came_first():
@@ -172,3 +209,13 @@ def test_within_another_recording_the_model_runs_without_gradients():
         assert call(torch.ones(3)) == ("the model", False)
         assert torch.is_grad_enabled()
     assert playing.follows == 0
+
+
+def test_a_model_that_was_hooked_after_its_plan_was_made_is_not_recorded():
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda *given: None)
+    with (
+        pytest.raises(UnsupportedError, match="hook"),
+        CudaGraph().applied(Workload(model, torch.ones(1, 2))),
+    ):
+        pass

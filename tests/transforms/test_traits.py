@@ -14,10 +14,12 @@ from steadytorch.transforms.traits import (
     convolutions,
     decide,
     half_unsupported,
+    hooked,
     may_attend,
     may_convolve,
     no_cuda,
     not_float32,
+    off_device,
 )
 from steadytorch.workload.workload import Workload
 
@@ -77,6 +79,49 @@ def test_emulated_16_bit_arithmetic_is_refused(device, capability, dtype, unsupp
 def test_the_type_found_is_named():
     workload = Workload(nn.Linear(2, 2).double(), torch.ones(1, 2))
     assert not_float32(workload) == (True, "the workload computes in float64, not in float32")
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("options", [{}, {"with_kwargs": True}])
+def test_a_hook_anywhere_below_the_model_is_seen_and_seen_to_go(register, options):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    handle = getattr(model[0][0], register)(lambda *given: None, **options)
+    assert hooked(Workload(model))[0]
+    handle.remove()
+    assert not hooked(Workload(model))[0]
+
+
+def test_the_hooks_that_count_are_those_of_the_untouched_model():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *given: None)
+    assert hooked(Workload(model).with_model(abs))[0]
+    assert not hooked(Workload(abs))[0]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # these norms are deprecated, and in use
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_hooks_that_only_compute_weights_do_not_count(norm):
+    model = norm(nn.Linear(2, 2))
+    assert not hooked(Workload(model))[0]
+    model.register_forward_pre_hook(lambda *given: None)
+    assert hooked(Workload(model))[0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ((torch.ones(2), 3, None), False),
+        ((torch.ones(2), torch.ones((), device="meta")), True),
+        (([torch.ones(2), {"a": torch.ones(1, device="meta")}],), True),
+        ((), False),
+    ],
+    ids=["one device", "a scalar", "nested", "none"],
+)
+def test_every_input_is_to_be_on_the_workloads_device(inputs, expected):
+    assert off_device(Workload(nn.Linear(2, 2), inputs))[0] is expected
+    assert off_device(Workload(abs, inputs))[0] is expected
+    named = {f"x{i}": value for i, value in enumerate(inputs)}
+    assert off_device(Workload(nn.Linear(2, 2), named))[0] is expected
 
 
 def test_transposed_convolutions_count():

@@ -232,17 +232,34 @@ def test_the_canary_demotes_a_plan_that_is_wrong(model, x, store, monkeypatch, c
     assert caplog.text.count("demoted: wrong") == 1
 
 
-def test_the_canary_demotes_a_plan_that_has_become_slow(model, x, store, monkeypatch, caplog):
-    def slow(self, *args):
-        time.sleep(2e-3)
-        return self.model(*args)
+class Pausing(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 4)
 
-    monkeypatch.setattr("steadytorch.transforms.base.Scoped.__call__", slow)
-    tuned = optimize(model, store=store)
+    def forward(self, x):
+        time.sleep(2e-3)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("pause_s", [0, 4e-3], ids=["faster", "slower"])
+def test_the_canary_demotes_a_stored_plan_that_has_become_slow_and_no_other(
+    x, tmp_path, monkeypatch, caplog, pause_s
+):
+    def serve(self, *args):
+        time.sleep(pause_s)
+        return nn.Linear.forward(self.model, *args)
+
+    monkeypatch.setattr("steadytorch.transforms.base.Scoped.__call__", serve)
+    model = Pausing().eval()
+    tuned = optimize(model, store=store_plan(tmp_path, make_plan(model, x)))
     for _ in range(150):
         assert equal(tuned, model, x)
     report = tuned.report()
     (served,) = report.signatures
+    if not pause_s:
+        assert (report.hits, served.reason) == (150, None)
+        assert served.finding.startswith("faster")
+        return
     assert served.executor is None
     assert served.reason.startswith("demoted: slower than the untouched model: +")
     assert served.reason in str(report)

@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -208,3 +210,44 @@ def test_an_infinite_output_hides_no_fault_elsewhere(mutant, reason):
 def test_a_workload_that_returns_no_tensor_cannot_be_verified():
     workload = Workload(lambda x: float(x.sum()), torch.randn(4))
     assert "returns no tensor to compare" in _verdict(workload)
+
+
+@dataclass
+class Result:
+    scores: torch.Tensor
+    cache: object = None
+
+
+class Cache:
+    """An object whose tensors no container shows, and which refers to itself."""
+
+    def __init__(self, keys):
+        self.keys, self.own = keys, self
+
+
+class Hiding(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return x, Result(y, Cache([y * 2]))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "reason"),
+    [
+        (lambda found: found, None),
+        (lambda found: (found[0], Result(found[1].scores.bfloat16())), "returns 2 tensors"),
+        (
+            lambda found: (found[0], Result(found[1].scores.bfloat16(), found[1].cache)),
+            "output 1 is bfloat16, expected float32",
+        ),
+        (
+            lambda found: (found[0], Result(found[1].scores, Cache([found[1].scores]))),
+            "relative error",
+        ),
+    ],
+    ids=["the same", "fewer", "another type", "another value"],
+)
+def test_tensors_within_objects_are_compared_too(mutate, reason):
+    workload = Workload(Hiding(16, 16).eval(), torch.randn(16, 16))
+    found = _verdict(workload, lambda x: mutate(workload.model(x)))
+    assert found is None if reason is None else reason in found

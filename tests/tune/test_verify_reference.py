@@ -132,6 +132,35 @@ def test_fresh_inputs_of_zeros_are_random_numbers():
     assert drawn.unique().numel() == 64
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+@pytest.mark.parametrize("value", [0.7, -3.0, 999.0, 2 + 1j])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_lone_number_varies_and_comes_nearer_to_zero(shape, value, dtype):
+    dtype = dtype if isinstance(value, float) else torch.complex64
+    given = torch.full(shape, value, dtype=dtype)
+    drawn = [fresh_inputs(Workload(nn.Identity(), given), seed)[0][0] for seed in range(3)]
+    assert {(each.shape, each.dtype) for each in drawn} == {(given.shape, dtype)}
+    shares = [(each / given).to(torch.complex64).item() for each in drawn]
+    assert all(0.49 < share.real < 0.91 for share in shares)
+    assert all(abs(share.imag) < 1e-6 for share in shares)
+    assert len(set(shares)) == 3
+
+
+@pytest.mark.parametrize("value", [7, True])
+def test_a_lone_integer_stays_as_it_may_be_an_index_or_a_switch(value):
+    given = torch.tensor([value])
+    (drawn,), _ = fresh_inputs(Workload(nn.Identity(), given), 0)
+    assert torch.equal(drawn, given)
+    assert drawn.dtype == given.dtype
+
+
+def test_a_candidate_that_froze_a_lone_number_is_found_out():
+    scale = torch.tensor(1.5)
+    made = Workload(lambda x, scale: x * scale, (torch.randn(8), scale))
+    assert _verdict(made) is None
+    assert "relative error" in _verdict(made, lambda x, _: x * scale)
+
+
 def test_fresh_inputs_depend_on_the_seed_alone():
     workload = Workload(nn.Identity(), torch.randn(64))
     first, again, other = (fresh_inputs(workload, seed)[0][0] for seed in (1, 1, 2))

@@ -28,6 +28,8 @@ float32: another order of sums brings 1e-7 to 1e-5 through a deep network, arith
 below brings 5e-4 and more; 1e-4 stands between, a decade from the one and half a decade from the
 other. float64 has the same number of roundings. 16 bits leave no gap to stand in: a class of its
 own bounds both programs, and so their distance but for a factor."""
+INCOMPARABLE = "which cannot be compared"
+"""How the reason ends where nothing can be said of an answer."""
 MAX_ERROR_FACTOR = 4.0
 """The largest single error may be this many times the tolerance on the relative L2 error."""
 SIZES = (0.5, 2.0)
@@ -114,7 +116,7 @@ def _leaf_fault(out: Any, ref: Any, bound: float) -> str | None:
     if isinstance(ref, (float, complex)):
         return _value_fault(_wide(out), _wide(ref), bound)
     if not isinstance(ref, (bool, int, str, bytes, type(None), torch.dtype, torch.device)):
-        return f"is a {type(ref).__name__}, which cannot be compared"
+        return f"is a {type(ref).__name__}, {INCOMPARABLE}"
     return None if out == ref else f"is {out!r:.40}, expected {ref!r:.40}"
 
 

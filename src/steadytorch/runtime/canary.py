@@ -15,7 +15,7 @@ from steadytorch.errors import UsageError, one_line
 from steadytorch.measure.clock import Clock, HostClock
 from steadytorch.measure.race import LOOKS as RACE_LOOKS
 from steadytorch.measure.race import Judgement, judge
-from steadytorch.runtime.agreement import disagreement, memory_of
+from steadytorch.runtime.agreement import INCOMPARABLE, disagreement, memory_of
 
 LOOKS = RACE_LOOKS[:3]
 """Numbers of timed pairs at which a verdict may be given."""
@@ -199,7 +199,8 @@ class Canary:
     def _compare(self, found: Any, expected: Any) -> None:
         fault = disagreement(found, expected, self._bound)
         if fault is not None:
-            raise _Found(f"wrong: {fault}")
+            kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
+            raise _Found(f"{kind}: {fault}")
 
     # -- probes ---------------------------------------------------------------------------------
 

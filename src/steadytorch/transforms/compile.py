@@ -19,12 +19,13 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.prebuilt import Task
-from steadytorch.transforms.traits import Objection, capability_below, decide
+from steadytorch.transforms.traits import Objection, capability_below, decide, hooked
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 # Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
 _MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
+_HOOKED = "the model has hooks, and what they keep would be overwritten by the next call"
 
 
 class Compile(Transform):
@@ -63,6 +64,7 @@ class Compile(Transform):
             *_missing_compiler(facts),
             (graphs and facts.device != "cuda", "reduce-overhead needs a CUDA device"),
             (graphs and workload.is_training, "reduce-overhead is for inference"),
+            (graphs and hooked(workload)[0], _HOOKED),
             (freezing and no_weights, "a plain callable has no weights to freeze"),
             (freezing and training_mode, "weights in training mode cannot be frozen"),
             (freezing and workload.is_training, "training changes frozen weights"),

@@ -22,7 +22,7 @@ from steadytorch.transforms.static_buffers import (
     feeder,
     static_inputs,
 )
-from steadytorch.transforms.traits import INFERENCE_ONLY, decide, no_cuda
+from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -48,8 +48,16 @@ class CudaGraph(Transform):
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA; inference only. Whether the step can be recorded is seen in `applied`."""
-        return decide(no_cuda(facts), (workload.is_training, INFERENCE_ONLY))
+        """Needs CUDA, inference, no hooks, and all inputs on the device.
+
+        Whether the step can be recorded is seen in `applied`.
+        """
+        return decide(
+            no_cuda(facts),
+            (workload.is_training, INFERENCE_ONLY),
+            hooked(workload),
+            off_device(workload),
+        )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
@@ -58,6 +66,9 @@ class CudaGraph(Transform):
         Raises:
             UnsupportedError: the step cannot be recorded; the message says what CUDA refused.
         """
+        hooks, reason = hooked(workload)  # those of a stored plan's model may be new
+        if hooks:
+            raise UnsupportedError(reason)
         device = own_device(workload)
         with torch.cuda.device(device):
             pool = _pool_of(workload.untouched, torch.cuda.current_device())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from itertools import chain
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 PLAIN_CALLABLE = "the model is a plain callable, not an nn.Module"
@@ -45,6 +47,31 @@ def not_float32(workload: Workload) -> Objection:
 def no_copy(workload: Workload) -> tuple[Objection, Objection]:
     """Objects where a converted copy of the weights cannot stand in for the model."""
     return (workload.module is None, PLAIN_CALLABLE), (workload.is_training, ON_A_COPY)
+
+
+def hooked(workload: Workload) -> Objection:
+    """Objects to hooks on any module: what they do on the host happens once, when recorded.
+
+    PyTorch's own weight and spectral norms are none of these: all that they do is to compute
+    weights, on the device.
+    """
+    model = workload.untouched
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(map(_is_hooked, modules)), "the model has hooks, which a replay does not call"
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    held = [vars(module).get(name, {}) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    hooks = chain.from_iterable(each.values() for each in held)
+    return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks)
+
+
+def off_device(workload: Workload) -> Objection:
+    """Objects to input tensors on another device than the workload's, as host scalars are."""
+    found = {t.device for t in tensors_of((workload.inputs, dict(workload.kwargs)))}
+    others = sorted(map(str, found - {workload.device}))
+    reason = f"an input on {', '.join(others)} would be frozen at the value that was recorded"
+    return bool(others), reason
 
 
 def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> Objection:

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import memory_of
 from steadytorch.tune.verdict import OutputError, Reference, Verification, worst
-from steadytorch.workload.signature import map_tensors, tensors_of
+from steadytorch.workload.signature import CONSTANTS, map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
 
 INPUT_SETS = 3
 """Fresh random inputs per verification."""
+NEARBY = (0.5, 0.9)
+"""A lone number is verified at other values between these factors of its own. They leave its sign
+as it is and bring it nearer to zero, so that a probability stays one and what is converted to an
+index stays below its bound; and they change it by more than any tolerance would hide (0.05 at
+most), should a candidate go on with the value that it was built with."""
 REPEATABLE = 1e-4
 """Two calls of the reference may differ by this relative L2 error: far more than another order of
 sums brings in float32, far less than a random mask does."""
@@ -35,6 +42,9 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
 
     Each element is drawn from the elements of the given tensor, which keeps indices and masks
     valid. All-zero floating-point tensors are drawn from the standard normal distribution instead.
+    A tensor of one element has nothing to draw from: floating-point and complex ones are multiplied
+    by a random factor (`NEARBY`). A lone integer or boolean stays as it is: it may be an index, a
+    size or a switch, and no other value of it is known to be valid.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,6 +54,9 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
         host = tensor.detach().cpu()
         if host.is_floating_point() and not host.any():
             values = torch.randn(host.shape, generator=generator).to(host.dtype)
+        elif host.numel() == 1 and (host.is_floating_point() or host.is_complex()):
+            factor = torch.empty(()).uniform_(*NEARBY, generator=generator)
+            values = (widening(torch.float64)(host) * factor).to(host.dtype)
         else:
             picks = torch.randint(host.numel(), (host.numel(),), generator=generator)
             values = host.flatten()[picks].reshape(host.shape)
@@ -77,8 +90,35 @@ def without_tf32() -> None:
 
 
 def detached(tree: Any) -> list[torch.Tensor]:
-    """Copies of the tensors in nested containers."""
-    return [tensor.detach().clone() for tensor in tensors_of(tree)]
+    """Copies of the tensors in what a model returned."""
+    return [tensor.detach().clone() for tensor in returned_tensors(tree)]
+
+
+def returned_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in what a model returned: in nested containers, and in fields of other objects.
+
+    What a container is not, a dataclass or a cache say, converts nobody: its tensors are compared
+    as they are.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, (*CONSTANTS, type, nn.Module)) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                look(_fields_of(leaf))
+
+    look(tree)
+    return found
+
+
+def _fields_of(thing: Any) -> list[Any]:
+    if is_dataclass(thing):
+        return [getattr(thing, field.name, None) for field in fields(thing)]
+    return [*vars(thing).values()] if hasattr(thing, "__dict__") else []
 
 
 def nesting(tree: Any) -> str:
@@ -190,7 +230,7 @@ def _overwrites(
 ) -> bool:
     """Whether the first result was overwritten by a later call, or would be by one."""
     if len(sets) > 1:
-        return not equal(kept, tensors_of(first))
+        return not equal(kept, returned_tensors(first))
     # One input set only: a second call writes the same values, so memory is looked at instead.
     again = _call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
     return bool(memory_of(first) & memory_of(again))
