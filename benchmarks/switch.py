@@ -130,7 +130,7 @@ def chosen(workload: Workload, device: str, deadline_s: float) -> tuple[str, dic
         "choosing_s": time.perf_counter() - start,
         "of_that_in_the_worker_s": report.seconds,
         "problems": len(report.layers),
-        "problems_measured": sum(layer.outcome is not None for layer in report.layers),
+        "problems_measured": sum(layer.reason is None for layer in report.layers),
     }
 
 

@@ -89,3 +89,83 @@ def test_two_runs_show_whether_an_engine_is_right_and_repeats_itself(factors, fa
     found = verify(plan, given, bound=1e-4)
     assert found.repeats is repeats
     assert fault in found.fault if fault else found.fault is None
+
+
+class Straying(Answering):
+    """Gives what PyTorch gives, and then writes where it says."""
+
+    def __init__(self, given: Any, stray: Any, workspace_bytes: int = 0) -> None:
+        super().__init__(given, 1.0, 1.0)
+        self._stray, self.workspace_bytes = stray, workspace_bytes
+
+    def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
+        done = super().enqueue(pointers, workspace)
+        size = self._given.reference.numel() * self._given.first.element_size()
+        self._stray(pointers[OUTPUT], size, workspace, self.workspace_bytes)
+        return done
+
+
+def keeps_inside(output, size, workspace, scratch):
+    ctypes.memset(workspace, 0, scratch)
+
+
+def before_the_output(output, size, workspace, scratch):
+    ctypes.memset(output - 4, 0, 4)
+
+
+def after_the_output(output, size, workspace, scratch):
+    ctypes.memset(output + size, 0, 4)
+
+
+def before_the_workspace(output, size, workspace, scratch):
+    ctypes.memset(workspace - 4, 0, 4)
+
+
+def after_the_workspace(output, size, workspace, scratch):
+    ctypes.memset(workspace + scratch, 0, 4)
+
+
+@pytest.mark.parametrize("scratch", [100, 256])
+@pytest.mark.parametrize("number", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("stray", "found"),
+    [
+        (keeps_inside, False),
+        (before_the_output, True),
+        (after_the_output, True),
+        (before_the_workspace, True),
+        (after_the_workspace, True),
+    ],
+)
+def test_four_bytes_outside_of_output_or_workspace_are_found(stray, found, number, scratch):
+    given = operands(parse(f"fprop/none/{number}/last/{SHAPES}"), torch.device("cpu"))
+    plan: Any = Straying(given, stray, scratch)
+    seen = verify(plan, given, bound=1e-2)
+    assert seen.fault == ("writes outside of its output or workspace" if found else None)
+
+
+class Halving(Answering):
+    """Writes the first half of what PyTorch gives, or none of it from a call on."""
+
+    def __init__(self, given: Any, last: int) -> None:
+        super().__init__(given, 1.0, 1.0)
+        self._last, self._calls = last, 0
+
+    def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
+        self._calls += 1
+        size = self._given.reference.numel() * self._given.first.element_size()
+        half = pointers[OUTPUT] + size // 2
+        kept = ctypes.string_at(half, size - size // 2)
+        done = super().enqueue(pointers, workspace)
+        if self._calls >= self._last:
+            ctypes.memmove(half, kept, len(kept))
+        return done
+
+
+@pytest.mark.parametrize(("last", "fault"), [(1, "unwritten"), (2, "other bits"), (3, None)])
+@pytest.mark.parametrize("operation", RESULTS)
+def test_an_output_that_is_written_by_half_is_found(operation, last, fault):
+    given = operands(parse(f"{operation}/none/fp16/last/{SHAPES}"), torch.device("cpu"))
+    plan: Any = Halving(given, last)
+    seen = verify(plan, given, bound=1e-2)
+    assert fault in seen.fault if fault else seen.fault is None

@@ -1,88 +1,229 @@
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import ctypes
+from types import SimpleNamespace
+from typing import Any
 
-from steadytorch.conv.choices import ATEN
-from steadytorch.conv.choose import KEPT, Options, pick, stays, variants
+import pytest
+import torch
+
+from steadytorch.conv import choose as choosing
+from steadytorch.conv import timing
+from steadytorch.conv.check import operands
+from steadytorch.conv.choices import ATEN, read_choice
+from steadytorch.conv.choose import Options, choose, first_sound, is_cold, variants
+from steadytorch.conv.engines import OUTPUT, Engine
+from steadytorch.conv.plans import DTYPES, empty
 from steadytorch.conv.problem import parse
-from steadytorch.conv.timing import BENCHMARK, SCREEN_ROUNDS, Measured
+from steadytorch.errors import UnsupportedError
 
 STEM = "fprop/bias_relu/fp16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
+PLAIN = parse("fprop/bias/fp32/last/i1x8x4x4/w8x8x1x1/s1x1/p0x0/d1x1/g1")
+CPU = torch.device("cpu")
+WARM = Options(cold=False)
+MEDIANS_NS = {"eng1": 900.0, "eng2": 1000.0, "eng3": 1010.0}
+"""The first is the fastest: it is what must not be chosen where it raises."""
+BUILT, VERIFIED, RECORDED, SCREENED, RACED = 0, 1, 3, 6, 10
+"""Calls of a plan up to each stage: verified by two, recorded after one, then timed."""
 
 
-def field(**times: float | tuple[float, int]) -> list[Measured]:
-    made = []
-    for name, value in times.items():
-        median, workspace = value if isinstance(value, tuple) else (value, 0)
-        shown = {"aten": ATEN, "benchmark": BENCHMARK}.get(name, name)
-        made.append(Measured(shown, median, workspace_bytes=workspace))
-    return sorted(made, key=lambda m: m.median_ns or 0.0)
+class Lab:
+    """Engines as on a device, of which some raise; the rest computes what PyTorch computes.
+
+    Attributes:
+        faults: by engine, at which of its calls it raises what; 0 is when it is built.
+        refusals: by engine, from which of its calls on it does not run.
+        built: engines in the order they were built.
+        clock_s: what the clock shows; a plan that is built takes `build_s`.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.faults: dict[str, tuple[int, Exception]] = {}
+        self.refusals: dict[str, int] = {}
+        self.built: list[str] = []
+        self.clock_s, self.build_s = 0.0, 0.0
+        self.excluded: dict[str, str] = {}
+        lab = self
+
+        class Plan:
+            workspace_bytes = 0
+
+            def __init__(self, problem: Any, engine: str, device: torch.device) -> None:
+                self.problem, self.engine, self.calls = problem, engine, 0
+                lab.built.append(engine)
+                lab.clock_s += lab.build_s
+                self._count()
+
+            def _count(self) -> None:
+                at, fault = lab.faults.get(self.engine, (-1, None))
+                if fault is not None and self.calls == at:
+                    raise fault
+                self.calls += 1
+
+            def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
+                self._count()
+                if self.calls > lab.refusals.get(self.engine, self.calls):
+                    return False
+                result = operands(self.problem, CPU).by_pytorch()
+                dtype = DTYPES[self.problem.number]
+                made = empty(tuple(result.shape), dtype, CPU, self.problem.layout).copy_(result)
+                ctypes.memmove(pointers[OUTPUT], made.data_ptr(), made.nbytes)
+                return True
+
+        def block_ns(arm: Any, flush: object) -> float:
+            arm.run()
+            return MEDIANS_NS.get(arm.found.choice, 2000.0)
+
+        def offered(*_: object) -> list[Engine]:
+            return [
+                Engine(name, index, 0, (), lab.excluded.get(name))
+                for index, name in enumerate(MEDIANS_NS)
+            ]
+
+        monkeypatch.setattr(choosing, "Plan", Plan)
+        monkeypatch.setattr(choosing, "target", lambda device: None)
+        monkeypatch.setattr(choosing, "list_engines", offered)
+        monkeypatch.setattr(choosing, "time", SimpleNamespace(perf_counter=lambda: lab.clock_s))
+        monkeypatch.setattr(timing.Arm, "_record", lambda arm, stream, pool: arm.run())
+        monkeypatch.setattr(timing.Arm, "block_ns", block_ns)
+        monkeypatch.setattr(torch.cuda, "Stream", object)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    return Lab(monkeypatch)
+
+
+def left_out(outcome):
+    """Engines that are not to be used, with the reasons."""
+    return {engine.choice: engine.excluded for engine in outcome.engines if engine.excluded}
+
+
+def test_of_engines_that_do_what_they_should_the_fastest_is_chosen(lab):
+    found = choose(PLAIN, CPU, WARM)
+    assert (found.choice, found.chosen_ns, found.default_ns) == ("eng1", 900.0, 2000.0)
+    assert left_out(found) == {}
 
 
 @pytest.mark.parametrize(
-    ("times", "expected"),
+    "at",
+    [BUILT, VERIFIED, RECORDED, SCREENED, RACED],
+    ids=["built", "verified", "recorded", "screened", "raced"],
+)
+@pytest.mark.parametrize(
+    ("fault", "reason"),
     [
-        ({"eng1": 100.0, "eng2": 102.0, "aten": 150.0}, "eng1"),
-        ({"eng1": (100.0, 64), "eng2": (100.9, 0), "aten": 150.0}, "eng2"),
-        ({"eng2": 100.0, "eng1": 100.5, "aten": 150.0}, "eng1"),
-        ({"eng1": 100.5, "aten": 100.0}, "eng1"),
-        ({"eng1": 110.0, "aten": 100.0}, "aten"),
-        ({"eng1": 110.0, "aten": 120.0, "benchmark": 90.0}, "eng1"),
-        ({"aten": 100.0}, "aten"),
+        (UnsupportedError("does not build"), "does not build"),
+        (RuntimeError("launch failed\nmore"), "RuntimeError: launch failed"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "OutOfMemoryError: CUDA out of memory."),
+        (AssertionError(), "AssertionError: "),
+    ],
+    ids=["unsupported", "runtime", "memory", "silent"],
+)
+def test_an_engine_that_raises_is_left_out_with_the_reason(lab, at, fault, reason):
+    lab.faults["eng1"] = (at, fault)
+    found = choose(PLAIN, CPU, WARM)
+    assert left_out(found) == {"eng1": reason}
+    assert (found.choice, found.chosen_ns) == ("eng2", 1000.0)
+    assert {engine.choice for engine in found.engines if engine.runs} >= {"eng2", "eng3", ATEN}
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"),
+    [
+        (VERIFIED, "does not run"),
+        (RECORDED, "does not run any more"),
+        (SCREENED, "does not run any more"),
+        (RACED, "does not run any more"),
     ],
 )
-def test_the_smallest_workspace_within_the_band_wins_then_the_name(times, expected):
-    assert pick(field(**times)).choice == expected
+def test_an_engine_that_runs_nothing_is_not_the_fastest(lab, at, reason):
+    lab.refusals["eng1"] = at
+    found = choose(PLAIN, CPU, WARM)
+    assert (found.choice, left_out(found)) == ("eng2", {"eng1": reason})
 
 
-def rounds(seed, count=40, tick_ns=0.5, **medians_ns):
-    """Blocks of kernels with these medians, 2 % apart from each other, read off a coarse clock."""
-    rng = np.random.default_rng(seed)
-    shown = {"aten": ATEN, "benchmark": BENCHMARK}
-    return {
-        shown.get(name, name): (
-            np.ceil(rng.normal(ns, 0.02 * ns, count) / tick_ns) * tick_ns
-        ).tolist()
-        for name, ns in medians_ns.items()
-    }
+def test_several_engines_may_raise_in_one_race(lab):
+    for name in ("eng1", "eng2"):
+        lab.faults[name] = (RACED, RuntimeError(name))
+    found = choose(PLAIN, CPU, WARM)
+    assert left_out(found) == {"eng1": "RuntimeError: eng1", "eng2": "RuntimeError: eng2"}
+    assert found.choice == "eng3"
 
 
-def test_in_ten_of_ten_runs_engines_that_are_as_fast_do_not_take_turns():
-    def run(seed):
-        return rounds(seed, tick_ns=500, eng1=2_450, eng2=2_500, eng3=2_520, aten=4_000)
-
-    assert all(stays(run(seed), "eng2") for seed in range(10))
-    # Medians alone, as of kernels of 2.5 us by a clock of 0.5 us, would have decided otherwise.
-    medians = [{name: np.median(times) for name, times in run(s).items()} for s in range(10)]
-    assert any(found["eng2"] > (1 + KEPT) * min(found.values()) for found in medians)
+def test_an_incumbent_that_raises_does_not_stay(lab):
+    lab.faults["eng3"] = (RACED, RuntimeError("boom"))
+    assert choose(PLAIN, CPU, WARM, read_choice("eng3")).choice == "eng1"
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1.0, True), (1.029, True), (1.08, False)])
-def test_an_earlier_choice_leaves_where_another_is_shown_to_be_clearly_faster(slower, kept):
-    found = [
-        stays(rounds(seed, eng1=20_000, eng2=slower * 20_000, aten=30_000), "eng2")
-        for seed in range(10)
-    ]
-    assert found == [kept] * 10
+def test_where_pytorchs_own_cannot_be_recorded_an_engine_is_chosen_without_it(lab, monkeypatch):
+    def record(arm, stream, pool):
+        if arm.found.choice == ATEN:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(timing.Arm, "_record", record)
+    found = choose(PLAIN, CPU, WARM)
+    assert (found.choice, found.default_ns, found.benchmark_ns) == ("eng1", None, 2000.0)
+    assert left_out(found) == {ATEN: "OutOfMemoryError: CUDA out of memory."}
 
 
-def test_it_leaves_for_pytorchs_own_too_and_never_for_benchmark_mode():
-    assert not stays(rounds(0, eng1=20_000, aten=10_000), "eng1")
-    assert stays(rounds(0, eng1=20_000, aten=21_000, benchmark=10_000), "eng1")
+def test_where_every_engine_raises_pytorchs_own_is_chosen(lab):
+    lab.faults = {name: (VERIFIED, RuntimeError("boom")) for name in MEDIANS_NS}
+    assert choose(PLAIN, CPU, WARM).choice == ATEN
 
 
-def test_too_few_rounds_show_nothing():
-    assert stays(rounds(0, count=SCREEN_ROUNDS, eng1=10_000, eng2=20_000), "eng2")
+@pytest.mark.parametrize("at", [BUILT, VERIFIED, RECORDED, SCREENED, RACED])
+def test_an_engine_that_takes_the_device_along_is_named(lab, monkeypatch, at):
+    monkeypatch.setattr(timing, "device_answers", lambda: False)
+    lab.faults["eng2"] = (at, RuntimeError("illegal memory access"))
+    with pytest.raises(UnsupportedError, match=r"eng2 ended .* \(RuntimeError: illegal memory"):
+        choose(PLAIN, CPU, WARM)
 
 
-def test_only_rounds_that_both_ran_count():
-    times = rounds(0, eng1=10_000, eng2=20_000)
-    assert stays({**times, "eng1": times["eng1"][:SCREEN_ROUNDS]}, "eng2")
+def test_what_is_of_the_whole_problem_is_raised(lab, monkeypatch):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(choosing, "operands", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(PLAIN, CPU, WARM)
 
 
-def test_an_earlier_choice_that_is_gone_does_not_stay():
-    assert not stays(rounds(0, eng1=10_000), "eng9")
+def test_where_half_of_the_time_is_over_no_more_engines_are_built(lab):
+    lab.build_s = 3.0
+    found = choose(PLAIN, CPU, Options(cold=False, seconds=8.0))
+    assert lab.built == ["eng1", "eng2"]
+    assert list(left_out(found)) == ["any other"]
+
+
+def test_the_incumbent_is_built_first_and_one_engine_in_any_case(lab):
+    lab.build_s = 100.0
+    assert choose(PLAIN, CPU, WARM, read_choice("eng3")).choice == "eng3"
+    assert lab.built == ["eng3"]
+
+
+def test_without_time_the_first_engine_that_is_sound_is_taken(lab):
+    lab.excluded["eng1"] = "over the cap"
+    lab.faults["eng2"] = (VERIFIED, RuntimeError("boom"))
+    found = first_sound(PLAIN, CPU)
+    assert (found.choice, found.chosen_ns, found.chosen.runs) == ("eng3", None, 0)
+    assert found.chosen.error is not None
+    assert left_out(found) == {"eng1": "over the cap", "eng2": "RuntimeError: boom"}
+
+
+def test_where_none_is_sound_there_is_none_to_take(lab):
+    lab.faults = {name: (VERIFIED, RuntimeError("boom")) for name in MEDIANS_NS}
+    with pytest.raises(UnsupportedError, match="no engine of cuDNN is sound"):
+        first_sound(PLAIN, CPU)
+    assert lab.built == list(MEDIANS_NS)
+
+
+@pytest.mark.parametrize(("count", "cold"), [(1, False), (2, False), (3, True)])
+def test_a_network_is_cold_where_its_tensors_overflow_the_cache(monkeypatch, count, cold):
+    l2 = SimpleNamespace(L2_cache_size=2 * PLAIN.traffic_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: l2)
+    assert is_cold({PLAIN: count}, torch.device("cuda")) is cold
 
 
 def test_few_channels_are_padded():

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from threading import Barrier, Thread
+
 import pytest
 import torch
+from faked import GONE, fake_cudnn  # noqa: F401 - a fixture
 from torch import nn
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.conv.operator import conv_engine
+from steadytorch.conv import plans
+from steadytorch.conv.choices import Choice
+from steadytorch.conv.module import EngineConv
+from steadytorch.conv.operator import conv_engine, conv_engine_eagerly
 
 
 def arguments(layout, groups=2, dtype=torch.float32):
@@ -112,3 +119,173 @@ def test_one_and_three_dimensions(spatial):
     n = [1] * spatial
     found = conv_engine(x, w, None, None, n, n, n, 1, False, "", "", "")
     torch.testing.assert_close(found, convolution(x, w, padding=1))
+
+
+def posed(batch=2, dtype=torch.float32, seed=0):
+    """Channels last, with bias, residual and ReLU, as engines take them."""
+    torch.manual_seed(seed)
+    made = [torch.randn(s, dtype=dtype) for s in ((batch, 8, 9, 9), (6, 8, 3, 3), (6,))]
+    made.append(torch.randn(batch, 6, 9, 9, dtype=dtype))
+    last = torch.channels_last
+    return [t.contiguous(memory_format=last) if t.dim() == 4 else t for t in made]
+
+
+def called(x, w, b, z, engine="eng1", relu=True):
+    return conv_engine(x, w, b, z, [1, 1], [1, 1], [1, 1], 1, relu, engine, "aten", "aten")
+
+
+def right(x, w, b, z):
+    return torch.relu(torch.conv2d(x, w, b, padding=1) + z)
+
+
+def test_an_engine_runs_what_it_was_made_for(cudnn):
+    given = posed()
+    torch.testing.assert_close([called(*given) for _ in range(3)], [right(*given)] * 3)
+    assert len(cudnn.runs) == 3
+    assert plans.MISSES == {}
+
+
+def test_an_engine_that_is_gone_is_one_miss_and_the_other_still_runs(cudnn, caplog):
+    given, other = posed(), posed(batch=3)
+    for _ in range(2):
+        torch.testing.assert_close(called(*given, GONE), right(*given))
+        torch.testing.assert_close(called(*other), right(*other))
+    assert len(cudnn.runs) == 2
+    (problem,) = plans.MISSES
+    assert "/i2x8x9x9/" in problem
+    (record,) = caplog.records
+    assert f"PyTorch runs {problem} in place of {GONE}: this cuDNN has no plan" in record.message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda x, w, b, z: (x.double(), w.double(), b.double(), z.double()), "torch.float64"),
+        (lambda x, w, b, z: (x, w, None, z), "bias False, add True"),
+        (lambda x, w, b, z: (x, w, b, z[:1]), "(1, 6, 9, 9)"),
+    ],
+    ids=["float64", "an add without bias", "a residual that broadcasts"],
+)
+def test_what_no_engine_takes_is_a_miss_and_right(cudnn, caplog, change, reason):
+    called(*posed())
+    x, w, b, z = given = change(*posed())
+    torch.testing.assert_close(called(*given), right(x, w, b, z))
+    called(*given)
+    assert len(cudnn.runs) == 1
+    assert reason in next(iter(plans.MISSES.values()))
+    assert len(caplog.records) == 1
+
+
+def test_a_weight_of_another_type_is_refused_as_pytorch_refuses_it(cudnn):
+    x, w, b, z = posed()
+    called(x, w, b, z)
+    with pytest.raises(RuntimeError, match=r"should be the same|same type|dtype"):
+        called(x, w.half(), b, z)
+    assert len(cudnn.runs) == 1
+
+
+def test_a_gradient_whose_engine_is_gone_is_a_miss_and_right(cudnn):
+    x, w, b, _ = [t.requires_grad_() for t in posed()]
+    geometry = ([1, 1], [1, 1], [1, 1], 1)
+    y = conv_engine(x, w, b, None, *geometry, False, "aten", GONE, "aten")
+    seed = torch.randn_like(y)
+    expected = torch.autograd.grad(torch.conv2d(x, w, b, padding=1), (x, w), seed)
+    torch.testing.assert_close(torch.autograd.grad(y, (x, w), seed), expected)
+    (problem,) = plans.MISSES
+    assert problem.startswith("dgrad/none/")
+
+
+def test_threads_that_call_at_once_get_their_own_results(cudnn):
+    barrier, wrong = Barrier(4), []
+
+    def run(seed):
+        given = [posed(batch=1 + seed % 2, seed=seed + call) for call in range(3)]
+        expected = [right(*each) for each in given]
+        barrier.wait()
+        for _ in range(30):
+            for each, own in zip(given, expected, strict=True):
+                if not torch.allclose(called(*each), own, atol=1e-4):
+                    wrong.append(seed)
+
+    threads = [Thread(target=run, args=(10 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(cudnn.runs) == 4 * 30 * 3
+    assert plans.MISSES == {}
+
+
+class Seen(TorchDispatchMode):
+    """The operators that a mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def eagerly(x, w, b, z):
+    return conv_engine_eagerly(
+        *(x, w, b, z, [1, 1], [1, 1], [1, 1], 1, True, "eng1", "aten", "aten")
+    )
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_mode_sees_the_operator_that_is_otherwise_passed_over(recorded):
+    given = posed()
+    with torch.set_grad_enabled(recorded), Seen() as seen:
+        found = eagerly(*given)
+    torch.testing.assert_close(found, right(*given))
+    assert seen.names[0].startswith("steadytorch.conv_engine")
+
+
+def test_a_profiler_sees_the_operator():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        eagerly(*posed())
+    assert "steadytorch::conv_engine" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("choice", [Choice("eng1"), Choice("eng1", number="fp16")])
+def test_a_convolution_as_a_module_runs_its_engine(cudnn, choice):
+    x, w, b, z = posed()
+    module = EngineConv(w, b, ((1, 1), (1, 1), (1, 1), 1), True, "conv", None)
+    module.choose(choice)
+    bound = 0.05 if choice.number else 1e-5
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            torch.testing.assert_close(module(x, z), right(x, w, b, z), atol=bound, rtol=bound)
+    assert len(cudnn.runs) == 2
+    assert plans.MISSES == {}
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore")
+def test_a_convolution_as_a_module_passes_through_the_compiler_whole():
+    x, w, b, z = posed()
+    module = EngineConv(w, b, ((1, 1), (1, 1), (1, 1), 1), True, "conv", None)
+    module.choose(Choice("eng1"))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        found = torch.compile(module, backend=backend, fullgraph=True)(x, z)
+    torch.testing.assert_close(found, right(x, w, b, z))
+    (graph,) = graphs
+    assert any("conv_engine" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_a_convolution_as_a_module_is_exported_as_one_operator():
+    x, w, b, z = posed()
+    module = EngineConv(w, b, ((1, 1), (1, 1), (1, 1), 1), True, "conv", None)
+    module.choose(Choice("eng1"))
+    with torch.no_grad():
+        exported = torch.export.export(module, (x, z))
+    assert any("conv_engine" in str(node.target) for node in exported.graph.nodes)

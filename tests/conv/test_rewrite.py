@@ -154,8 +154,10 @@ def test_the_models_own_tensors_are_not_written_to():
     ("name", "fused"),
     [
         ("resnet18", {"bias_relu": 9, "add_bias_relu": 8, "bias": 3}),
-        ("mobilenet_v3_large", None),
-        ("unet", None),
+        # Ten residuals; ReLU in six blocks and eight gates; the rest is followed by Hardswish, or
+        # by nothing.
+        ("mobilenet_v3_large", {"bias": 33, "bias_relu": 19, "add_bias": 10}),
+        ("unet", {"bias_relu": 18, "bias": 1}),
     ],
 )
 @pytest.mark.parametrize("last", [False, True])
@@ -176,9 +178,58 @@ def test_networks_keep_their_results(name, fused, last):
     assert error < max(5e-6, 2 * (own.double() - expected).norm() / expected.norm())
     convolutions = engine_convolutions(traced)
     assert {c.problem.layout for c in convolutions} == {"last" if last else "first"}
-    if fused is not None:
-        found = forms(traced)
-        assert {form: found.count(form) for form in found} == fused
+    found = forms(traced)
+    assert {form: found.count(form) for form in found} == fused
+
+
+def normed(inputs, outputs, kernel=3, groups=1):
+    padding = kernel // 2
+    layer = nn.Conv2d(inputs, outputs, kernel, padding=padding, groups=groups, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs))
+
+
+def vgg_block():
+    """As of VGG with batch norm: convolutions with a bias, their ReLU in place."""
+    layers = [nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)]
+    layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)]
+    return nn.Sequential(*layers, nn.MaxPool2d(2))
+
+
+class Inverted(nn.Module):
+    """As of EfficientNet: expanded, filtered by channel, gated, projected, and added."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand, self.filter = normed(4, 16, 1), normed(16, 16, 3, groups=16)
+        self.squeeze, self.excite = nn.Conv2d(16, 2, 1), nn.Conv2d(2, 16, 1)
+        self.project = normed(16, 4, 1)
+        self.activation = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        y = self.activation(self.filter(self.activation(self.expand(x))))
+        gate = self.excite(self.activation(self.squeeze(F.adaptive_avg_pool2d(y, 1))))
+        return self.project(torch.sigmoid(gate) * y) + x
+
+
+@pytest.mark.parametrize(
+    ("block", "fused", "left"),
+    [
+        (vgg_block, ["bias_relu", "bias_relu"], {nn.MaxPool2d: 1}),
+        (Inverted, ["bias"] * 4 + ["add_bias"], {nn.SiLU: 3}),
+    ],
+    ids=["vgg", "efficientnet"],
+)
+def test_blocks_fuse_all_but_what_no_precompiled_engine_does(block, fused, left):
+    model, x = randomised(block()), torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        expected = model(x)
+        traced = rewrite(fx.symbolic_trace(model), (x,), {})
+        torch.testing.assert_close(traced(x), expected, rtol=1e-4, atol=1e-5)
+    assert forms(traced) == fused
+    called = [traced.get_submodule(n.target) for n in traced.graph.nodes if n.op == "call_module"]
+    kinds = [type(module) for module in called]
+    assert {kind: kinds.count(kind) for kind in (nn.SiLU, nn.MaxPool2d) if kind in kinds} == left
+    assert nn.BatchNorm2d not in kinds
 
 
 def densenet_layer(channels):

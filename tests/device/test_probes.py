@@ -156,10 +156,20 @@ def test_missing_python_headers_are_told(tmp_path, monkeypatch):
 
 def test_packages_are_told_with_their_version(monkeypatch):
     monkeypatch.setattr(probes, "find_spec", lambda name: object())
-    versions = {"triton": "3.6.0", "nvidia-cudnn-frontend": "1.15.0"}
+    versions = {"triton": "3.6.0", "nvidia-cudnn-frontend": "1.26.0"}
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     assert _find("Triton").detail == "version 3.6.0"
-    assert _find("cuDNN frontend").detail == "version 1.15.0"
+    assert _find("cuDNN frontend").detail == "version 1.26.0"
+
+
+@pytest.mark.parametrize("version", ["1.15.0", "1.260.0", "1.27.0", "unknown"])
+def test_a_frontend_of_another_version_is_not_usable(monkeypatch, version):
+    monkeypatch.setattr(probes, "find_spec", lambda name: object())
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+    found = _find("cuDNN frontend")
+    assert (found.ok, found.detail) == (False, f"version {version} is not usable, 1.26 is")
+    assert found.remedy is not None
+    assert found.remedy.startswith("pip install 'steadytorch[cudnn]'")
 
 
 def test_missing_packages_are_told(monkeypatch):

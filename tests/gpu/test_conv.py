@@ -46,7 +46,23 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def no_misses():
+    """None noted, and no convolution known to be one."""
     plans.MISSES.clear()
+    plans.RUNNERS.known.clear()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The problems that engines were called for, call by call."""
+    found: list[str] = []
+    execute = Graph.execute
+
+    def noted(graph: Graph, *given: Any) -> None:
+        execute(graph, *given)
+        found.append(graph.problem.key)
+
+    monkeypatch.setattr(Graph, "execute", noted)
+    return found
 
 
 @pytest.mark.parametrize("key", PROBLEMS)
@@ -94,6 +110,38 @@ def test_an_address_that_is_not_aligned_falls_back():
     memory = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
     shifted = memory[1:].as_strided(x.shape, x.stride()).copy_(x)
     assert error(conv_engine(shifted, *rest, "", "", "")) < 1e-3
+    assert "multiple of 16 bytes" in next(iter(plans.MISSES.values()))
+
+
+def test_an_engine_that_cudnn_refuses_to_run_falls_back_and_is_noted(monkeypatch, caplog):
+    def refuse(graph: Graph, *given: Any) -> None:
+        raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Graph, "execute", refuse)
+        found = [conv_engine(*arguments(), "", "", "") for _ in range(2)]
+    assert max(map(error, found)) < 1e-3
+    assert [key.split("/")[1] for key in plans.MISSES] == ["add_bias_relu"]
+    assert "CUDNN_STATUS_EXECUTION_FAILED" in next(iter(plans.MISSES.values()))
+    assert len([r for r in caplog.records if "in place of" in r.getMessage()]) == 1
+
+
+def test_float64_is_run_by_pytorch_and_noted(ran):
+    found = conv_engine(*arguments(torch.float64), "", "", "")
+    x, w, b, z, *_ = arguments(torch.float64)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.relu(torch.conv2d(x, w, b, padding=1) + z))
+    assert ran == []
+    assert "torch.float64" in next(iter(plans.MISSES.values()))
+
+
+def test_an_add_without_a_bias_is_run_by_pytorch_and_noted(ran):
+    x, w, _, z, *geometry = arguments()
+    found = conv_engine(x, w, None, z, *geometry, "", "", "")
+    wide = torch.relu(torch.conv2d(x.double(), w.double(), padding=1) + z.double())
+    assert float((found.double() - wide).norm() / wide.norm()) < 1e-3
+    assert ran == []
+    assert "bias False, add True" in next(iter(plans.MISSES.values()))
 
 
 def test_a_recorded_call_replays_bit_for_bit():
@@ -240,3 +288,30 @@ def test_the_transform_serves_a_network(pad, graph):
         found = made.model(*workload.inputs)
     assert float((found.double() - wide).norm() / wide.norm()) < 3e-3
     assert plans.MISSES == {}
+
+
+STEM = "fprop/bias_relu/fp16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
+BRANCH = "fprop/add_bias_relu/fp16/last/i8x64x32x32/w64x64x3x3/s1x1/p1x1/d1x1/g1"
+
+
+def test_in_a_network_the_convolution_whose_engine_is_gone_is_the_one_that_misses(ran, caplog):
+    workload = Workload(Block().eval().cuda(), torch.randn(8, 3, 64, 64, device="cuda"))
+    with torch.no_grad():
+        wide = workload.model.double()(workload.inputs[0].double())
+        workload.model.float()
+    there = Plan(parse(BRANCH), "", DEVICE).name
+    choices = write_choices({STEM: Choice("eng999_k1=1"), BRANCH: Choice(there)})
+    specs = [
+        TransformSpec("fold_batch_norm"),
+        TransformSpec("cast_weights", (("dtype", "fp16"),)),
+        TransformSpec("channels_last"),
+        TransformSpec("cudnn_engines", (("choices", choices),)),
+    ]
+    with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
+        results = [made.model(*workload.inputs) for _ in range(3)]
+    assert ran == [BRANCH] * 3
+    assert list(plans.MISSES) == [STEM]
+    assert "eng999_k1=1" in plans.MISSES[STEM]
+    assert len([r for r in caplog.records if "in place of eng999_k1=1" in r.getMessage()]) == 1
+    for result in results:
+        assert float((result.double() - wide).norm() / wide.norm()) < 3e-3

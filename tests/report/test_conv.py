@@ -148,6 +148,30 @@ def test_what_was_not_measured_says_so():
     assert "the time ran out" in shown(render_layer, layer(None))
 
 
+@pytest.mark.parametrize("reason", ["OutOfMemoryError: CUDA out of memory.", None])
+def test_why_nothing_was_measured_is_told(reason):
+    failed = structs.replace(layer(None), reason=reason)
+    text = shown(render_layer, failed)
+    assert ("Not measured: OutOfMemoryError: CUDA out of memory." in text) is (reason is not None)
+    assert ("the time ran out" in text) is (reason is None)
+    document = json.loads(conv_document("net", FACTS, report(failed)))
+    assert document["layers"][0]["reason"] == reason
+
+
+def test_an_engine_that_was_taken_untimed_is_shown_with_the_reason():
+    first = structs.replace(OUTCOME.engines[0], median_ns=None, spread=None, runs=0)
+    times = dict.fromkeys(("default_ns", "benchmark_ns", "chosen_ns"))
+    quick = structs.replace(OUTCOME, engines=(first,), **times)
+    untimed = structs.replace(layer(quick), reason="the time ran out before")
+    text = shown(render_layer, untimed)
+    assert "Not timed: the time ran out before." in text
+    assert "eng39_k25=0 *" in text
+    assert "eng39_k25=0" in shown(render_conv, "net", report(layer(), untimed))
+    document = json.loads(conv_document("net", FACTS, report(untimed)))
+    assert document["layers"][0]["outcome"]["chosen_ns"] is None
+    assert document["layers"][0]["deterministic"] is True
+
+
 def test_all_engines_of_a_layer_with_the_reasons():
     text = shown(render_layer, layer())
     assert "eng39_k25=0 *" in text

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime.benchmark_mode import CHURN, benchmark_mode
+from steadytorch.runtime.benchmark_mode import CHURN, LIMIT, benchmark_mode, why_not
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
@@ -39,12 +39,12 @@ def test_it_is_undone_when_the_body_raises():
         torch.backends.cudnn.benchmark = False
 
 
-def switched_on(monkeypatch):
+def switched_on(monkeypatch, **options):
     """The mode as on a machine with a device; layers there are seen by their shapes alone."""
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.why_not", lambda: "")
     # Other tests of this process may have asked cuDNN for engines.
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.has_convolved", lambda: False)
-    return benchmark_mode(True)
+    return benchmark_mode(True, **options)
 
 
 def test_it_says_when_it_comes_late(monkeypatch):
@@ -60,6 +60,36 @@ def test_settings_are_put_back(monkeypatch):
     with switched_on(monkeypatch):
         assert cudnn.benchmark is True
     assert (cudnn.benchmark, cudnn.benchmark_limit) == before
+
+
+def test_how_many_engines_are_tried_is_set_while_it_is_on(monkeypatch):
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark_limit = 7
+    try:
+        with switched_on(monkeypatch, limit=3):
+            assert cudnn.benchmark_limit == 3
+        assert cudnn.benchmark_limit == 7
+    finally:
+        cudnn.benchmark_limit = LIMIT
+
+
+@pytest.mark.parametrize(
+    ("cuda", "present", "enabled", "reason"),
+    [
+        (False, True, True, "there is no CUDA device"),
+        (True, False, True, "this PyTorch has no cuDNN"),
+        (True, True, False, "cuDNN is switched off in this process"),
+        (True, True, True, ""),
+    ],
+)
+def test_the_reason_why_it_has_no_effect(monkeypatch, cuda, present, enabled, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: present)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
+    assert why_not() == reason
+    if reason:
+        with pytest.warns(UserWarning, match=f"no effect: {reason}"):
+            assert not benchmark_mode(True).report().active
 
 
 def test_shapes_that_churn_are_said_once(monkeypatch):

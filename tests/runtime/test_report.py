@@ -3,7 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from steadytorch.runtime.report import Report, Serving
+from steadytorch.conv import plans
+from steadytorch.runtime.report import Report, Serving, missed_convolutions
 
 
 def serving(**changes):
@@ -81,4 +82,54 @@ def test_a_report_without_calls_is_readable():
 
 def test_a_report_is_data():
     report = Report({"tuned": 10}, (serving(), MISSED))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+ENGINED = serving(executor="fold_batch_norm + cudnn_engines(choices={...}) + cuda_graph")
+
+
+@pytest.fixture
+def misses(monkeypatch):
+    found = {"fprop/none": "this cuDNN has no plan eng7"}
+    monkeypatch.setattr(plans, "MISSES", found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("signatures", "told"),
+    [
+        ((ENGINED,), True),
+        ((MISSED, serving(), ENGINED), True),
+        ((serving(), MISSED), False),
+        ((), False),
+    ],
+    ids=["engines", "engines among others", "no engines", "nothing"],
+)
+def test_convolutions_that_pytorch_ran_are_told_where_engines_were_to_run_them(
+    misses, signatures, told
+):
+    found = missed_convolutions(signatures)
+    assert found == (misses if told else {})
+    misses["later"] = "another"
+    assert "later" not in found
+
+
+def test_the_text_ends_with_the_convolutions_that_pytorch_ran():
+    text = str(Report({"tuned": 1}, (ENGINED,), None, {"fprop/a": "gone", "fprop/b": "refused"}))
+    assert text.splitlines()[-3:] == [
+        "  convolutions that PyTorch ran in place of an engine: 2",
+        "    fprop/a: gone",
+        "    fprop/b: refused",
+    ]
+
+
+def test_the_text_shows_a_few_of_many_convolutions():
+    lines = str(Report({}, (), None, {str(n): "gone" for n in range(53)})).splitlines()
+    assert len(lines) == 8
+    assert lines[1].endswith(": 53")
+    assert lines[-1].strip() == "and 48 more"
+
+
+def test_misses_survive_being_written_down():
+    report = Report({}, (ENGINED,), None, {"fprop/a": "gone"})
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report

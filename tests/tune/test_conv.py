@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec import convert
 from torch import nn
 
-from steadytorch.conv.choices import Choice, read_choice
+from steadytorch import transforms
+from steadytorch.conv import allot, frontend
+from steadytorch.conv.choices import ATEN, Choice, read_choice, read_choices
 from steadytorch.conv.choose import Options, Outcome
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.plan.engines import known_engines
 from steadytorch.plan.store import Store
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import TransformSpec
+from steadytorch.trial.worker import save_payload
 from steadytorch.tune import conv
 from steadytorch.tune.conv import (
+    ConvHandler,
     ConvReport,
     Layer,
     _beyond_fp16,
@@ -105,6 +111,58 @@ def test_where_values_are_large_fp16_is_no_choice(factor, layers):
     assert sum(found[key] for key in barred) == layers
 
 
+FAULT = "OutOfMemoryError: CUDA out of memory."
+
+
+@pytest.fixture
+def handler(monkeypatch, tmp_path):
+    """One that chooses on this machine; `bias_relu`, the larger problem, is out of memory."""
+
+    def chosen(problem, device, options, incumbent):
+        if problem.epilogue == "bias_relu":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Outcome(problem.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
+
+    monkeypatch.setattr(allot, "choose", chosen)
+    monkeypatch.setattr(frontend, "version", lambda: 91900)
+    monkeypatch.setattr(conv, "is_cold", lambda counts, device: False)
+    monkeypatch.setattr(conv, "_rates", lambda problem, device: (1.0, 1.0))
+    save_payload(workload(), tmp_path)
+    made = ConvHandler(tmp_path)
+    made.load("cpu", transforms.ambient())
+    return made
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_convolution_that_fails_keeps_pytorchs_own_and_the_others_their_engines(handler, known):
+    failed, well = (problem.key for problem in _found(workload(), ()))
+    before = {failed: "eng3"} if known else {}
+    report = convert(handler.choose([], 60.0, {}, before), ConvReport)
+    assert [layer.reason for layer in report.layers] == [FAULT, None]
+    assert [layer.outcome is None for layer in report.layers] == [True, False]
+    assert read_choices(report.choices) == {well: Choice("eng1")}
+
+
+def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(allot, "choose", failing)
+    report = convert(handler.choose([], 60.0, {}, {}), ConvReport)
+    assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
+    keys = [problem.key for problem in _found(workload(), ())]
+    assert read_choices(report.choices) == dict.fromkeys(keys, Choice(ATEN))
+
+
+def test_where_cudnn_is_missing_there_is_no_report(handler, monkeypatch):
+    def missing():
+        raise UnsupportedError("choosing cuDNN engines needs it")
+
+    monkeypatch.setattr(frontend, "version", missing)
+    with pytest.raises(UnsupportedError, match="needs it"):
+        handler.choose([], 60.0, {}, {})
+
+
 def test_what_was_chosen_is_where_the_next_choice_starts(monkeypatch, tmp_path):
     facts, plans = DeviceFacts(device="cuda", name="GPU", cudnn="9.19.0"), Store(tmp_path)
     handed = []
@@ -113,8 +171,11 @@ def test_what_was_chosen_is_where_the_next_choice_starts(monkeypatch, tmp_path):
         handed.append(dict(incumbent))
         outcome = Outcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
         reached = Layer(("0",), HALF.key, outcome, 1, 1)
-        unreached = Layer(("1",), HALF.key.replace("bias", "none"), None, 1, 1)
-        return ConvReport((reached, unreached), "", True, 1.0, 1.0, 91900, 1.0)
+        others = [HALF.key.replace("bias", epilogue) for epilogue in ("none", "bias_relu")]
+        failed = Layer(("1",), others[0], None, 1, 1, "RuntimeError: boom")
+        quick = Outcome(others[1], "eng7", None, None, None, (), 0.1)
+        untimed = Layer(("2",), others[1], quick, 1, 1, "the time ran out before")
+        return ConvReport((reached, failed, untimed), "", True, 1.0, 1.0, 91900, 1.0)
 
     monkeypatch.setattr(conv, "choose_engines", chosen)
     for _ in range(2):

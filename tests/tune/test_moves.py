@@ -126,6 +126,22 @@ def test_a_stem_is_fused_before_engines_take_the_rest(regime):
     assert (FOLD, FP16, LAYOUT, ENGINES, GRAPH) in seeds[:3]
 
 
+FROZEN = _single("compile", mode="default", freezing=True)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("stem", [(), (_fused(stem=True),)], ids=["engines", "a stem too"])
+def test_engines_are_tried_without_a_graph_where_graphs_do_not_apply(regime, stem):
+    around = [FOLD, *stem, FP16, LAYOUT, ENGINES, FROZEN]
+    tried = {transforms.order(around), transforms.order(around[:-1])}
+    without = Moves(around, WORKLOAD, "fp16", regime).seeds()
+    assert tried <= set(without[: 4 if stem else 2])
+    # Where graphs apply, none of the seeds with engines goes without.
+    with_graph = Moves([*around, GRAPH], WORKLOAD, "fp16", regime).seeds()
+    assert {transforms.order([*seed, GRAPH]) for seed in tried} <= set(with_graph)
+    assert not tried & set(with_graph)
+
+
 def test_the_configuration_that_was_chosen_for_a_stem_is_what_is_tried():
     chosen = _fused("64x32x7-w4s1", stem=True)
     seeds = Moves([FOLD, chosen, LAYOUT, ENGINES, GRAPH], WORKLOAD, "same", "memory-bound").seeds()

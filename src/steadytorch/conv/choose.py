@@ -7,7 +7,7 @@ PyTorch's own choices among them, and losers drop out early.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.conv.check import Operands, Verified, addresses, operands, verify
+from steadytorch.conv.check import Operands, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
+from steadytorch.conv.decide import pick, stays
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
 from steadytorch.conv.handles import target
 from steadytorch.conv.module import pad_channels
@@ -24,23 +25,21 @@ from steadytorch.conv.plans import DTYPES, Plan, empty
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import (
     BENCHMARK,
-    NOISE,
     Arm,
     Flush,
     Measured,
+    barred,
     by_pytorch,
     record_all,
     take_rounds,
 )
-from steadytorch.errors import SteadyError
-from steadytorch.measure.race import ALPHA
-from steadytorch.measure.statistics import signed_rank_interval
+from steadytorch.errors import UnsupportedError
 
-KEPT = 0.03
-"""An engine chosen before is kept unless another is shown to be faster by more than this."""
 ERROR_FACTOR = 2.0
 """An engine's error may be this many times that of PyTorch's own in the problem's element type, as
 for class `same`; also where it computes in the other 16-bit type."""
+BUILDING = 0.5
+"""Of the time for one problem, what may go into building and verifying; the rest is for timing."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -50,7 +49,8 @@ class Options(msgspec.Struct, frozen=True):
         filters: which engines may be used.
         cold: whether the L2 cache is flushed before each run, as in a network whose tensors do not
             all fit into it.
-        seconds: for one problem at the most.
+        seconds: for one problem. Where half of it is over, no more engines are built, and where all
+            is, no more rounds are run; what was begun is finished.
         seed: of operands and order.
         other_half: whether fp16 may be tried in place of bf16, the result converted back. What is
             verified here are errors on random operands of size 1: whether a network's own values
@@ -74,7 +74,7 @@ class Outcome(msgspec.Struct, frozen=True):
         choice: as text.
         default_ns: PyTorch's own choice, its epilogue in kernels of its own.
         benchmark_ns: likewise with its benchmark mode on.
-        chosen_ns: the chosen one.
+        chosen_ns: the chosen one; the three are None for what was not timed.
         engines: the field, fastest first, then those excluded.
         seconds: that it took.
     """
@@ -101,6 +101,9 @@ def choose(
 ) -> Outcome:
     """Measures every engine for a problem and chooses one.
 
+    An engine that raises, when it is built, verified, recorded or timed, is excluded with what it
+    said; whatever else is raised is of the whole problem.
+
     Args:
         problem: what is to be computed.
         device: a CUDA device; this process should have it to itself.
@@ -108,7 +111,8 @@ def choose(
         incumbent: chosen before; see `stays`.
 
     Raises:
-        UnsupportedError: the frontend or cuDNN is missing.
+        UnsupportedError: the frontend or cuDNN is missing, nothing could be timed, or an engine
+            made the device unusable to this process.
     """
     options = options or Options()
     start = time.perf_counter()
@@ -116,69 +120,68 @@ def choose(
     given = operands(problem, device, options.seed)
     own_error = given.error_of(given.by_pytorch())
     arms, excluded = by_pytorch(given, own_error), []
-    for variant, choice in variants(problem, options):
-        found, refused = _engines(variant, choice, given, own_error, options)
-        arms.extend(found)
-        excluded.extend(refused)
+    own = len(arms)
+    for tried in _field(problem, given, own_error, options, incumbent):
+        if isinstance(tried, Arm):
+            arms.append(tried)
+        else:
+            excluded.append(tried)
+        if len(arms) > own and time.perf_counter() > start + BUILDING * options.seconds:
+            reason = "not tried: the time for building engines of this convolution was over"
+            excluded.append(Measured("any other", excluded=reason))
+            break
     flush = Flush(device, given.first) if options.cold else None
     deadline = start + options.seconds
     before = None if incumbent is None else str(incumbent)
-    record_all(arms)
-    take_rounds(arms, flush, rng, lambda: time.perf_counter() > deadline, before)
-    measured = sorted((arm.summary() for arm in arms), key=lambda m: m.median_ns or np.inf)
+    recorded = record_all(arms)
+    take_rounds(recorded, flush, rng, lambda: time.perf_counter() > deadline, before)
+    found = [arm.summary() for arm in arms]
+    excluded.extend(m for m in found if m.excluded is not None)
+    measured = sorted((m for m in found if m.excluded is None), key=lambda m: m.median_ns or np.inf)
     by_name = {m.choice: m for m in measured}
-    kept = before is not None and stays({arm.found.choice: arm.times_ns for arm in arms}, before)
+    times = {arm.found.choice: arm.times_ns for arm in arms if arm.found.choice in by_name}
+    kept = before is not None and stays(times, before)
     chosen = by_name[before] if before is not None and kept else pick(measured)
     return Outcome(
         problem=problem.key,
         choice=chosen.choice,
-        default_ns=by_name[ATEN].median_ns,
-        benchmark_ns=by_name[BENCHMARK].median_ns,
+        default_ns=_median_ns(by_name.get(ATEN)),
+        benchmark_ns=_median_ns(by_name.get(BENCHMARK)),
         chosen_ns=chosen.median_ns,
         engines=(*measured, *excluded),
         seconds=time.perf_counter() - start,
     )
 
 
-def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
-    """Whether an engine that was chosen before is to stay.
-
-    It is, unless another is shown to be faster by more than `KEPT`: the exact interval of their
-    paired blocks (signed ranks), at `ALPHA` shared out among the others, lies beyond it. Medians
-    alone would let kernels of a few microseconds take turns from run to run.
+def first_sound(
+    problem: ConvProblem, device: torch.device, options: Options | None = None
+) -> Outcome:
+    """The first engine of cuDNN's list that builds and verifies, nothing timed.
 
     Args:
-        times_ns: by choice, of blocks in the order of the rounds, which all ran from the first on;
-            those that dropped out have fewer.
-        incumbent: the choice made before; one that is not among them does not stay.
+        problem: what is to be computed.
+        device: a CUDA device.
+        options: which engines may be used, and the seed of operands.
+
+    Raises:
+        UnsupportedError: there is none, the frontend or cuDNN is missing.
     """
-    if incumbent not in times_ns:
-        return False
-    others = [name for name in times_ns if name not in (incumbent, BENCHMARK)]
-    level = ALPHA / max(1, len(others))
-    own = np.log(times_ns[incumbent])
-    for name in others:
-        count = min(len(own), len(times_ns[name]))
-        slower = own[:count] - np.log(times_ns[name][:count])
-        interval = signed_rank_interval(slower, level)
-        if interval is not None and interval[0] > np.log1p(KEPT):
-            return False
-    return True
+    options = options or Options()
+    start = time.perf_counter()
+    given = operands(problem, device, options.seed)
+    own_error = given.error_of(given.by_pytorch())
+    excluded: list[Measured] = []
+    for tried in _engines(problem, Choice(), given, own_error, options):
+        if isinstance(tried, Arm):
+            took = time.perf_counter() - start
+            engines = (tried.found, *excluded)
+            return Outcome(problem.key, tried.found.choice, None, None, None, engines, took)
+        excluded.append(tried)
+    raise UnsupportedError(f"no engine of cuDNN is sound for {problem.key}")
 
 
-def pick(measured: Sequence[Measured]) -> Measured:
-    """The choice among engines that were timed, fastest first, where none was made before.
-
-    Within the noise band of the fastest: the smallest workspace, then the name. PyTorch's own only
-    where it is faster than all others by more than the band.
-    """
-    timed = [m for m in measured if m.median_ns is not None and m.choice != BENCHMARK]
-    engines = [m for m in timed if m.choice != ATEN]
-    fastest = timed[0].median_ns or 0.0
-    near = [m for m in engines if (m.median_ns or 0.0) <= fastest * (1 + NOISE)]
-    if not near:
-        return timed[0]
-    return min(near, key=lambda m: (m.workspace_bytes or 0, m.choice))
+def _median_ns(found: Measured | None) -> float | None:
+    return None if found is None else found.median_ns
 
 
 def variants(problem: ConvProblem, options: Options) -> Iterator[tuple[ConvProblem, Choice]]:
@@ -212,38 +215,62 @@ def _variant(problem: ConvProblem, number: Any, channels: int | None) -> ConvPro
     return changed
 
 
+def _field(
+    problem: ConvProblem,
+    given: Operands,
+    own_error: float,
+    options: Options,
+    incumbent: Choice | None,
+) -> Iterator[Arm | Measured]:
+    """Engines of all variants, the incumbent first: it is not to be left out for want of time."""
+    ways = list(variants(problem, options))
+    if incumbent is not None:
+        way = (incumbent.channels, incumbent.number)
+        ways.sort(key=lambda pair: (pair[1].channels, pair[1].number) != way)
+    for variant, choice in ways:
+        yield from _engines(variant, choice, given, own_error, options, incumbent)
+
+
 def _engines(
-    problem: ConvProblem, choice: Choice, given: Operands, own_error: float, options: Options
-) -> tuple[list[Arm], list[Measured]]:
-    """Engines of one variant: those that may run, verified, and those that may not."""
+    problem: ConvProblem,
+    choice: Choice,
+    given: Operands,
+    own_error: float,
+    options: Options,
+    incumbent: Choice | None = None,
+) -> Iterator[Arm | Measured]:
+    """Engines of one variant in cuDNN's order: arms that may run, and others with the reason."""
     device = given.first.device
-    arms: list[Arm] = []
-    refused: list[Measured] = []
     try:
         offered = list_engines(problem, target(device), options.filters)
-    except SteadyError as error:
-        return [], [Measured(str(choice) + "any", excluded=str(error))]
-    varied = _varied(given, problem)
+        varied = _varied(given, problem)
+    except Exception as fault:
+        yield barred(Measured(f"{choice}any"), fault)
+        return
+    if incumbent is not None:
+        offered.sort(key=lambda engine: engine.name != incumbent.engine)
     bound = ERROR_FACTOR * own_error
     for engine in offered:
-        named = msgspec.structs.replace(choice, engine=engine.name)
-        found = _measured(engine, str(named))
+        found = _measured(engine, str(msgspec.structs.replace(choice, engine=engine.name)))
         if engine.excluded is not None:
-            refused.append(found)
+            yield found
             continue
         try:
-            plan = Plan(problem, engine.name, device)
-            seen = verify(plan, varied, bound)
-        except (SteadyError, torch.OutOfMemoryError) as fault:
-            seen, plan = Verified(None, str(fault).splitlines()[0]), None
-        found = msgspec.structs.replace(
-            found, error=seen.error, excluded=seen.fault, repeats=seen.repeats
-        )
-        if seen.fault is not None or plan is None:
-            refused.append(found)
-        else:
-            arms.append(_arm(found, plan, given, varied))
-    return arms, refused
+            tried = _tried(found, Plan(problem, engine.name, device), given, varied, bound)
+        except Exception as fault:
+            tried = barred(found, fault)
+        yield tried
+
+
+def _tried(
+    found: Measured, plan: Plan, given: Operands, varied: Operands, bound: float
+) -> Arm | Measured:
+    """A built plan as an arm if it computes what it should, else the reason why not."""
+    seen = verify(plan, varied, bound)
+    found = msgspec.structs.replace(
+        found, error=seen.error, excluded=seen.fault, repeats=seen.repeats
+    )
+    return found if seen.fault is not None else _arm(found, plan, given, varied)
 
 
 def _measured(engine: Engine, name: str) -> Measured:
@@ -275,7 +302,9 @@ def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
     workspace = scratch.data_ptr()
 
     def run() -> None:
-        plan.enqueue(pointers, workspace)
+        # One that runs nothing would be the fastest.
+        if not plan.enqueue(pointers, workspace):
+            raise UnsupportedError("does not run any more")
 
     if problem == given.problem:
         return Arm(found, run, keep=(y, scratch, varied))
@@ -286,7 +315,7 @@ def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
         pad_channels(given.first, added).to(dtype)
         if not same and given.other is not None:
             given.other.to(dtype)
-        plan.enqueue(pointers, workspace)
+        run()
         if not same:
             y.to(given.first.dtype)
 

@@ -9,11 +9,8 @@ from typing import Any
 
 import msgspec
 
+from steadytorch.device.probes import CUDNN_EXTRA, CUDNN_FRONTEND
 from steadytorch.errors import UnsupportedError, first_line
-
-EXTRA = "steadytorch[cudnn]"
-FRONTEND = "1.26"
-"""The version whose interface this is: 1.27 rewrote the graph, 1.29 needs further packages."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -37,19 +34,15 @@ def frontend() -> ModuleType:
     Raises:
         UnsupportedError: it or cuDNN is missing, or of a version that does not fit.
     """
-    remedy = f"pip install '{EXTRA}'"
+    need = f"choosing cuDNN engines needs nvidia-cudnn-frontend {CUDNN_FRONTEND}"
+    remedy = f"pip install '{CUDNN_EXTRA}'"
     try:
         import cudnn
     except ImportError as error:
-        raise UnsupportedError(
-            f"choosing cuDNN engines needs nvidia-cudnn-frontend {FRONTEND} ({error}): {remedy}"
-        ) from None
+        raise UnsupportedError(f"{need} ({error}): {remedy}") from None
     found = getattr(cudnn, "__version__", "unknown")
-    if not found.startswith(FRONTEND + "."):
-        raise UnsupportedError(
-            f"choosing cuDNN engines needs nvidia-cudnn-frontend {FRONTEND}, found {found}: "
-            f"{remedy}"
-        )
+    if not found.startswith(CUDNN_FRONTEND + "."):
+        raise UnsupportedError(f"{need}, found {found}: {remedy}")
     _check_library(cudnn)
     return cudnn
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steadytorch.conv.choices import ATEN, Choice
-from steadytorch.conv.operator import conv_engine, plain
+from steadytorch.conv.operator import conv_engine_eagerly, plain
 from steadytorch.conv.plans import DTYPES, Geometry
 from steadytorch.conv.problem import ConvProblem
 
@@ -82,7 +82,7 @@ class EngineConv(nn.Module):
         if self._added_channels:
             x = pad_channels(x, self._added_channels)
         geometry: Any = self.geometry
-        y = conv_engine(
+        y = conv_engine_eagerly(
             *(x, self.weight, self.bias, other, *geometry, self.relu),
             *(self.choice.engine, ATEN, ATEN),
         )

@@ -2,41 +2,40 @@
 
 `torch.ops.steadytorch.conv_engine` runs in eager mode and is seen as one operator by CUDA graphs,
 `torch.compile` and `torch.export`. A plan that is gone, does not build or does not fit the tensors
-is no error: that one convolution runs as PyTorch runs it, and `plans.MISSES` says why.
+is no error: that one convolution runs as PyTorch runs it, and `plans.MISSES` and the log say why.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import _profiler_enabled
 
 from steadytorch.conv.choices import ATEN
 from steadytorch.conv.plans import (
-    MISSES,
+    RUNNERS,
     Geometry,
-    Plan,
+    Runner,
     as_laid_out,
+    check_operands,
     empty,
     memory_layout,
+    note_miss,
     number_of,
+    planned,
     problem_of,
 )
 from steadytorch.conv.problem import ConvProblem, Layout, Operation
-from steadytorch.errors import SteadyError, UnsupportedError
+from steadytorch.errors import SteadyError, UnsupportedError, one_line
 
-Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+_FITTING = "engines take fp16, bf16 or float32, no broadcasting, and a bias with any add or ReLU"
+_PLAIN = (Tensor, torch.nn.Parameter)
 
-
-class _Runners(threading.local):
-    def __init__(self) -> None:
-        self.known: dict[Any, Runner] = {}
-
-
-_RUNNERS = _Runners()
 
 _LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
 _LIBRARY.define(
@@ -85,15 +84,17 @@ def _impl(
     wgrad: str,
 ) -> Tensor:
     key = (
-        *(engine, relu, groups, number_of(x.dtype), x.dtype, x.device, x.shape, x.stride()),
-        *(weight.shape, weight.stride(), bias is None, None if other is None else other.stride()),
+        *(engine, relu, groups, number_of(x.dtype) or x.dtype, x.device, x.shape, x.stride()),
+        *(weight.dtype, weight.device, weight.shape, weight.stride()),
+        *((None, None) if bias is None else (bias.dtype, bias.shape)),
+        *((None, None) if other is None else (other.dtype, other.shape)),
         *(tuple(stride), tuple(padding), tuple(dilation)),
     )
-    runner = _RUNNERS.known.get(key)
+    runner = RUNNERS.known.get(key)
     if runner is None:
         geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
         runner = _runner(x, weight, bias, other, relu, geometry, engine)
-        _RUNNERS.known[key] = runner
+        RUNNERS.known[key] = runner
     return runner(x, weight, bias, other)
 
 
@@ -115,16 +116,12 @@ def _runner(
         return fallback
     try:
         problem = problem_of(x, weight, bias is not None, other is not None, relu, geometry)
+        check_operands(problem, x, weight, bias, other)
     except SteadyError as error:
-        MISSES[f"{tuple(x.shape)} {x.dtype}"] = str(error)
+        called = f"fprop of {(tuple(x.shape), tuple(weight.shape))}, {x.dtype},"
+        note_miss(called, engine, one_line(error), _FITTING)
         return fallback
-    try:
-        plan = Plan(problem, engine, x.device)
-    except Exception as error:  # whatever cuDNN says, the model must run
-        MISSES[problem.key] = str(error)
-        return fallback
-
-    return lambda x, w, b, z: plan.run(x, w, b, z, fallback)
+    return planned(problem, engine, x.device, fallback)
 
 
 def _fake(
@@ -164,12 +161,12 @@ def _grad_impl(
         *(operation, layout, engine, groups, number_of(first.dtype), first.dtype, first.device),
         *(tuple(input), tuple(weight), tuple(stride), tuple(padding), tuple(dilation)),
     )
-    runner = _RUNNERS.known.get(key)
+    runner = RUNNERS.known.get(key)
     if runner is None:
         shapes = (tuple(input), tuple(weight))
         geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
         runner = _grad_runner(first, shapes, geometry, operation, layout, engine)
-        _RUNNERS.known[key] = runner
+        RUNNERS.known[key] = runner
     return runner(first, second, None, None)
 
 
@@ -186,19 +183,16 @@ def _grad_runner(
 
     if not first.is_cuda or engine == ATEN:
         return fallback
-    key = f"{operation} {shapes} {first.dtype}"
     try:
         number = number_of(first.dtype)
         if number is None:
             raise UnsupportedError(f"no engines for {first.dtype}")
         sizes: Any = (*shapes, *geometry)
         problem = ConvProblem(operation, "none", number, layout, *sizes)
-        key = problem.key
-        plan = Plan(problem, engine, first.device)
-    except Exception as error:  # whatever cuDNN says, the model must run
-        MISSES[key] = str(error)
+    except SteadyError as error:
+        note_miss(f"{operation} of {shapes}, {first.dtype},", engine, one_line(error), _FITTING)
         return fallback
-    return lambda a, b, *unused: plan.run(a, b, None, None, fallback)
+    return planned(problem, engine, first.device, fallback)
 
 
 def plain_grad(
@@ -335,13 +329,22 @@ class _Directly(torch.autograd.Function):
         )
 
 
-def conv_engine_eagerly(x: Tensor, *rest: Any) -> Tensor:
-    """As `conv_engine`, sooner where nothing looks at its operators: no compiler, no fake tensor.
+def conv_engine_eagerly(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """As `conv_engine`, sooner where nothing looks at its operators.
+
+    That is: no compiler, mode, transform of functions or profiler, and no tensors of other types.
 
     Args:
         x: the input.
+        weight: that it is convolved with.
         rest: the operator's other arguments.
     """
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
-        return conv_engine(x, *rest)
-    return _Directly.apply(x, *rest)
+    if (
+        torch.compiler.is_compiling()
+        or not (type(x) in _PLAIN and type(weight) in _PLAIN)
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or _profiler_enabled()
+    ):
+        return conv_engine(x, weight, *rest)
+    return (_Directly.apply if torch.is_grad_enabled() else _impl)(x, weight, *rest)

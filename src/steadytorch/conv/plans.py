@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import or_
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -12,10 +16,10 @@ from steadytorch.conv.choices import HEURISTIC
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT, Graph, list_engines
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.problem import EPILOGUES, ConvProblem, Layout, Number
-from steadytorch.errors import UnsupportedError
+from steadytorch.errors import UnsupportedError, one_line
 
 ALIGNMENT = 16
-"""Bytes to which plans take addresses to be aligned: the frontend's default."""
+"""Bytes to which plans take addresses to be aligned, a power of two: the frontend's default."""
 NUMBERS: dict[torch.dtype, Number] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -28,12 +32,47 @@ DTYPES = {
     "tf32": torch.float32,
 }
 MISSES: dict[str, str] = {}
-"""Problems that fell back to PyTorch in this process, by key, each with the reason."""
+"""Problems that fell back to PyTorch in this process, by key, each with the first reason."""
+MOST_MISSES = 1000
+"""That are kept and logged: where every call has other shapes, the rest says nothing new."""
+TUNE_AGAIN = "results are right, the gain is lost: tune again here"
 
+_log = logging.getLogger("steadytorch")
+_NOTING = Lock()
+_UNALIGNED = f"a tensor's address is no multiple of {ALIGNMENT} bytes"
+_ALIGN = "give it tensors that start where their memory does"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 """Stride, padding, dilation and groups."""
+Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""Runs a convolution on its two operands, the bias and the residual."""
+
+
+class _Runners(local):
+    def __init__(self) -> None:
+        self.known: dict[Any, Runner] = {}
+
+
+RUNNERS = _Runners()
+"""What runs a call, by all that decides it; of each thread its own, as handles of cuDNN are."""
+
+
+def note_miss(problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN) -> None:
+    """Notes that PyTorch runs a convolution in place of its engine, and logs it the first time.
+
+    Args:
+        problem: its key, or other words for one that has none.
+        engine: that was to run it.
+        reason: why it did not.
+        remedy: what to do.
+    """
+    with _NOTING:
+        if problem in MISSES or len(MISSES) >= MOST_MISSES:
+            return
+        MISSES[problem] = reason
+    wanted = engine or "cuDNN's first suggestion"
+    _log.warning("PyTorch runs %s in place of %s: %s; %s", problem, wanted, reason, remedy)
 
 
 def memory_layout(*tensors: Tensor) -> Layout:
@@ -101,6 +140,27 @@ def problem_of(
     )
 
 
+def check_operands(
+    problem: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
+) -> None:
+    """Sees that operands are what a plan reads, which takes addresses alone.
+
+    Raises:
+        UnsupportedError: one that PyTorch would broadcast, or refuse.
+    """
+    wanted = ((weight, problem.weight), (bias, problem.weight[:1]), (other, problem.output))
+    for tensor, shape in wanted:
+        if tensor is None:
+            continue
+        found, needed = _described(tensor), (shape, x.dtype, x.device)
+        if found != needed:
+            raise UnsupportedError(f"an operand is {found}, engines read {needed}")
+
+
+def _described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
 def number_of(dtype: torch.dtype) -> Number | None:
     """What this process lets convolutions of an element type compute in; None for other types."""
     cudnn: Any = torch.backends.cudnn
@@ -137,53 +197,89 @@ class Plan:
             self._index = self._graph.names.index(engine)
             self.workspace_bytes = self._graph.build(self._index)
         self.name = engine
+        self._dtype, layout = DTYPES[problem.number], problem.layout
         self._output = _output_shape(problem)
-        self._dtype = DTYPES[problem.number]
+        self._format = _memory_format(layout, len(self._output))
+        self._strides = empty(self._output, self._dtype, torch.device("meta"), layout).stride()
 
     def run(
         self,
+        fallback: Runner,
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
         other: Tensor | None,
-        fallback: Callable[..., Tensor],
     ) -> Tensor:
         """The result in a new tensor; by `fallback` where cuDNN refuses these tensors."""
-        layout = self.problem.layout
-        first, second = as_laid_out(first, layout), as_laid_out(second, layout)
+        form = self._format
+        first = first.contiguous(memory_format=form)
+        second = second.contiguous(memory_format=form)
         pointers = {INPUT: first.data_ptr(), WEIGHT: second.data_ptr()}
         if bias is not None:
             bias = bias.contiguous()
             pointers[BIAS] = bias.data_ptr()
         if other is not None:
-            other = as_laid_out(other, layout)
+            other = other.contiguous(memory_format=form)
             pointers[OTHER] = other.data_ptr()
-        if any(pointer % ALIGNMENT for pointer in pointers.values()):
-            return fallback(first, second, bias, other)
-        y = empty(self._output, self._dtype, self._device, layout)
+        if reduce(or_, pointers.values()) % ALIGNMENT:
+            return self._missed(_UNALIGNED, _ALIGN, fallback, first, second, bias, other)
+        # By strides: two thirds of the time that it takes by memory format.
+        y = torch.empty_strided(self._output, self._strides, dtype=self._dtype, device=self._device)
         pointers[OUTPUT] = y.data_ptr()
-        return y if self.enqueue(pointers) else fallback(first, second, bias, other)
+        try:
+            scratch = self._scratch()
+            self._execute(pointers, 0 if scratch is None else scratch.data_ptr())
+        except Exception as error:  # whatever cuDNN says, the model must run
+            why = one_line(error)
+            return self._missed(why, TUNE_AGAIN, fallback, first, second, bias, other)
+        return y
 
-    def enqueue(self, pointers: dict[int, int], workspace: int | None = None) -> bool:
+    def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
         """Runs on the current stream; False where cuDNN refuses.
 
         Args:
             pointers: addresses by tensor of the graph.
-            workspace: address of scratch memory; None to take some for this call.
+            workspace: address of scratch memory.
         """
-        scratch = None
         try:
-            if workspace is None and self.workspace_bytes:
-                # Taken per call: the allocator orders its reuse by stream, and keeps it in a
-                # graph's own pool while one is recorded.
-                scratch = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
-                workspace = scratch.data_ptr()
-            number = self._handle.on_current_stream()
-            self._graph.execute(self._index, pointers, workspace or 0, number)
-        except Exception as error:
-            MISSES[self.problem.key] = f"{self.name}: {error}"
+            self._execute(pointers, workspace)
+        except Exception:
             return False
         return True
+
+    def _execute(self, pointers: dict[int, int], workspace: int) -> None:
+        number = self._handle.on_current_stream()
+        self._graph.execute(self._index, pointers, workspace, number)
+
+    def _scratch(self) -> Tensor | None:
+        """Memory for one call.
+
+        The allocator orders its reuse by stream and shares it among plans, and keeps it in a
+        graph's own pool while one is recorded. Memory kept by the plan would be written to by
+        every graph that recorded it, at once where they are replayed on two streams.
+        """
+        if not self.workspace_bytes:
+            return None
+        return torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
+
+    def _missed(
+        self,
+        reason: str,
+        remedy: str,
+        fallback: Runner,
+        *operands: Any,
+    ) -> Tensor:
+        note_miss(self.problem.key, self.name, reason, remedy)
+        return fallback(*operands)
+
+
+def planned(problem: ConvProblem, engine: str, device: torch.device, fallback: Runner) -> Runner:
+    """What runs a problem by an engine, and by `fallback` where that cannot be."""
+    try:
+        return partial(Plan(problem, engine, device).run, fallback)
+    except Exception as error:  # whatever cuDNN says, the model must run
+        note_miss(problem.key, engine, one_line(error))
+        return fallback
 
 
 def _first(problem: ConvProblem, device: torch.device) -> str:
@@ -203,14 +299,16 @@ def empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout
 ) -> Tensor:
     """A new tensor of this layout, its values undefined."""
-    memory_format = torch.contiguous_format
-    if layout == "last" and len(shape) in _FORMATS:
-        memory_format = _FORMATS[len(shape)]
-    return torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    form = _memory_format(layout, len(shape))
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=form)
 
 
 def as_laid_out(tensor: Tensor, layout: Layout) -> Tensor:
     """The tensor, or a copy of it that is dense in this layout."""
-    if layout == "last" and tensor.dim() in _FORMATS:
-        return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
-    return tensor.contiguous()
+    return tensor.contiguous(memory_format=_memory_format(layout, tensor.dim()))
+
+
+def _memory_format(layout: Layout, dimensions: int) -> torch.memory_format:
+    if layout == "last" and dimensions in _FORMATS:
+        return _FORMATS[dimensions]
+    return torch.contiguous_format

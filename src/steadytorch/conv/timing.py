@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
 from steadytorch.conv.engines import NONDETERMINISTIC
+from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.measure.race import race
 
 BENCHMARK = "aten, benchmark mode"
@@ -28,6 +30,9 @@ within one, events resolve 0.5 us of some 20."""
 SCREEN_ROUNDS = 4
 FAR_BEHIND = 1.15
 """Only what is within this factor of the fastest goes on from the screening to the race."""
+HOPELESS = 3.0
+"""What takes more than so many times the fastest is not screened on after its first round: of some
+100 engines the slow ones take most of the time."""
 RACE_LOOKS = (16, 24, 36)
 REPEATS = 3
 
@@ -67,6 +72,32 @@ class Measured(msgspec.Struct, frozen=True):
         return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
+def device_answers() -> bool:
+    """Whether CUDA still does what it is asked in this process.
+
+    After a fault such as an illegal access to memory it does not, whoever asks.
+    """
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def barred(found: Measured, fault: Exception) -> Measured:
+    """An engine that raised: excluded, with what it said.
+
+    Raises:
+        UnsupportedError: it took the device along, so that nothing else runs in this process.
+    """
+    reason = one_line(fault)
+    if not device_answers():
+        raise UnsupportedError(f"{found.choice} ended all work on the device ({reason})") from None
+    return msgspec.structs.replace(found, excluded=reason)
+
+
 class Arm:
     """Something to time: a built plan, or PyTorch's own way.
 
@@ -91,8 +122,10 @@ class Arm:
         """Warms it up and records it on a stream, in memory of this pool."""
         if self._thread is None:
             self._record(stream, pool)
-        else:
+            return
+        try:
             self._thread.run(lambda: self._record(stream, pool))
+        finally:
             self._thread.close()
 
     def _record(self, stream: torch.cuda.Stream, pool: Any) -> None:
@@ -125,7 +158,9 @@ class Arm:
         return float(np.median([begin.elapsed_time(end) * 1e6 for begin, end in pairs]))
 
     def summary(self) -> Measured:
-        """What is known of it, with its times."""
+        """What is known of it, with its times unless it is excluded."""
+        if self.found.excluded is not None:
+            return self.found
         low, median, high = np.quantile(self.times_ns, [0.25, 0.5, 0.75])
         return msgspec.structs.replace(
             self.found,
@@ -169,8 +204,10 @@ class _Thread:
         self._work, self._error = work, None
         self._ready.release()
         self._done.acquire()
-        if self._error is not None:
-            raise self._error
+        # A kept error would keep the frames that it passed, and their tensors.
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Lets the thread end."""
@@ -209,24 +246,42 @@ class Flush:
         self._kept.add_(0)
 
 
-def record_all(arms: Sequence[Arm]) -> None:
-    """Records all arms and warms them up, before rounds are taken of them."""
-    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+def record_all(arms: Sequence[Arm]) -> list[Arm]:
+    """Records arms and warms them up, before rounds are taken of them.
+
+    Returns:
+        Those that can be timed; the others are excluded with the reason.
+
+    Raises:
+        UnsupportedError: the device no longer answers.
+    """
+    recorded: list[Arm] = []
+    place: tuple[torch.cuda.Stream, Any] | None = None
     for arm in arms:
-        arm.record(stream, pool)
-    torch.cuda.synchronize()
+        place = place or (torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+        try:
+            arm.record(*place)
+        except Exception as fault:
+            arm.found = barred(arm.found, fault)
+            # What was being recorded may still hold the stream and the pool.
+            place = None
+        else:
+            recorded.append(arm)
+    return recorded
 
 
 def take_rounds(
-    arms: list[Arm],
+    arms: Sequence[Arm],
     flush: Flush | None,
     rng: Random,
     stop: Callable[[], bool],
     incumbent: str | None = None,
 ) -> None:
-    """Screens all arms, and races those that are near the fastest.
+    """Screens arms, and races those that are near the fastest.
 
-    The incumbent races too, however far behind: what takes its place is to be shown by pairs.
+    PyTorch's own are screened to the end, since they are shown. The incumbent races too, however
+    far behind: what takes its place is to be shown by pairs. An arm that raises is excluded with
+    the reason, and the others race anew.
 
     Args:
         arms: get their times, in the order of the rounds.
@@ -234,23 +289,43 @@ def take_rounds(
         rng: of the order within a round.
         stop: asked before each round of the race.
         incumbent: the choice made before.
+
+    Raises:
+        UnsupportedError: the device no longer answers.
     """
+    screened = list(arms)
     for _ in range(SCREEN_ROUNDS):
-        for arm in rng.sample(arms, len(arms)):
-            arm.times_ns.append(arm.block_ns(flush))
-    medians = {id(arm): float(np.median(arm.times_ns)) for arm in arms}
-    fastest = min(medians.values())
-    near = [
+        for arm in rng.sample(screened, len(screened)):
+            with suppress(_ArmError):
+                arm.times_ns.append(_block_ns(arm, flush))
+        screened = _within(HOPELESS, screened, (ATEN, BENCHMARK, incumbent))
+    while near := _within(FAR_BEHIND, arms, (incumbent,)):
+        blocks = [lambda arm=arm: _block_ns(arm, flush) for arm in near]
+        with suppress(_ArmError):
+            result = race(blocks, rng=rng, looks=RACE_LOOKS, tie=NOISE, stop=stop)
+            for arm, times in zip(near, result.times, strict=True):
+                arm.times_ns.extend(times)
+            return
+
+
+class _ArmError(Exception):
+    """An arm raised and is excluded."""
+
+
+def _block_ns(arm: Arm, flush: Flush | None) -> float:
+    try:
+        return arm.block_ns(flush)
+    except Exception as fault:
+        arm.found = barred(arm.found, fault)
+        raise _ArmError from fault
+
+
+def _within(factor: float, arms: Sequence[Arm], kept: Sequence[str | None]) -> list[Arm]:
+    """Those within a factor of the fastest, and those of the names that are kept in any case."""
+    medians = {arm: float(np.median(arm.times_ns)) for arm in arms if arm.found.excluded is None}
+    fastest = min(medians.values(), default=0.0)
+    return [
         arm
-        for arm in arms
-        if medians[id(arm)] <= FAR_BEHIND * fastest or arm.found.choice == incumbent
+        for arm, median in medians.items()
+        if median <= factor * fastest or arm.found.choice in kept
     ]
-    result = race(
-        [lambda arm=arm: arm.block_ns(flush) for arm in near],
-        rng=rng,
-        looks=RACE_LOOKS,
-        tie=NOISE,
-        stop=stop,
-    )
-    for arm, times in zip(near, result.times, strict=True):
-        arm.times_ns.extend(times)

@@ -21,6 +21,9 @@ from steadytorch.device.observe import NotObservable, Readings
 # Above this perf_event_paranoid refuses hardware counters to unprivileged processes (manual page
 # of perf_event_open).
 _PARANOID_LIMIT = 2
+CUDNN_EXTRA = "steadytorch[cudnn]"
+CUDNN_FRONTEND = "1.26"
+"""The version whose interface is used: 1.27 rewrote the graph, 1.29 needs further packages."""
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -85,7 +88,7 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
         ),
         "cuDNN frontend": (
             _cudnn_frontend,
-            "pip install nvidia-cudnn-frontend; choosing convolution engines needs it",
+            f"pip install '{CUDNN_EXTRA}'; choosing convolution engines needs it",
         ),
     }
     return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
@@ -182,7 +185,10 @@ def _triton() -> str:
 
 
 def _cudnn_frontend() -> str:
-    return f"version {_installed('cudnn', ('nvidia-cudnn-frontend',))}"
+    found = _installed("cudnn", ("nvidia-cudnn-frontend",))
+    if not found.startswith(CUDNN_FRONTEND + "."):
+        raise NotObservable(f"version {found} is not usable, {CUDNN_FRONTEND} is")
+    return f"version {found}"
 
 
 def _installed(module: str, packages: tuple[str, ...]) -> str:

@@ -81,8 +81,10 @@ def render_layer(console: Console, layer: Layer) -> None:
     """All engines of one convolution: the field, fastest first, then those excluded and why."""
     console.print(plain(layer.problem), f"({len(layer.names)} times: {_names(layer)})")
     if layer.outcome is None:
-        console.print("Not measured: the time ran out before.")
+        console.print(f"Not measured: {plain(layer.reason or 'the time ran out before')}.")
         return
+    if layer.reason is not None:
+        console.print(f"Not timed: {plain(layer.reason)}.")
     table = _table()
     table.add_column("engine", ratio=2, overflow="fold")
     for heading in ("us", "spread", "runs", "workspace", "error"):

@@ -41,7 +41,7 @@ from steadytorch.runtime.dispatch import (
 from steadytorch.runtime.entries import STALE, Entries, Options, log
 from steadytorch.runtime.executors import without_gradients
 from steadytorch.runtime.probation import OnTrial, Outcome
-from steadytorch.runtime.report import TUNED, Report
+from steadytorch.runtime.report import TUNED, Report, missed_convolutions
 from steadytorch.runtime.standin import StandIn
 from steadytorch.workload.signature import tensors_of
 
@@ -125,7 +125,7 @@ class TunedModule(StandIn):
             calls = +self._calls
         tuned = sum(each.hits for each in signatures) + calls.pop(TUNED, 0)
         found = {TUNED: tuned, **calls} if tuned else dict(calls)
-        return Report(found, signatures, self._gate.off)
+        return Report(found, signatures, self._gate.off, missed_convolutions(signatures))
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The buffers into which a call with inputs like these copies them, to be written directly.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+from steadytorch.conv import plans
 
 TUNED = "tuned"
 _UNTOUCHED = "untouched: "
+_ENGINES = "cudnn_engines"
+_MOST_SHOWN = 5
+"""Convolutions in the text; there may be hundreds, and the log has them all."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +74,13 @@ class Report(msgspec.Struct, frozen=True):
         calls: how many calls ran `tuned`, and how many `untouched: <reason>`.
         signatures: the signatures seen and remembered, those with the most calls first.
         off: why nothing is served tuned, None where something may be.
+        convolutions: those that PyTorch ran in place of an engine, see `missed_convolutions`.
     """
 
     calls: dict[str, int]
     signatures: tuple[Serving, ...] = ()
     off: str | None = None
+    convolutions: dict[str, str] = {}
 
     @property
     def hits(self) -> int:
@@ -101,4 +110,27 @@ class Report(msgspec.Struct, frozen=True):
             lines.append(f"off: {self.off}")
         lines += [f"  {count} untouched: {why}" for why, count in self.fallbacks.items()]
         lines += [f"  {each}" for each in self.signatures]
-        return "\n".join(lines)
+        return "\n".join(lines + self._missed())
+
+    def _missed(self) -> list[str]:
+        if not self.convolutions:
+            return []
+        count, shown = len(self.convolutions), list(self.convolutions.items())[:_MOST_SHOWN]
+        more = [f"    and {count - len(shown)} more"] if count > len(shown) else []
+        told = [f"    {problem}: {why}" for problem, why in shown]
+        return [f"  convolutions that PyTorch ran in place of an engine: {count}", *told, *more]
+
+
+def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:
+    """Convolutions that PyTorch ran in place of an engine in this process, each with the reason.
+
+    Which model called them is not known: they are told to those that have an executor with engines.
+
+    Args:
+        signatures: what serves them.
+
+    Returns:
+        Reason by problem; empty where no executor uses engines.
+    """
+    engined = any(_ENGINES in each.executor for each in signatures if each.executor is not None)
+    return dict(plans.MISSES) if engined else {}

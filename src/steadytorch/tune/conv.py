@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import msgspec
 import torch
 
 from steadytorch import transforms
+from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, Outcome, choose, is_cold, variants
+from steadytorch.conv.choose import Options, Outcome, is_cold, variants
 from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
@@ -35,6 +35,8 @@ from steadytorch.workload.workload import Workload
 HANDLER = "steadytorch.tune.conv:ConvHandler"
 START_S = 120.0
 """For starting a worker, loading the workload and tracing it."""
+GRACE = 0.1
+"""Of the time for choosing, what is added to it for convolutions that were not reached."""
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -43,9 +45,11 @@ class Layer(msgspec.Struct, frozen=True):
     Attributes:
         names: where it stands in the model.
         problem: its key.
-        outcome: what was found for it; None where time ran out before.
+        outcome: what was found for it; None where there is nothing, and without times where an
+            engine was taken untimed.
         operations: multiplications and additions of one.
         traffic_bytes: bytes it moves if each element moves once.
+        reason: why it was not timed; None where it was.
     """
 
     names: tuple[str, ...]
@@ -53,6 +57,7 @@ class Layer(msgspec.Struct, frozen=True):
     outcome: Outcome | None
     operations: int
     traffic_bytes: int
+    reason: str | None = None
 
     @property
     def operation(self) -> Operation:
@@ -98,12 +103,15 @@ class ConvHandler(WorkloadHandler):
         from steadytorch.conv.frontend import version
 
         start = time.perf_counter()
+        cudnn = version()  # raises where no engine can be chosen at all
         specs = msgspec.convert(prefix, list[TransformSpec])
         device = self._workload.device
         training = self._workload.is_training
         found = (_found_in_training if training else _found)(self._workload, specs)
-        torch.cuda.empty_cache()
         counts = {problem: len(names) for problem, names in found.items()}
+        # Before engines run: one that fails may take the device along.
+        rates = _rates(next(iter(counts), None), str(device))
+        torch.cuda.empty_cache()
         cold = is_cold(counts, device)
         asked = msgspec.structs.replace(
             msgspec.convert(options, Options), cold=cold, padded=not training
@@ -116,40 +124,13 @@ class ConvHandler(WorkloadHandler):
             for problem in counts
         }
         before = _incumbents(options_of, incumbent)
-        # The largest first: they matter most where time runs out.
-        options_of = dict(
-            sorted(options_of.items(), key=lambda pair: -pair[0].traffic_bytes * counts[pair[0]])
-        )
-        outcomes = _outcomes(options_of, before, device, start + seconds)
-        # One that was not reached is as it was before, or left out and run as PyTorch would. Which
-        # engines are deterministic is seen only where they are listed.
-        kept = {} if asked.filters.deterministic else before
-        chosen = kept | {key: read_choice(o.choice) for key, o in outcomes.items()}
+        results = choose_all(options_of, counts, before, device, start + seconds, GRACE * seconds)
+        chosen = {key: one.choice for key, one in results.items() if one.choice is not None}
         chosen = chosen or {problem.key: Choice(ATEN) for problem in counts}
-        layers = tuple(_layer(p, names, outcomes.get(p.key)) for p, names in found.items())
+        layers = tuple(_layer(p, names, results[p.key]) for p, names in found.items())
         took = time.perf_counter() - start
-        rates = _rates(next(iter(counts), None), str(device))
-        report = ConvReport(layers, write_choices(chosen), cold, *rates, version(), took)
+        report = ConvReport(layers, write_choices(chosen), cold, *rates, cudnn, took)
         return msgspec.to_builtins(report)
-
-
-def _outcomes(
-    options_of: Mapping[ConvProblem, Options],
-    before: Mapping[str, Choice],
-    device: torch.device,
-    end: float,
-) -> dict[str, Outcome]:
-    """What is chosen for each problem, by key, up to an end on the clock `perf_counter`."""
-    found: dict[str, Outcome] = {}
-    with torch.no_grad():
-        for problem, options in options_of.items():
-            left = end - time.perf_counter()
-            if left <= 0:
-                break
-            within = msgspec.structs.replace(options, seconds=min(options.seconds, left))
-            with suppress(torch.OutOfMemoryError):
-                found[problem.key] = choose(problem, device, within, before.get(problem.key))
-    return found
 
 
 def _incumbents(
@@ -201,8 +182,9 @@ def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
     return matrix_rate(device, dtype), copy_bandwidth(device)
 
 
-def _layer(problem: ConvProblem, names: list[str], outcome: Outcome | None) -> Layer:
-    return Layer(tuple(names), problem.key, outcome, problem.operations, problem.traffic_bytes)
+def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
+    size = (problem.operations, problem.traffic_bytes)
+    return Layer(tuple(names), problem.key, result.outcome, *size, result.reason)
 
 
 def start_chooser(directory: Path, device: str) -> Worker:
@@ -235,14 +217,15 @@ def choose_engines(
         workload: as it came; it is not run in this process.
         prefix: transforms under which the engines are to run: element type and layout decide.
         device: a CUDA device.
-        deadline_s: seconds of choosing; convolutions not reached keep PyTorch's choice.
+        deadline_s: seconds of choosing; convolutions that were not reached keep what was chosen
+            before, or get the first engine that verifies. One that raises keeps PyTorch's own.
         deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
             Those that differ between two runs are left out in any case.
         other_half: whether convolutions in bf16 may run in fp16, their results converted back. It
             is tried where all values leave room in fp16's range on the workload's own inputs
             (`headroom`); whether it may be used is for a verification of the whole to say.
         incumbent: choices made before, by problem key, also for problems of other workloads; each
-            stays unless another engine is shown to be clearly faster (`choose.stays`).
+            stays unless another engine is shown to be clearly faster (`decide.stays`).
         worker: one that `start_chooser` gave, which is ended; None to start one.
         wait: given the worker and the seconds it has since it was asked, returns its answer.
 
@@ -302,7 +285,7 @@ def choose_and_keep(
     found = {
         layer.problem: read_choice(layer.outcome.choice)
         for layer in report.layers
-        if layer.outcome is not None
+        if layer.outcome is not None and layer.reason is None
     }
     keep_engines(workload, prefix, facts, found, plans)
     return report

@@ -1,0 +1,91 @@
+"""cuDNN without a GPU: graphs that compute on the CPU from nothing but the addresses they get."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import ClassVar
+
+import pytest
+import torch
+
+from steadytorch.conv import plans
+from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
+from steadytorch.conv.problem import ConvProblem, strides
+from steadytorch.errors import UnsupportedError
+
+HERE = torch.device("cpu")
+GONE = "eng999"
+"""An engine that no graph has."""
+SCRATCH_BYTES = 64
+
+
+def _at(address: int, shape: tuple[int, ...], problem: ConvProblem) -> torch.Tensor:
+    dtype = plans.DTYPES[problem.number]
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+    flat = len(shape) == 1
+    return memory if flat else memory.as_strided(shape, strides(shape, problem.layout))
+
+
+class FakeGraph:
+    """A graph with one plan; `on_execute` runs before each call, and may raise.
+
+    Attributes:
+        runs: the addresses of each call, with that of its workspace and the handle.
+    """
+
+    on_execute: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+    runs: ClassVar[list[tuple[dict[int, int], int, int]]] = []
+
+    def __init__(self, problem: ConvProblem, target: None, wanted: str) -> None:
+        if wanted == "eng_none":
+            raise UnsupportedError(f"cuDNN has no engine for {problem}")
+        self.problem, self.names = problem, () if wanted == GONE else (wanted,)
+
+    def build(self, index: int) -> int:
+        return SCRATCH_BYTES
+
+    def execute(self, index: int, pointers: dict[int, int], workspace: int, handle: int) -> None:
+        if handle != get_ident():
+            raise RuntimeError("the handle is of another thread")
+        self.on_execute()
+        problem = self.problem
+        x = _at(pointers[INPUT], problem.input, problem)
+        weight = _at(pointers[WEIGHT], problem.weight, problem)
+        bias = _at(pointers[BIAS], problem.weight[:1], problem) if problem.biased else None
+        y = torch.conv2d(
+            *(x, weight, bias, problem.stride, problem.padding, problem.dilation, problem.groups)
+        )
+        if problem.adds:
+            y += _at(pointers[OTHER], problem.output, problem)
+        _at(pointers[OUTPUT], problem.output, problem).copy_(y.relu() if problem.rectified else y)
+        FakeGraph.runs.append((dict(pointers), workspace, handle))
+
+
+class FakeHandle:
+    """A handle that belongs to the thread that made it, and is its number."""
+
+    def __init__(self) -> None:
+        self.number = get_ident()
+
+    def on_current_stream(self) -> int:
+        return self.number
+
+
+@pytest.fixture(name="cudnn")
+def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeGraph]]:
+    """Plans are made of fake graphs, and tensors on the CPU pass for those on a GPU."""
+    monkeypatch.setattr(plans, "MISSES", {})
+    monkeypatch.setattr(plans, "handle", lambda device: FakeHandle())
+    monkeypatch.setattr(plans, "target", lambda device: None)
+    monkeypatch.setattr(plans, "Graph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(FakeGraph, "runs", [])
+    monkeypatch.setattr(FakeGraph, "on_execute", staticmethod(lambda: None))
+    plans.RUNNERS.known.clear()
+    yield FakeGraph
+    plans.RUNNERS.known.clear()
