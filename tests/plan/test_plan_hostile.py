@@ -115,8 +115,6 @@ def _check_harmless(victim, content):
     """What the four ways in make of a file: a plan or a reason, and the model's own outputs."""
     for path in (victim.stored, victim.file):
         path.write_bytes(content)
-    torch.testing.assert_close(optimized(victim)(victim.x).detach(), victim.expected)
-    victim.stored.write_bytes(content)
     plan, refused = None, ""
     with victim.listener as heard:
         found = victim.store.get(victim.key, Plan)
@@ -136,6 +134,8 @@ def _check_harmless(victim, content):
             out = plan.apply(victim.model)(victim.x)
         assert [event for event, _ in heard if event != "import"] == []
         torch.testing.assert_close(out.detach(), victim.expected)
+        # It looks files up as the store above did, and may serve what that found.
+        torch.testing.assert_close(optimized(victim)(victim.x).detach(), victim.expected)
     return plan
 
 
