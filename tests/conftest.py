@@ -6,14 +6,19 @@ import importlib.util
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from steadytorch.plan.plan import Plan, load_plan
+
+if TYPE_CHECKING:
+    from steadytorch.transforms.base import Candidate
+    from steadytorch.tune.session import Session
 
 
 class Kept(NamedTuple):
@@ -53,34 +58,45 @@ def _model() -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def _kept_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from steadytorch import transforms
-    from steadytorch.device.facts import load_facts
+def keep_unmeasured() -> Callable[[Session, Candidate], Plan]:
+    """Stores a candidate as the plan of a session, as if a search had chosen it."""
     from steadytorch.measure.measurement import summarize
     from steadytorch.plan.plan import Speedup
     from steadytorch.tune.result import TuneResult
+
+    def keep(session: Session, candidate: Candidate) -> Plan:
+        timing = summarize([1000] * 20, "latency")
+        found = TuneResult(
+            baseline=timing,
+            winner=timing,
+            chosen=candidate,
+            regime="memory-bound",
+            candidates=(),
+            not_applicable={},
+            not_tried={},
+            speedup=Speedup(1.0, None, None, "process", "tie", 0),
+            break_even_calls=None,
+            reference="float64",
+            seconds=1.0,
+        )
+        return session.keep(found)
+
+    return keep
+
+
+@pytest.fixture(scope="session")
+def _kept_once(tmp_path_factory: pytest.TempPathFactory, keep_unmeasured: Any) -> Path:
+    from steadytorch import transforms
+    from steadytorch.device.facts import load_facts
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
 
     store = tmp_path_factory.mktemp("kept") / "plans"
     text = "fold_batch_norm + channels_last + compile(default, freezing)"
-    timing = summarize([1000] * 20, "latency")
-    found = TuneResult(
-        baseline=timing,
-        winner=timing,
-        chosen=transforms.parse(text, load_facts("cpu")),
-        regime="memory-bound",
-        candidates=(),
-        not_applicable={},
-        not_tried={},
-        speedup=Speedup(1.0, None, None, "process", "tie", 0),
-        break_even_calls=None,
-        reference="float64",
-        seconds=1.0,
-    )
+    chosen = transforms.parse(text, load_facts("cpu"))
     session = Session(Workload(_model(), (torch.ones(1, 3, 8, 8),)), Options(), "cpu", store)
-    plan = session.keep(found)
+    plan = keep_unmeasured(session, chosen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert session.keep_bundle(plan) is None

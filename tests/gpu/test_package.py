@@ -53,16 +53,13 @@ print(json.dumps({"off": off, "hits": fast.report().hits, "dynamo": dynamo, "sta
 """
 
 
-def _stored(name, folder):
+def _stored(name, folder, keep_unmeasured):
     """Stores a plan for the model of `USE`, makes its bundle; returns its precision."""
     from torch import nn
 
     from steadytorch import transforms
     from steadytorch.device.facts import load_facts
-    from steadytorch.measure.measurement import summarize
-    from steadytorch.plan.plan import Speedup
     from steadytorch.transforms.precision import precision_of
-    from steadytorch.tune.result import TuneResult
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
@@ -77,30 +74,18 @@ def _stored(name, folder):
         answer = part.applies_to(workload, load_facts("cuda"))
         if reason := getattr(answer, "reason", None):
             pytest.skip(f"{part.spec} does not apply here: {reason}")
-    timing = summarize([1000] * 20, "latency")
-    found = TuneResult(
-        baseline=timing,
-        winner=timing,
-        chosen=candidate,
-        regime="memory-bound",
-        candidates=(),
-        not_applicable={},
-        not_tried={},
-        speedup=Speedup(1.0, None, None, "process", "tie", 0),
-        break_even_calls=None,
-        reference="float64",
-        seconds=1.0,
-    )
     precision = precision_of(candidate)
     session = Session(workload, Options(precision=precision), "cuda", folder)
-    plan = session.keep(found)
+    plan = keep_unmeasured(session, candidate)
     assert session.keep_bundle(plan) is None
     return precision
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_fresh_process_serves_the_package_and_needs_no_compiler(name, tmp_path, caplog):
-    precision = _stored(name, tmp_path / "plans")
+def test_a_fresh_process_serves_the_package_and_needs_no_compiler(
+    name, tmp_path, caplog, keep_unmeasured
+):
+    precision = _stored(name, tmp_path / "plans", keep_unmeasured)
     assert not caplog.records, caplog.text
     done = subprocess.run(
         [sys.executable, "-c", USE, str(tmp_path / "plans"), precision],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steadytorch.device.facts import DeviceFacts, load_facts
+from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import all_variants, ambient, create, order, set_ambient
 from steadytorch.transforms.base import NotApplicable, TransformSpec
 from steadytorch.transforms.precision import precision_of
@@ -30,6 +29,7 @@ contract: Any = sys.modules["steadytorch_transforms_contract"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("ieee"),
 ]
 
 LAYOUT, ENGINES = TransformSpec("channels_last"), TransformSpec("cudnn_engines")
@@ -42,20 +42,6 @@ STACKS = {
     "compiled engines": order([LAYOUT, ENGINES, COMPILED, HALF]),
 }
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def facts() -> DeviceFacts:
-    return load_facts("cuda")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ieee() -> Iterator[None]:
-    """float32 that is float32, so that what is compared with is exact."""
-    found = ambient()
-    set_ambient(contract.IEEE)
-    yield
-    set_ambient(found)
 
 
 # -- transforms ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.device.facts import DeviceFacts, load_facts
+from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.transforms import all_variants, ambient, create, order, set_ambient
+from steadytorch.transforms import all_variants, create, order
 from steadytorch.transforms.base import NotApplicable, TransformSpec
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.workload.signature import map_tensors
@@ -25,6 +24,7 @@ contract: Any = sys.modules["steadytorch_transforms_contract"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("ieee"),
 ]
 
 
@@ -73,20 +73,6 @@ def _cases() -> list[Any]:
     for label, stack in STACKS.items():
         cases.append(pytest.param(("conv", order(stack)), id=f"conv-{label}", marks=contract.SLOW))
     return cases
-
-
-@pytest.fixture(scope="module")
-def facts() -> DeviceFacts:
-    return load_facts("cuda")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ieee() -> Iterator[None]:
-    """float32 that is float32, so that the outputs to compare with are exact."""
-    found = ambient()
-    set_ambient(contract.IEEE)
-    yield
-    set_ambient(found)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,6 @@ from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.package import Outcome
-from steadytorch.tune.result import TuneResult
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
@@ -74,26 +74,12 @@ def _workload() -> Workload:
     return Workload(nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval(), (torch.ones(2, 8),))
 
 
-def _stored(workload: Workload, store, candidate: Candidate) -> Plan:
+@pytest.fixture
+def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
     """A plan under the key of a search, as if that had chosen the candidate."""
-    from steadytorch.measure.measurement import summarize
-    from steadytorch.plan.plan import Speedup
-
-    timing = summarize([1000] * 20, "latency")
-    found = TuneResult(
-        baseline=timing,
-        winner=timing,
-        chosen=candidate,
-        regime="memory-bound",
-        candidates=(),
-        not_applicable={},
-        not_tried={},
-        speedup=Speedup(1.0, None, None, "process", "tie", 0),
-        break_even_calls=None,
-        reference="float64",
-        seconds=1.0,
+    return lambda workload, store, candidate: keep_unmeasured(
+        Session(workload, Options(), "cpu", store), candidate
     )
-    return Session(workload, Options(), "cpu", store).keep(found)
 
 
 @pytest.mark.compiles
@@ -125,9 +111,9 @@ def _fault(*given, **arguments):
     ],
 )
 def test_a_bundle_without_a_package_is_a_bundle_and_it_is_said(
-    tmp_path, caplog, monkeypatch, answer, reason
+    stored, tmp_path, caplog, monkeypatch, answer, reason
 ):
-    plan, asked = _stored(_workload(), tmp_path, COMPILE), []
+    plan, asked = stored(_workload(), tmp_path, COMPILE), []
 
     def at_work(plan, device, directory, cache, method, **arguments):
         asked.append(method)
@@ -146,10 +132,10 @@ def test_a_bundle_without_a_package_is_a_bundle_and_it_is_said(
     assert len(caplog.records) == 1
 
 
-def test_a_model_that_cannot_be_compared_has_no_package(tmp_path, caplog, monkeypatch):
+def test_a_model_that_cannot_be_compared_has_no_package(stored, tmp_path, caplog, monkeypatch):
     workload, asked = _workload(), []
     workload.model[0].register_forward_hook(_fault)
-    plan = _stored(workload, tmp_path, COMPILE)
+    plan = stored(workload, tmp_path, COMPILE)
 
     def at_work(plan, device, directory, cache, method, **arguments):
         asked.append(method)
@@ -235,8 +221,8 @@ def _described(kept):
     return package.decoded(bundle._read(kept.plan).package or b"")
 
 
-def test_a_plan_that_compiles_nothing_has_no_bundle(tmp_path):
-    plan = _stored(_workload(), tmp_path, (TransformSpec("inference_mode"),))
+def test_a_plan_that_compiles_nothing_has_no_bundle(stored, tmp_path):
+    plan = stored(_workload(), tmp_path, (TransformSpec("inference_mode"),))
     assert keep_bundle(plan, _workload(), "cpu") == "the plan compiles nothing"
     assert not list(tmp_path.rglob("*.bundle"))
 
@@ -246,18 +232,18 @@ class _Fails(nn.Module):
         raise RuntimeError("no such thing")
 
 
-def test_a_worker_that_fails_is_a_reason(tmp_path, caplog):
-    plan = _stored(_workload(), tmp_path, COMPILE)
+def test_a_worker_that_fails_is_a_reason(stored, tmp_path, caplog):
+    plan = stored(_workload(), tmp_path, COMPILE)
     reason = keep_bundle(plan, Workload(_Fails().eval(), (torch.ones(2, 8),)), "cpu")
     assert "its worker failed" in (reason or "")
     assert [r.getMessage() for r in caplog.records] == [f"no bundle for plan {plan.id}: {reason}"]
 
 
-def test_a_plan_without_its_bundle_is_served_all_the_same(tmp_path, caplog):
+def test_a_plan_without_its_bundle_is_served_all_the_same(stored, tmp_path, caplog):
     import steadytorch as steady
 
     workload = _workload()
-    plan = _stored(workload, tmp_path, (TransformSpec("inference_mode"),))
+    plan = stored(workload, tmp_path, (TransformSpec("inference_mode"),))
     fast = steady.optimize(workload.model, store=tmp_path, bundle=True, canary=False)
     torch.testing.assert_close(fast(*workload.inputs), workload.model(*workload.inputs))
     assert fast.report().hits == 1
@@ -265,9 +251,9 @@ def test_a_plan_without_its_bundle_is_served_all_the_same(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_what_compile_is_to_take_is_found_only_where_asked_for(tmp_path):
-    plan = _stored(_workload(), tmp_path, COMPILE)
+def test_what_compile_is_to_take_is_found_only_where_asked_for(stored, tmp_path):
+    plan = stored(_workload(), tmp_path, COMPILE)
     assert plan.resolution().prebuilt is None
     assert plan.resolution(bundle=True).prebuilt is not None
-    nothing = _stored(_workload(), tmp_path / "other", (TransformSpec("inference_mode"),))
+    nothing = stored(_workload(), tmp_path / "other", (TransformSpec("inference_mode"),))
     assert nothing.resolution(bundle=True).prebuilt is None

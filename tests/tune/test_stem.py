@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.conv.timing import Measured
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import WorkerFault
 from steadytorch.transforms.base import TransformSpec
@@ -100,6 +101,22 @@ def test_where_there_is_no_program_at_all_none_is_named(monkeypatch):
 def test_where_the_usual_one_is_the_fastest_there_is_nothing_to_name(monkeypatch):
     Clock(monkeypatch, {LAST: 50.0}, usual=LAST)
     assert fastest([CALL, CALL], lambda: False) == ""
+
+
+def test_one_that_cannot_be_timed_is_not_chosen(monkeypatch):
+    def timed(names, calls, stop):
+        broken = SimpleNamespace(found=Measured(FIRST, excluded="it raised"), times_ns=[])
+        sound = SimpleNamespace(found=Measured(SECOND), times_ns=[7.0, 9.0, 8.0])
+        return own({FIRST: broken, SECOND: sound}, calls, stop)
+
+    own, raced = stem._timed, []
+    Clock(monkeypatch, {})
+    monkeypatch.setattr(stem, "Flush", lambda device, tensor: None)
+    monkeypatch.setattr(stem, "record_all", lambda arms: [a for a in arms if not a.found.excluded])
+    monkeypatch.setattr(stem, "take_rounds", lambda arms, *rest: raced.extend(arms))
+    monkeypatch.setattr(stem, "_timed", timed)
+    assert fastest([CALL], lambda: False) == SECOND
+    assert [arm.found.choice for arm in raced] == [SECOND]
 
 
 def test_with_no_time_one_is_taken_all_the_same(monkeypatch):

@@ -99,12 +99,12 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
 def _timed(
     arms: Mapping[str, Arm], calls: Sequence[Call], stop: Callable[[], bool]
 ) -> dict[str, float]:
-    """The median time of each, in ns."""
-    field = list(arms.values())
-    record_all(field)
+    """The median time in ns of each that does not raise."""
     # The input has just come from the host, or from a conversion.
-    take_rounds(field, Flush(calls[0][0].device, calls[0][0]), Random(0), stop)
-    return {name: float(np.median(arm.times_ns)) for name, arm in arms.items()}
+    flush = Flush(calls[0][0].device, calls[0][0])
+    take_rounds(record_all(list(arms.values())), flush, Random(0), stop)
+    timed = {name: arm for name, arm in arms.items() if arm.found.excluded is None}
+    return {name: float(np.median(arm.times_ns)) for name, arm in timed.items()}
 
 
 def _on_device(calls: Sequence[Call]) -> bool:
