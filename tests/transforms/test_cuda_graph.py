@@ -196,7 +196,7 @@ def test_after_a_call_that_the_driver_failed_the_next_is_right():
     playing, x = Playing(torch.zeros(3)), torch.ones(3)
     playing.call.exact(x)
     playing.driver.refuses = ("point", "turn")
-    with pytest.raises(RuntimeError, match="turn off"):
+    with pytest.raises(RuntimeError, match="own input back"):
         playing.call.exact(2 * x)
     playing.driver.refuses = ()
     assert playing.call.exact(x).tolist() == [2, 2, 2]
