@@ -18,6 +18,7 @@ from steadytorch.transforms.cuda_graph import (
     _Recorded,
     _replayer,
 )
+from steadytorch.transforms.linking import Linked
 from steadytorch.transforms.static_buffers import StaticInputs
 from steadytorch.workload.workload import Workload
 
@@ -120,8 +121,9 @@ class Playing:
             is_recording=lambda: self.recording,
             follow=self.follow,
         )
-        self.pool, nodes, inputs = pool, [node] * by_node, StaticInputs((static,), {})
-        recorded = _Recorded(self.replay, nodes, inputs, self.output, pool, self.model)
+        linked, inputs = Linked([node] * by_node, [None]), StaticInputs((static,), {})
+        self.pool = pool
+        recorded = _Recorded(self.replay, linked, inputs, self.output, pool, self.model)
         self.call = _replayer(recorded)
 
     def model(self, x):

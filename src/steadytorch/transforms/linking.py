@@ -5,8 +5,8 @@ given another address (`pointers`). Which these are is found by looking for addr
 tensor among all parameters, and is believed only after replays have shown it: with the tensor
 elsewhere results are the same bits, and the place it was recorded at is neither read nor written.
 
-What a descriptor hides, or a node that is no kernel uses, fails that proof, and is copied: inputs by
-nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
+What a descriptor hides, or a node that is no kernel uses, fails that proof, and is copied: inputs
+by nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def link(
     ]
     copied = [each for each, through in zip(inputs, read, strict=True) if not through]
     copies = iter(add_copy_nodes(graph, copied) if copied else [])
-    nodes = [
+    nodes: list[InputNode | None] = [
         PointerNode(pointer(each), each) if through else next(copies, None)
         for each, through in zip(inputs, read, strict=True)
     ]
@@ -178,9 +178,7 @@ def is_read_through(
     Returns:
         False also where nothing can be told: all values are alike, or two replays differ.
     """
-    given, elsewhere, moved = static.clone(), static.clone(), static.clone()
-    # The same values in other places: what still reads there finds others, and none out of range.
-    in_memory(moved).copy_(in_memory(given).roll(1))
+    given, elsewhere, moved = static.clone(), static.clone(), _others(static)
     if not pointer.is_used or same_bits(moved, given):
         return False
     expected = _after(replay, outputs)
@@ -224,6 +222,15 @@ def is_written_through(
     finally:
         pointer.point(pointer.own)
         replay()
+
+
+def _others(tensor: Tensor) -> Tensor:
+    """Other values: integers, which may be indices, are the same ones in other places."""
+    if tensor.is_floating_point():
+        return 1 - tensor
+    other = tensor.clone()
+    in_memory(other).copy_(in_memory(tensor).roll(1))
+    return other
 
 
 def _after(replay: Callable[[], None], outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -131,8 +131,10 @@ class Pointer:
         self.own = static.data_ptr()
         size = static.numel() * static.element_size()
         within = [(kernel, kernel.cells_within(self.own, size)) for kernel in kernels]
+        # What is handed to the driver lies in memory that belongs to these.
+        self._kernels = [kernel for kernel, cells in within if cells]
         self._cells = [cell for _, cells in within for cell in cells]
-        self._puts = [kernel.putter(executable) for kernel, cells in within if cells]
+        self._puts = [kernel.putter(executable) for kernel in self._kernels]
         self.address: int | None = self.own
 
     @property
