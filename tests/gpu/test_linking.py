@@ -56,7 +56,7 @@ def test_elementwise_kernels_need_no_copies():
 
 def test_what_a_copy_node_reads_is_copied():
     graph, recorded = made(lambda x: x.clone(), torch.randn(1000, device="cuda"))
-    (node,), (pointer,) = recorded.linked
+    (node,), (_pointer,) = recorded.linked
     assert isinstance(node, (CopyNode, PointerNode))  # as PyTorch copies: by a node or a kernel
     graph.reset()
 
