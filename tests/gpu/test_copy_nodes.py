@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.transforms import copy_nodes
+from steadytorch.transforms import copy_nodes, linking
 from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.copy_nodes import MOST
 from steadytorch.transforms.cuda_graph import CudaGraph, _Pool, _record
@@ -35,8 +35,8 @@ def recorded(count=1):
 def test_a_recorded_graph_has_a_node_for_each_of_a_few_tensors():
     for count, nodes in ((1, 1), (MOST, MOST), (MOST + 1, 0)):
         static = static_inputs(tuple(numbers(count)), {})
-        graph, found, _ = _record(Weighted(), static, _Pool(0))
-        assert len(found) == nodes
+        graph, found = _record(Weighted(), static, _Pool(0))
+        assert len(found.linked.inputs) == nodes
         graph.reset()
 
 
@@ -74,7 +74,8 @@ def test_static_tensors_and_others_may_be_mixed():
 )
 @pytest.mark.parametrize("most", [0, MOST])
 def test_tensors_of_other_types_and_places_are_converted(change, most, monkeypatch):
-    monkeypatch.setattr(copy_nodes, "MOST", most)
+    for room in (copy_nodes, linking):
+        monkeypatch.setattr(room, "MOST", most)
     with recorded() as workload:
         (x,) = numbers()
         for _ in range(3):
@@ -122,7 +123,8 @@ def test_each_output_has_memory_of_its_own():
 
 @pytest.mark.parametrize("most", [0, MOST])
 def test_outputs_nested_strided_or_handed_through_are_copied(most, monkeypatch):
-    monkeypatch.setattr(copy_nodes, "MOST", most)
+    for room in (copy_nodes, linking):
+        monkeypatch.setattr(room, "MOST", most)
     with CudaGraph().applied(Workload(Several(), tuple(numbers()), {})) as workload:
         inputs = [numbers()[0] for _ in range(5)]
         found = [workload.model(x) for x in inputs]

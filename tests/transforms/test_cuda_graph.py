@@ -18,6 +18,7 @@ from steadytorch.transforms.cuda_graph import (
     _Recorded,
     _replayer,
 )
+from steadytorch.transforms.linking import Linked
 from steadytorch.transforms.static_buffers import StaticInputs
 from steadytorch.workload.workload import Workload
 
@@ -120,8 +121,9 @@ class Playing:
             is_recording=lambda: self.recording,
             follow=self.follow,
         )
-        self.pool, nodes, inputs = pool, [node] * by_node, StaticInputs((static,), {})
-        recorded = _Recorded(self.replay, nodes, inputs, self.output, pool, self.model)
+        linked, inputs = Linked([node] * by_node, [None]), StaticInputs((static,), {})
+        self.pool = pool
+        recorded = _Recorded(self.replay, linked, inputs, self.output, pool, self.model)
         self.call = _replayer(recorded)
 
     def model(self, x):
@@ -196,7 +198,7 @@ def test_after_a_call_that_the_driver_failed_the_next_is_right():
     playing, x = Playing(torch.zeros(3)), torch.ones(3)
     playing.call.exact(x)
     playing.driver.refuses = ("point", "turn")
-    with pytest.raises(RuntimeError, match="turn off"):
+    with pytest.raises(RuntimeError, match="own input back"):
         playing.call.exact(2 * x)
     playing.driver.refuses = ()
     assert playing.call.exact(x).tolist() == [2, 2, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.transforms.static_buffers import collector, feeder, static_inputs
+from steadytorch.transforms.static_buffers import feeder, results, static_inputs
 
 
 def test_static_inputs_are_copies_with_the_same_strides():
@@ -87,17 +87,33 @@ def test_collected_outputs_have_the_structure_and_outlive_the_next_call(outputs)
     from torch.utils import _pytree as pytree
 
     statics = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    collect = collector(outputs)
-    first = collect()
+    place, collect = results(outputs)
+    first = collect(place())
     for static in statics:
         static.fill_(9)
     kept = [leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor)]
     assert pytree.tree_structure(first) == pytree.tree_structure(outputs)
     assert not any((t == 9).any() for t in kept)
-    again = [leaf for leaf in pytree.tree_leaves(collect()) if isinstance(leaf, torch.Tensor)]
+    again = [
+        leaf for leaf in pytree.tree_leaves(collect(place())) if isinstance(leaf, torch.Tensor)
+    ]
     assert all((t == 9).all() for t in again)
+
+
+def test_outputs_that_have_a_place_are_not_copied_and_the_others_are():
+    one, two, placed = torch.zeros(2), torch.ones(2), torch.full((2,), 5.0)
+    place, collect = results({"a": one, "b": (two, "text")}, [lambda: placed, None])
+    found = collect(place())
+    assert found["a"] is placed
+    assert torch.equal(found["b"][0], two)
+    assert found["b"][1] == "text"
+    assert found["b"][0].data_ptr() != two.data_ptr()
+    place, collect = results(one, [lambda: None])  # the place could not be had
+    assert collect(place()).data_ptr() != one.data_ptr()
+    place, collect = results(one, [lambda: placed])
+    assert collect(place()) is placed
 
 
 def test_outputs_hidden_in_an_unknown_object_are_refused():
     with pytest.raises(UnsupportedError, match="SimpleNamespace"):
-        collector((torch.zeros(1), SimpleNamespace(hidden=torch.zeros(1))))
+        results((torch.zeros(1), SimpleNamespace(hidden=torch.zeros(1))))

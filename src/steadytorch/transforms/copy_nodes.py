@@ -16,7 +16,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from steadytorch.transforms.input_nodes import InputNode
 
 MOST = 3
 """Tensors that get nodes: for more, one launch that copies them all is cheaper than changing the
@@ -46,7 +48,7 @@ class _Copy(ctypes.Structure):
     )
 
 
-class CopyNode:
+class CopyNode(InputNode):
     """Copies into one static tensor whenever the graph is replayed.
 
     What the device cannot copy byte for byte, between types or layouts say, is copied by PyTorch
@@ -56,31 +58,13 @@ class CopyNode:
         driver: of CUDA.
         target: the static tensor: dense, and not complex.
         context: of the driver's, in which it was made.
-
-    Attributes:
-        source: address of what replays copy as it is, or None.
     """
 
-    __slots__ = (
-        "_args",
-        "_cell",
-        "_copy",
-        "_device",
-        "_driver",
-        "_dtype",
-        "_is_on",
-        "_is_open",
-        "_own",
-        "_set_source",
-        "_strides",
-        "handle",
-        "source",
-        "target",
-    )
+    __slots__ = ("_args", "_cell", "_copy", "_driver", "_set_source", "handle")
 
     def __init__(self, driver: Any, target: Tensor, context: ctypes.c_void_p) -> None:
-        self._driver, self.target, self._own = driver, target, target.data_ptr()
-        self._strides, self._dtype, self._device = target.stride(), target.dtype, target.device
+        super().__init__(target)
+        self._driver = driver
         size = target.numel() * target.element_size()
         self._copy = _Copy(width_bytes=size, height=1, depth=1)
         self._copy.source_kind = self._copy.target_kind = _DEVICE_MEMORY
@@ -88,8 +72,7 @@ class CopyNode:
         self._cell = ctypes.c_uint64.from_buffer(self._copy, _Copy.source.offset)
         self.handle = ctypes.c_void_p()
         self._args: tuple[Any, ...] = (ctypes.byref(self._copy), context)
-        self.source: int | None = None
-        self._is_open, self._is_on = False, True
+        self._is_on = True
 
     def add_to(self, graph: ctypes.c_void_p) -> bool:
         """Adds the node to a graph of the driver's; False where the driver refuses."""
@@ -105,78 +88,12 @@ class CopyNode:
         self.source, self._is_open = self._own, True
         return self._turn(False)
 
-    def close(self) -> None:
-        """Leaves the graph alone from now on; to be called before it is destroyed."""
-        self.source, self._is_open, self._is_on = None, False, False
-
-    def feed(self, x: Tensor) -> None:
-        """Has the next replay compute with a tensor, which is of the target's shape.
-
-        Raises:
-            RuntimeError: the driver refuses; the graph must not be replayed.
-        """
-        if (
-            x.data_ptr() != self.source
-            or x.stride() != self._strides
-            or x.dtype is not self._dtype
-            or x.is_neg()
-            or x.device != self._device
-        ):
-            self.change(x)
-
-    def mover(self) -> Callable[[Tensor, int], None]:
-        """The same for tensors that are known to agree with the target in strides, type and device.
-
-        Returns:
-            A function of a tensor and where it lies. It need not be called for one that lies at
-            `source`, unless that is a negative view. It raises what `feed` raises. The device idles
-            while it runs, so it looks nothing up that stays.
-        """
-        own, cell, set_source, change = self._own, self._cell, self._set_source, self.change
-
-        def move(x: Tensor, address: int) -> None:
-            if self._is_on and address != own and type(x) is Tensor and not x.is_neg():
-                self.source = None
-                cell.value = address
-                if not set_source():
-                    self.source = address
-                    return
-            change(x)
-
-        return move
-
-    def change(self, x: Tensor) -> None:
-        """The same for a tensor that is not the one that replays copy as it is.
-
-        Raises:
-            RuntimeError: the driver refuses; the graph must not be replayed.
-        """
-        # What fails half-way must not pass for done at the next call.
-        self.source = None
-        address = x.data_ptr() if self._is_plain(x) else 0
-        if address not in (0, self._own) and self._is_open and self._point(address):
-            self.source = address
-            return
-        if not self._turn(False):
-            raise RuntimeError("the CUDA driver refuses to turn off a node of a graph")
-        if address == self._own:
-            self.source = address
-        else:
-            self.target.copy_(x.detach() if x.requires_grad else x)
-
-    def _is_plain(self, x: Tensor) -> bool:
-        """Whether its bytes, in the order of memory, are those that the target is to have."""
-        return (
-            type(x) in (Tensor, nn.Parameter)
-            and x.dtype is self._dtype
-            and x.device == self._device
-            and x.stride() == self._strides
-            and not x.is_neg()
-        )
-
     def _point(self, address: int) -> bool:
         self._cell.value = address
         return not self._set_source() and self._turn(True)
+
+    def _rest(self) -> bool:
+        return self._turn(False)
 
     def _turn(self, on: bool) -> bool:
         if self._is_on is not on and self._is_open:
@@ -197,7 +114,7 @@ def add_copy_nodes(graph: torch.cuda.CUDAGraph, targets: list[Tensor]) -> list[C
         A node for each of them, in order; empty where copies have to be launched: without the
         driver's library (AMD), for many tensors, and for those that are not plain memory.
     """
-    driver = _driver()
+    driver = cuda_driver()
     nodes: list[CopyNode] = []
     if driver is not None and len(targets) <= MOST and all(map(_fits, targets)):
         nodes = _added(driver, ctypes.c_void_p(graph.raw_cuda_graph()), targets)
@@ -234,7 +151,8 @@ def _fits(target: Tensor) -> bool:
 
 
 @cache
-def _driver() -> Any:
+def cuda_driver() -> Any:
+    """The driver's library; None where there is none (AMD)."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -15,11 +15,12 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import own_device
-from steadytorch.transforms.copy_nodes import CopyNode, add_copy_nodes
+from steadytorch.transforms.linking import Linked, link, placer, rest
 from steadytorch.transforms.static_buffers import (
+    Results,
     StaticInputs,
-    collector,
     feeder,
+    results,
     static_inputs,
 )
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
@@ -73,17 +74,14 @@ class CudaGraph(Transform):
         with torch.cuda.device(device):
             pool = _pool_of(workload.untouched, torch.cuda.current_device())
             static = static_inputs(workload.inputs, workload.kwargs)
-            graph, nodes, outputs = _record(workload.model, static, pool)
+            graph, recorded = _record(workload.model, static, pool)
         pool.graphs += 1
         try:
-            # Past the method in Python that stands before the one that launches.
-            replay = super(torch.cuda.CUDAGraph, graph).replay
-            recorded = _Recorded(replay, nodes, static, outputs, pool, workload.model)
             yield workload.with_model(_replayer(recorded))
         finally:
             with pool.lock:
                 pool.graphs -= 1
-                for node in nodes:
+                for node in recorded.linked.inputs:
                     node.close()
                 # A replay may still be running, in memory that resetting gives back.
                 torch.cuda.synchronize(device)
@@ -110,6 +108,15 @@ class _Pool:
         self.is_recording: Callable[[], bool] = _cuda_isCurrentStreamCapturing
         self.last_address: int | None = None
         self.last: torch.cuda.Stream | None = None
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this memory."""
+        at = tensor.data_ptr()
+        return any(
+            tuple(segment["segment_pool_id"]) == tuple(self.handle)
+            and segment["address"] <= at < segment["address"] + segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+        )
 
     def follow(self) -> None:
         """Makes replays run on the current stream, after what the last one was given."""
@@ -138,8 +145,10 @@ def _pool_of(model: Any, index: int) -> _Pool:
 
 def _record(
     model: Any, static: StaticInputs, pool: _Pool
-) -> tuple[torch.cuda.CUDAGraph, list[CopyNode], Any]:
+) -> tuple[torch.cuda.CUDAGraph, _Recorded]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
+    # Past the method in Python that stands before the one that launches.
+    replay = super(torch.cuda.CUDAGraph, graph).replay
     current = torch.cuda.current_stream(pool.index)
     with pool.lock, torch.no_grad():
         pool.stream.wait_stream(current)
@@ -158,13 +167,15 @@ def _record(
                     ),
                 ):
                     outputs = model(*static.args, **static.kwargs)
-                nodes = add_copy_nodes(graph, tensors_of(tuple(static)))
+                linked = link(
+                    graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.owns
+                )
             except Exception as error:
                 raise UnsupportedError(
                     f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"
                 ) from error
         current.wait_stream(pool.stream)
-    return graph, nodes, outputs
+    return graph, _Recorded(replay, linked, static, outputs, pool, model)
 
 
 @contextmanager
@@ -191,7 +202,7 @@ class _Recorded(NamedTuple):
     """What a replay needs; `model` is what was recorded."""
 
     replay: Callable[[], None]
-    nodes: list[CopyNode]
+    linked: Linked
     static: StaticInputs
     outputs: Any
     pool: _Pool
@@ -202,18 +213,40 @@ def _replayer(recorded: _Recorded) -> Callable[..., Any]:
     # Replays need no grad mode, so callers set none; the model within a recording does.
     recorded = recorded._replace(model=torch.no_grad()(recorded.model))
     args, kwargs = recorded.static
-    copies, own = collector(recorded.outputs), lambda: recorded.outputs
+    copies, own = _results(recorded)
     call = exact = _general_replayer(recorded, copies)
     aliasing = _general_replayer(recorded, own)
-    if recorded.nodes and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+    if (
+        recorded.linked.inputs
+        and not kwargs
+        and len(args) == 1
+        and isinstance(args[0], torch.Tensor)
+    ):
         exact, aliasing = _exact_replayer(recorded, copies), _exact_replayer(recorded, own)
         call = _single_replayer(args[0], exact, call)
     vars(call).update(static_inputs=recorded.static, exact=exact, aliasing=aliasing)
     return call
 
 
-def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callable[..., Any]:
-    feed = feeder(recorded.static, [node.feed for node in recorded.nodes])
+def _results(recorded: _Recorded) -> tuple[Results, Results]:
+    """Results that stay as they are, and the graph's own outputs."""
+    outputs, pointers = tensors_of(recorded.outputs), recorded.linked.outputs
+    placers = [
+        None if pointer is None else placer(pointer, output)
+        for pointer, output in zip(pointers, outputs, strict=True)
+    ]
+    moved = [pointer for pointer in pointers if pointer is not None]
+
+    def rest_all() -> None:
+        for pointer in moved:
+            rest(pointer)
+
+    return results(recorded.outputs, placers), Results(rest_all, lambda placed: recorded.outputs)
+
+
+def _general_replayer(recorded: _Recorded, found: Results) -> Callable[..., Any]:
+    feed = feeder(recorded.static, [node.feed for node in recorded.linked.inputs])
+    place, collect = found
     replay, pool, model = recorded.replay, recorded.pool, recorded.model
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
 
@@ -224,17 +257,17 @@ def _general_replayer(recorded: _Recorded, collect: Callable[[], Any]) -> Callab
             if address(index) != pool.last_address:
                 pool.follow()
             feed(args, kwargs)
+            placed = place()
             replay()
-            return collect()
+            return collect(placed)
 
     return call
 
 
-def _exact_replayer(
-    recorded: _Recorded, collect: Callable[[], Any]
-) -> Callable[[torch.Tensor], Any]:
+def _exact_replayer(recorded: _Recorded, found: Results) -> Callable[[torch.Tensor], Any]:
     """The same for the most common call, with nothing on the way that it does not need."""
-    replay, pool, model, node = recorded.replay, recorded.pool, recorded.model, recorded.nodes[0]
+    replay, pool, model = recorded.replay, recorded.pool, recorded.model
+    node, (place, collect) = recorded.linked.inputs[0], found
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
     move = node.mover()
 
@@ -247,8 +280,9 @@ def _exact_replayer(
             at = x.data_ptr()
             if at != node.source or x.is_neg():
                 move(x, at)
+            placed = place()
             replay()
-            return collect()
+            return collect(placed)
 
     return exact
 

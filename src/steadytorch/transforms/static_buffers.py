@@ -18,6 +18,9 @@ Feed = Callable[[tuple[Any, ...], dict[str, Any]], None]
 FeedOne = Callable[[torch.Tensor], None]
 """Copies one tensor into a static one of its shape."""
 
+Placer = Callable[[], torch.Tensor | None]
+"""Has one output written to new memory by the next replay, and returns that; None if it cannot."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -118,20 +121,30 @@ def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]]
     return copy
 
 
-def collector(outputs: Any) -> Callable[[], Any]:
-    """Makes the function that returns copies of outputs which the next call will overwrite.
+class Results(NamedTuple):
+    """How results leave a recorded computation.
+
+    Attributes:
+        place: to be called before the computation runs; what it returns is for `collect`.
+        collect: to be called after it; returns the results, which stay as they are.
+    """
+
+    place: Callable[[], Any]
+    collect: Callable[[Any], Any]
+
+
+def results(outputs: Any, placers: Sequence[Placer | None] = ()) -> Results:
+    """Makes the functions that return outputs which the next call will not overwrite.
 
     Args:
         outputs: what the recorded computation returned: tensors, nested at will.
-
-    Returns:
-        A function of no arguments; each call returns new tensors in the same structure.
+        placers: for each of its tensors what has the computation write that to new memory, and
+            returns it, or None if that failed; None in its place, or nothing at all, for those that
+            are copied afterwards.
 
     Raises:
         UnsupportedError: `outputs` holds an object whose tensors, if any, cannot be found.
     """
-    if isinstance(outputs, torch.Tensor):
-        return outputs.detach().clone
     leaves, structure = pytree.tree_flatten(outputs)
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
@@ -140,9 +153,29 @@ def collector(outputs: Any) -> Callable[[], Any]:
                 "buffers: return tensors, nested in tuples, lists or dicts"
             )
     detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if type(outputs) is tuple and all(a is b for a, b in zip(leaves, outputs, strict=False)):
-        return lambda: tuple([_copy(leaf) for leaf in detached])
-    return lambda: pytree.tree_unflatten([_copy(leaf) for leaf in detached], structure)
+    if isinstance(outputs, torch.Tensor):
+        clone = detached[0].clone
+        if placers and placers[0] is not None:
+            return Results(placers[0], lambda placed: clone() if placed is None else placed)
+        return Results(_nothing, lambda placed: clone())
+    given = iter(placers)
+    every = [next(given, None) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    flat = type(outputs) is tuple and all(a is b for a, b in zip(leaves, outputs, strict=False))
+
+    def place() -> Any:
+        return [None if placer is None else placer() for placer in every]
+
+    def collect(placed: Any) -> Any:
+        found = [
+            _copy(leaf) if new is None else new for leaf, new in zip(detached, placed, strict=True)
+        ]
+        return tuple(found) if flat else pytree.tree_unflatten(found, structure)
+
+    return Results(place, collect)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,0 +1,125 @@
+"""Graphs of kernels that run on the host, with the driver's interface to their parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from steadytorch.transforms.pointers import _Parameters
+
+KERNEL, COPY = 0, 1
+
+
+class Node:
+    """What a replay runs.
+
+    Args:
+        work: takes the parameters, unpacked.
+        formats: of each parameter, as `struct` has them.
+        values: of each parameter, a sequence of numbers.
+        kind: of node; only kernels have parameters that can be read.
+    """
+
+    def __init__(
+        self,
+        work: Callable[..., None],
+        formats: Sequence[str],
+        values: Sequence[Sequence[int]],
+        kind: int = KERNEL,
+    ) -> None:
+        self.work, self.formats, self.kind = work, formats, kind
+        packed = [struct.pack(f, *v) for f, v in zip(formats, values, strict=True)]
+        self.recorded, self.now = packed, list(packed)
+        self._kept = [ctypes.create_string_buffer(p, len(p)) for p in packed]
+        self._places = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, self._kept))
+
+    def describe(self, into: _Parameters, number: int) -> None:
+        into.function = number
+        into.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
+
+    def run(self) -> None:
+        self.work(*[struct.unpack(f, v) for f, v in zip(self.formats, self.now, strict=True)])
+
+
+class Graph:
+    """A recorded graph; its own handle is 1, its executable's is 2, and nodes count from 1."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes, self.instantiated = nodes, 0
+
+    def instantiate(self) -> None:
+        self.instantiated += 1
+        for node in self.nodes:
+            node.now = list(node.recorded)
+
+    def raw_cuda_graph(self) -> int:
+        return 1
+
+    def raw_cuda_graph_exec(self) -> int:
+        return 2
+
+    def replay(self) -> None:
+        for node in self.nodes:
+            node.run()
+
+
+class Driver:
+    """Of one graph. `refuses` holds the names of functions that fail."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.refuses, self.puts = graph, set(), 0
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self.graph.nodes)
+        for i in range(0 if nodes is None else len(self.graph.nodes)):
+            nodes[i] = i + 1
+        return int("cuGraphGetNodes" in self.refuses)
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:  # noqa: N802
+        kind._obj.value = self.graph.nodes[node.value - 1].kind
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, found: Any) -> int:  # noqa: N802
+        self.graph.nodes[node.value - 1].describe(found._obj, node.value)
+        return int("cuGraphKernelNodeGetParams_v2" in self.refuses)
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:  # noqa: N802
+        packed = self.graph.nodes[function.value - 1].recorded
+        if index.value >= len(packed):
+            return 1
+        size._obj.value = len(packed[index.value])
+        return 0
+
+    def cuGraphExecKernelNodeSetParams_v2(self, executable: Any, node: Any, given: Any) -> int:  # noqa: N802
+        assert executable.value == 2
+        self.puts += 1
+        if "put" in self.refuses:
+            return 1
+        target = self.graph.nodes[node.value - 1]
+        target.now = [
+            ctypes.string_at(given._obj.values[i], len(value))
+            for i, value in enumerate(target.recorded)
+        ]
+        return 0
+
+
+def float_at(address: int, count: int) -> Any:
+    return (ctypes.c_float * count).from_address(address)
+
+
+def add_one(source: tuple[int], target: tuple[int], count: tuple[int]) -> None:
+    """A kernel of two pointers and a number: writes each value and one."""
+    read, written = float_at(source[0], count[0]), float_at(target[0], count[0])
+    written[:] = [value + 1 for value in read]
+
+
+def adding(x: Any, y: Any, kind: int = KERNEL) -> Node:
+    """The node for `y = x + 1`."""
+    return Node(add_one, "QQi", [(x.data_ptr(),), (y.data_ptr(),), (x.numel(),)], kind)
+
+
+def packed_add(source: tuple[int, int, int], count: tuple[int]) -> None:
+    """A kernel whose pointers lie within a structure; the middle one is where it writes."""
+    add_one((source[0],), (source[1],), count)
