@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from steadytorch.measure.race import LOOKS
-from steadytorch.tune.budget import Budget
+from steadytorch.tune.budget import KEEP, Budget
 from steadytorch.tune.select import BlockShape
 
 
@@ -28,3 +28,21 @@ def test_looks_that_do_not_fit_are_not_planned():
 @pytest.mark.parametrize("spent_s", [60.0, 300.0])
 def test_one_look_is_always_taken(spent_s):
     assert after(spent_s, 1.0).looks() == LOOKS[:1]
+
+
+def test_until_a_candidate_was_timed_only_the_confirmation_is_kept_back():
+    budget = after(0.0, 0.4)
+    assert budget.reserve_s() == pytest.approx(2 * LOOKS[0] * 0.4)
+
+
+def test_the_race_is_expected_to_be_among_candidates_as_fast_as_the_fastest():
+    budget = after(0.0, 0.4)
+    budget.fastest_ns = budget.shape.iteration_ns / 10
+    race_s = LOOKS[0] * (0.4 + KEEP * 0.04)
+    assert budget.reserve_s() == pytest.approx(race_s + budget.confirmation_s())
+
+
+def test_most_of_the_budget_is_for_exploring_however_slow_the_workload():
+    budget = after(0.0, 2.0)
+    budget.fastest_ns = budget.shape.iteration_ns
+    assert budget.left_to_explore() > 30.0

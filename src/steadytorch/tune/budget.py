@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from steadytorch.measure.race import LOOKS
 from steadytorch.transforms.base import Candidate
 from steadytorch.tune.select import BlockShape
@@ -31,11 +33,13 @@ class Budget:
 
     Attributes:
         shape: of a block; known once the untouched workload was timed.
+        fastest_ns: an iteration of the fastest candidate; None until one was timed.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
         self.seconds = seconds
         self.shape = BlockShape(5, 1e6)
+        self.fastest_ns: float | None = None
         self._now, self._start = now, now()
 
     def spent(self) -> float:
@@ -56,8 +60,15 @@ class Budget:
         return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
 
     def reserve_s(self) -> float:
-        """Seconds to keep back for the final race and the confirmation."""
-        race_s = KEEP * LOOKS[0] * self.shape.expected_s
+        """Seconds to keep back for the final race and the confirmation.
+
+        Only candidates about as fast as the fastest come to the race. Until one was timed nothing
+        is kept back for it: it ends whenever the time does, and what compiles long has to begin.
+        """
+        race_s = 0.0
+        if self.fastest_ns is not None:
+            fast = msgspec.structs.replace(self.shape, iteration_ns=self.fastest_ns)
+            race_s = LOOKS[0] * (self.shape.expected_s + KEEP * fast.expected_s)
         return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
 
     def left_to_explore(self) -> float:

@@ -24,7 +24,7 @@ class Field:
 
     Args:
         options: what the user asks.
-        budget: gives blocks their shape.
+        budget: gives blocks their shape, and is told of the fastest.
         watcher: is told how it goes.
         rng: decides the order of blocks.
 
@@ -52,6 +52,7 @@ class Field:
         for _ in range(SCREEN_BLOCKS):
             for trial in self._rng.sample(arms, len(arms)):
                 self.arm(trial)()
+        self._budget.fastest_ns = self.leader().screened_ns
         for trial in fresh:
             if trial.ok:
                 self._watcher.timed(describe(trial.candidate), trial.screened_ns)
