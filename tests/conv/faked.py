@@ -35,10 +35,12 @@ class FakeGraph:
 
     Attributes:
         runs: the addresses of each call, with that of its workspace and the handle.
+        ran: the problem of each call, by key, and the name of the plan that was run.
     """
 
     on_execute: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     runs: ClassVar[list[tuple[dict[int, int], int, int]]] = []
+    ran: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, problem: ConvProblem, target: None, wanted: str) -> None:
         if wanted == "eng_none":
@@ -63,6 +65,7 @@ class FakeGraph:
             y += _at(pointers[OTHER], problem.output, problem)
         _at(pointers[OUTPUT], problem.output, problem).copy_(y.relu() if problem.rectified else y)
         FakeGraph.runs.append((dict(pointers), workspace, handle))
+        FakeGraph.ran.append((problem.key, self.names[index]))
 
 
 class FakeHandle:
@@ -75,17 +78,24 @@ class FakeHandle:
         return self.number
 
 
+def fake(patch: pytest.MonkeyPatch) -> type[FakeGraph]:
+    """Plans are made of fake graphs, and tensors on the CPU pass for those on a GPU."""
+    patch.setattr(plans, "MISSES", {})
+    patch.setattr(plans, "handle", lambda device: FakeHandle())
+    patch.setattr(plans, "target", lambda device: None)
+    patch.setattr(plans, "Graph", FakeGraph)
+    patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    patch.setattr(FakeGraph, "runs", [])
+    patch.setattr(FakeGraph, "ran", [])
+    patch.setattr(FakeGraph, "on_execute", staticmethod(lambda: None))
+    return FakeGraph
+
+
 @pytest.fixture(name="cudnn")
 def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeGraph]]:
-    """Plans are made of fake graphs, and tensors on the CPU pass for those on a GPU."""
-    monkeypatch.setattr(plans, "MISSES", {})
-    monkeypatch.setattr(plans, "handle", lambda device: FakeHandle())
-    monkeypatch.setattr(plans, "target", lambda device: None)
-    monkeypatch.setattr(plans, "Graph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(FakeGraph, "runs", [])
-    monkeypatch.setattr(FakeGraph, "on_execute", staticmethod(lambda: None))
+    """See `fake`; no thread knows any plan."""
+    found = fake(monkeypatch)
     plans.RUNNERS.known.clear()
-    yield FakeGraph
+    yield found
     plans.RUNNERS.known.clear()

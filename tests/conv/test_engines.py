@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from described import target
 
 from steadytorch.conv.denylist import DENYLIST, denied, engine_number
@@ -98,6 +99,27 @@ def test_a_plan_that_was_refused_says_so_when_built():
         graph.build(0)
 
 
+@pytest.mark.parametrize("key", [HALF.key, HALF.key.replace("fp16", "bf16")])
+@pytest.mark.parametrize("activation", ["swish", "sigmoid", "relu"])
+def test_of_silu_and_relu_cudnn_has_precompiled_engines_for_relu_alone(key, activation):
+    where = target()
+
+    class Activated(Graph):
+        def _epilogue(self, y):
+            y = super()._epilogue(y)
+            activated = getattr(self._graph, activation)(input=y)
+            product = activation == "sigmoid"  # SiLU in two steps
+            return self._graph.mul(a=y, b=activated) if product else activated
+
+    try:
+        graph = Activated(parse(key.replace("bias_relu", "bias")), where)
+    except UnsupportedError:  # a description alone has no engine that is compiled when built
+        precompiled = 0
+    else:
+        precompiled = sum(not graph.runtime_compiled(i) for i in range(len(graph.names)))
+    assert bool(precompiled) == (activation == "relu")
+
+
 @pytest.mark.parametrize(
     ("notes", "filters", "words"),
     [
@@ -110,6 +132,33 @@ def test_notes_exclude_an_engine(notes, filters, words):
     found = excluded(Engine("eng1", 0, 0, notes), HALF, filters)
     assert found is not None
     assert words in found
+
+
+@pytest.fixture
+def settings():
+    """PyTorch's, put back afterwards."""
+    found = torch.backends.cudnn.deterministic, torch.get_deterministic_debug_mode()
+    yield
+    torch.backends.cudnn.deterministic = found[0]
+    torch.set_deterministic_debug_mode(found[1])
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: setattr(torch.backends.cudnn, "deterministic", True),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    ],
+    ids=["cudnn", "algorithms", "warn_only"],
+)
+def test_whoever_asks_pytorch_for_the_same_bits_gets_no_engine_that_differs(ask):
+    differs = Engine("eng1", 0, 0, ("NONDETERMINISTIC",))
+    assert excluded(differs, HALF, Filters()) is None
+    ask()
+    assert "other bits" in (excluded(differs, HALF, Filters()) or "")
+    assert excluded(Engine("eng2", 0, 0), HALF, Filters()) is None
 
 
 def test_an_engine_without_objection_is_not_excluded():

@@ -71,6 +71,23 @@ def test_nothing_global_is_changed(small):
     assert torch.equal(torch.get_rng_state(), random_before)
 
 
+def test_a_process_that_asks_for_repeatable_results_is_measured_too(monkeypatch):
+    multiply = torch.mm
+
+    def refusing(*given, **options):
+        if torch.are_deterministic_algorithms_enabled():  # as cuBLAS is, without a workspace set
+            raise RuntimeError("is not deterministic")
+        return multiply(*given, **options)
+
+    monkeypatch.setattr(torch, "mm", refusing)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert 0 < matrix_rate("cpu", "float32", budget_s=0.0) < math.inf
+        assert torch.get_deterministic_debug_mode() == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_buffers_reach_well_beyond_the_last_level_cache(monkeypatch):
     cache = 96 << 20
     monkeypatch.setattr(roofline.host, "last_level_cache_bytes", lambda: cache)

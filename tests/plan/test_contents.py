@@ -176,6 +176,15 @@ def test_what_cannot_be_compared_is_a_reason(net, hold, reason):
         digest(net)
 
 
+def test_a_hook_on_all_modules_is_a_reason(net):
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    try:
+        with pytest.raises(UnsupportedError, match="a module has a hook"):
+            digest(net)
+    finally:
+        handle.remove()
+
+
 def test_a_model_with_too_many_objects_is_a_reason(net, monkeypatch):
     monkeypatch.setattr(contents, "MOST_OBJECTS", 10)
     with pytest.raises(UnsupportedError, match="more than 10 objects"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime.benchmark_mode import CHURN, LIMIT, benchmark_mode, why_not
+from steadytorch.runtime.benchmark_mode import CHURN, benchmark_mode, why_not
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
@@ -64,13 +64,14 @@ def test_settings_are_put_back(monkeypatch):
 
 def test_how_many_engines_are_tried_is_set_while_it_is_on(monkeypatch):
     cudnn = torch.backends.cudnn
+    found = cudnn.benchmark_limit  # None without CUDA
     cudnn.benchmark_limit = 7
     try:
         with switched_on(monkeypatch, limit=3):
             assert cudnn.benchmark_limit == 3
         assert cudnn.benchmark_limit == 7
     finally:
-        cudnn.benchmark_limit = LIMIT
+        cudnn.benchmark_limit = found
 
 
 @pytest.mark.parametrize(

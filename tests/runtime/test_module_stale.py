@@ -204,6 +204,21 @@ def test_a_hook_that_comes_later_is_not_left_out(model, x, tuned):
     assert tuned.report().hits == 1
 
 
+def test_a_hook_on_all_modules_is_not_left_out_either(model, x, tuned):
+    before = tuned(x)
+
+    def double(module, args, output):
+        return 2 * output if module is model.head else output
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        assert torch.equal(tuned(x), answer(model, x))
+    finally:
+        handle.remove()
+    assert tuned.report().hits == 1
+    torch.testing.assert_close(tuned(x), before)
+
+
 def test_executors_that_read_the_models_weights_go_on_after_a_change(model, x, serving):
     tuned = TunedModule(model, serving(CANDIDATES["inference_mode"], x))
     tuned(x)

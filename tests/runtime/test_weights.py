@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
+from steadytorch.runtime import benchmark_mode as switch
 from steadytorch.runtime.weights import Weights
+
+ON_OUTPUTS = module.register_module_forward_hook
 
 
 @pytest.fixture
@@ -52,6 +56,25 @@ def test_every_change_is_seen_until_it_is_remembered(model, weights, change):
 def test_a_middle_layer_that_moves_is_seen(model, weights):
     model[1].weight.data = model[1].weight.data.clone()
     assert weights.changed()
+
+
+@pytest.mark.parametrize("register", [module.register_module_forward_pre_hook, ON_OUTPUTS])
+def test_a_hook_on_all_modules_is_a_change_and_so_is_its_going(weights, register):
+    handle = register(lambda *given: None)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+    handle.remove()
+    assert weights.changed()
+
+
+@pytest.mark.filterwarnings("ignore:benchmark mode comes late")
+def test_switching_benchmark_mode_is_no_change(weights, monkeypatch):
+    monkeypatch.setattr(switch, "why_not", lambda: "")
+    with switch.benchmark_mode(True):
+        assert not weights.changed()
+        weights.remember()
+    assert not weights.changed()
 
 
 def test_inference_tensors_are_left_out():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec import convert
+from stored import make_plan, store_plan
 from torch import nn
 
 from steadytorch import transforms
@@ -152,6 +153,76 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
     assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
     keys = [problem.key for problem in _found(workload(), ())]
     assert read_choices(report.choices) == dict.fromkeys(keys, Choice(ATEN))
+
+
+@pytest.fixture
+def settings():
+    """PyTorch's, put back afterwards."""
+    found = transforms.ambient()
+    yield
+    transforms.set_ambient(found)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize(
+    "asked", [{"cudnn.deterministic": "True"}, {"deterministic_algorithms": "2"}]
+)
+def test_the_worker_of_who_asks_for_the_same_bits_takes_such_engines_alone(
+    handler, monkeypatch, asked
+):
+    choose, repeatable = allot.choose, []
+
+    def noted(problem, device, options, incumbent):
+        repeatable.append(options.filters.repeatable)
+        return choose(problem, device, options, incumbent)
+
+    monkeypatch.setattr(allot, "choose", noted)
+    for settings in ({}, asked):
+        handler.load("cpu", transforms.ambient() | settings)
+        handler.choose([], 60.0, {}, {})
+    assert repeatable == [False, False, True, True]
+
+
+def test_a_search_starts_that_worker_with_the_settings_of_its_plans_key(monkeypatch, tmp_path):
+    class StartedError(Exception):
+        pass
+
+    def start(directory, device, ambient):
+        raise StartedError(ambient)
+
+    monkeypatch.setattr(conv, "start_chooser", start)
+    engines = [TransformSpec("cudnn_engines")]
+    monkeypatch.setattr(Session, "_options_that_apply", lambda self: (engines, {}))
+    torch.use_deterministic_algorithms(True)
+    try:
+        session = Session(workload(), SearchOptions(), "cpu", tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(StartedError) as found:
+        session.search()
+    assert found.value.args == (session.key.ambient,)
+    assert session.key.ambient["deterministic_algorithms"] == "2"
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize(
+    ("name", "asked", "difference"),
+    [
+        ("cudnn.deterministic", "True", "was False, is True"),
+        ("deterministic_algorithms", "2", "was 0, is 2"),
+    ],
+)
+def test_what_was_chosen_without_is_not_served_to_who_asks_for_the_same_bits(
+    tmp_path, name, asked, difference
+):
+    given = workload()
+    chosen = TransformSpec("cudnn_engines", (("choices", f'{{"{HALF.key}":"eng1"}}'),))
+    store_plan(tmp_path, make_plan(given.model, *given.inputs, (chosen,)))
+    assert Session(given, SearchOptions(), "cpu", tmp_path).look_up()[0] is not None
+    transforms.set_ambient({name: asked})
+    plan, reason = Session(given, SearchOptions(), "cpu", tmp_path).look_up()
+    assert plan is None
+    assert f"ambient.{name} {difference}" in reason
 
 
 def test_where_cudnn_is_missing_there_is_no_report(handler, monkeypatch):

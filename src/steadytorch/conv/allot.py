@@ -115,7 +115,7 @@ def _unreached(
     alive = device_answers()
     reason = "the time ran out before" if alive else "the device failed at another before"
     # Which engines are deterministic is seen only where they are listed.
-    if problem.key in before and not options.filters.deterministic:
+    if problem.key in before and not options.filters.repeatable:
         return Result(before[problem.key], None, f"{reason}; the engine chosen earlier is kept")
     if late or not alive:
         return Result(None, None, reason)

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import msgspec
+import torch
 
 from steadytorch.conv.denylist import denied, engine_number
 from steadytorch.conv.frontend import Target, frontend, version
@@ -83,6 +84,12 @@ class Filters(msgspec.Struct, frozen=True):
     workspace_cap_bytes: int = WORKSPACE_CAP_BYTES
     deterministic: bool = False
     runtime_compiled: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether only deterministic ones may be used: as asked, or as PyTorch's own in force."""
+        own = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+        return self.deterministic or bool(own)
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -303,7 +310,7 @@ def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | No
             "computes in TF32, which float32 does not allow",
         ),
         (
-            filters.deterministic and NONDETERMINISTIC in engine.notes,
+            filters.repeatable and NONDETERMINISTIC in engine.notes,
             "gives other bits from run to run, by cuDNN's own note",
         ),
         (

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import clean
+from steadytorch.transforms.hooks import hooks_on_all
 
 MOST_OBJECTS = 100_000
 """A model that holds more has none of its contents compared."""
@@ -117,7 +118,7 @@ class _Contents:
             self._add_object(value)
 
     def _add_module(self, module: nn.Module) -> None:
-        if any(vars(module).get(name) for name in _HOOKS):
+        if any(vars(module).get(name) for name in _HOOKS) or hooks_on_all():
             raise UnsupportedError("a module has a hook, which compiled code would not call")
         own = {name: held for name, held in vars(module).items() if name not in _OWN}
         registries = [vars(module).get(name) for name in ("_parameters", "_buffers", "_modules")]

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from steadytorch.transforms.hooks import ON_ALL, hooks_on_all
+
 _version_of = attrgetter("_version")
 _mode_of = itemgetter("training")
 _needs_gradient = attrgetter("requires_grad")
@@ -37,7 +39,8 @@ class Weights:
 
     Attributes:
         changed: a function of no arguments: whether any tensor was written to, moved or replaced
-            since, or a module replaced, hooked or switched between train and eval.
+            since, or a module replaced, hooked or switched between train and eval; hooks on all
+            modules of the process count too.
     """
 
     def __init__(self, model: nn.Module, contents: bool = True) -> None:
@@ -87,6 +90,8 @@ def _comparison(
     # Most modules have no children and no hooks.
     empty, filled = [found for found in links if not found], [found for found in links if found]
     linked = [dict(found) for found in filled]
+    before, after = ON_ALL
+    on_all = hooks_on_all()
 
     def changed() -> bool:
         return not (
@@ -96,6 +101,7 @@ def _comparison(
             and list(map(mode, attributes)) == modes
             and not any(empty)
             and filled == linked
+            and (hooks_on_all() if before or after else ()) == on_all
         )
 
     return changed

@@ -61,6 +61,10 @@ def _settings() -> dict[str, _Setting]:
             getattr(cuda, f"enable_{backend}_sdp"),
             _boolean,
         )
+    # 0: any operation may be used; 1: those that are not repeatable warn; 2: they fail.
+    settings["deterministic_algorithms"] = _Setting(
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, int
+    )
     settings["num_threads"] = _Setting(torch.get_num_threads, torch.set_num_threads, int)
     settings["default_dtype"] = _Setting(torch.get_default_dtype, torch.set_default_dtype, _dtype)
     return settings

@@ -19,7 +19,7 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transfo
 from steadytorch.transforms.cast_weights import CastModel
 from steadytorch.transforms.channels_last import ChannelsLastModel
 from steadytorch.transforms.copying import twin
-from steadytorch.transforms.tracing import is_hooked, traced, untraceable
+from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,
@@ -101,14 +101,11 @@ def _trainable(workload: Workload) -> Applicable | NotApplicable:
 
 def _fusible(workload: Workload) -> Applicable | NotApplicable:
     model = workload.model
-    refused = decide(
-        (model.training, "the model is in training mode"),
-        (is_hooked(model), "the model has hooks, which a graph lacks"),
-    )
+    refused = decide((model.training, "the model is in training mode"))
     if isinstance(refused, NotApplicable):
         return refused
     try:
-        traced(workload.with_model(_innermost(model)))
+        traced_to_run(workload.with_model(_innermost(model)))
     except Exception as error:  # forward is the user's code: anything may come out of tracing
         return untraceable(error)
     return Applicable()
@@ -139,7 +136,7 @@ def rewritten_model(workload: Workload) -> Any:
     from steadytorch.conv.rewrite import rewrite
 
     inner = _innermost(workload.model)
-    model, graph = traced(workload.with_model(inner))
+    model, graph = traced_to_run(workload.with_model(inner))
     with torch.inference_mode(False):
         fused = rewrite(GraphModule(model, graph), workload.inputs, workload.kwargs)
     return _around(workload.model, fused.eval())

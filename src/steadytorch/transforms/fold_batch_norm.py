@@ -13,7 +13,8 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.tracing import is_hooked, traced, untraceable
+from steadytorch.transforms.hooks import is_hooked
+from steadytorch.transforms.tracing import traced, untraceable
 from steadytorch.transforms.traits import decide, no_copy
 from steadytorch.workload.workload import Workload
 

@@ -18,7 +18,7 @@ from steadytorch.kernels.stem import CONFIGS
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
 from steadytorch.transforms.fusible import Layers, Pooled, Residual, Stem
-from steadytorch.transforms.tracing import is_hooked, traced, untraceable
+from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda
 from steadytorch.workload.workload import Workload
 
@@ -68,13 +68,11 @@ class FusedKernels(Transform):
 
         The model's `forward` is traced with symbols to find them; no arithmetic is done.
         """
-        module = workload.module
         refused = decide(
             *no_copy(workload),
             no_cuda(facts),
             (facts.triton is None, "needs Triton, which is not installed"),
             capability_below(facts, (8, 0), "the fused kernels"),
-            (module is not None and is_hooked(module), "the model has hooks, which a graph lacks"),
         )
         if isinstance(refused, NotApplicable):
             return refused
@@ -84,7 +82,7 @@ class FusedKernels(Transform):
             return untraceable(error)
 
     def _fusible(self, workload: Workload) -> Applicable | NotApplicable:
-        layers, asked = Layers(*traced(workload)), self.parameters
+        layers, asked = Layers(*traced_to_run(workload)), self.parameters
         stems = any(layers.stems(_foldable(workload))) if asked.stem else True
         sums = any(layers.residuals()) if asked.residual else True
         pairs = any(layers.pooled()) if not (asked.stem or asked.residual) else True
@@ -93,7 +91,7 @@ class FusedKernels(Transform):
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yields the workload on the graph with fused operators; there is nothing to undo."""
-        model, graph = traced(workload)
+        model, graph = traced_to_run(workload)
         layers, asked = Layers(model, graph), self.parameters
         stems, residuals = [], list(layers.residuals()) if asked.residual else []
         if asked.stem:

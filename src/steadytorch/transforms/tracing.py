@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from steadytorch.errors import first_line
+from steadytorch.errors import UnsupportedError, first_line
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.copying import copy_with
+from steadytorch.transforms.hooks import GRAPH_LACKS, is_hooked
 from steadytorch.workload.workload import Workload
 
 _TRACING = threading.Lock()
@@ -28,6 +29,7 @@ def traced(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
         A copy of the model that shares its tensors, and the graph of that copy.
 
     Raises:
+        UnsupportedError: a module that calls others has a hook, which tracing would call.
         Exception: whatever the model's `forward` raises when traced with symbols.
     """
     # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
@@ -35,13 +37,23 @@ def traced(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
     return model, _trace(model, _constants(workload))
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook may look at, or replace, what goes into a module or comes out of it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def traced_to_run(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
+    """As `traced`, for who runs the graph in the place of the model.
+
+    Raises:
+        UnsupportedError: the model has a hook, which the graph lacks.
+        Exception: as `traced`.
+    """
+    # Those of a stored plan's model may be new.
+    if is_hooked(workload.model):
+        raise UnsupportedError(GRAPH_LACKS)
+    return traced(workload)
 
 
 def untraceable(error: Exception) -> NotApplicable:
     """Says that a model cannot be traced, and why."""
+    if isinstance(error, UnsupportedError):
+        return NotApplicable(str(error))
     return NotApplicable(f"the model cannot be traced by torch.fx: {first_line(error)}")
 
 
@@ -55,6 +67,8 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
         def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
             if threading.get_ident() != self.thread:
                 return forward(*args, **kwargs)
+            if is_hooked(m) and not self.is_leaf_module(m, self.path_of_module(m)):
+                raise UnsupportedError(GRAPH_LACKS)
             return super().call_module(m, forward, args, kwargs)
 
         def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.transforms.hooks import hooks_on_all
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -50,14 +51,15 @@ def no_copy(workload: Workload) -> tuple[Objection, Objection]:
 
 
 def hooked(workload: Workload) -> Objection:
-    """Objects to hooks on any module: what they do on the host happens once, when recorded.
+    """Objects to hooks, of a module or of all: what they do on the host happens once, if recorded.
 
     PyTorch's own weight and spectral norms are none of these: all that they do is to compute
     weights, on the device.
     """
     model = workload.untouched
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(map(_is_hooked, modules)), "the model has hooks, which a replay does not call"
+    found = bool(hooks_on_all()) or any(map(_is_hooked, modules))
+    return found, "the model has hooks, which a replay does not call"
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -187,15 +187,16 @@ def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
     return Layer(tuple(names), problem.key, result.outcome, *size, result.reason)
 
 
-def start_chooser(directory: Path, device: str) -> Worker:
+def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:
     """A worker for `choose_engines`, which begins to load the workload.
 
     Args:
         directory: with the workload's payload in it.
         device: a CUDA device.
+        ambient: the caller's process-wide settings, which the worker takes over.
     """
     worker = Worker(HANDLER, directory, "engines")
-    worker.send("load", device=device, ambient=transforms.ambient())
+    worker.send("load", device=device, ambient=ambient)
     return worker
 
 
@@ -220,7 +221,9 @@ def choose_engines(
         deadline_s: seconds of choosing; convolutions that were not reached keep what was chosen
             before, or get the first engine that verifies. One that raises keeps PyTorch's own.
         deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
-            Those that differ between two runs are left out in any case.
+            They must anyway where `torch.backends.cudnn.deterministic` is set, or
+            `torch.use_deterministic_algorithms`. Those that differ between two runs are left out
+            in any case.
         other_half: whether convolutions in bf16 may run in fp16, their results converted back. It
             is tried where all values leave room in fp16's range on the workload's own inputs
             (`headroom`); whether it may be used is for a verification of the whole to say.
@@ -238,7 +241,7 @@ def choose_engines(
         if worker is None:
             own = Path(tempfile.mkdtemp(prefix="steadytorch-"))
             save_payload(workload, own)
-            worker = start_chooser(own, device)
+            worker = start_chooser(own, device, transforms.ambient())
         wait(worker, START_S)
         options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
         worker.send(

@@ -140,7 +140,7 @@ class Session:
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
 
-                worker = start_chooser(directory, self._device)
+                worker = start_chooser(directory, self._device, self._ambient)
                 at_the_end.callback(worker.kill)
                 engines = partial(self._engines, worker, preparation.meanwhile)
             return Search(
