@@ -16,9 +16,9 @@ _mode_of = itemgetter("training")
 _needs_gradient = attrgetter("requires_grad")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _END = object()
-_Traits = tuple[Callable[[Tensor], int], Callable[[Tensor], Any]]
-_IN_TENSORS: _Traits = (_version_of, Tensor.data_ptr)
-_OF_TENSORS: _Traits = (_needs_gradient, _needs_gradient)
+_Looks = tuple[Callable[[Tensor], int], Callable[[Tensor], Any]]
+_IN_TENSORS: _Looks = (_version_of, Tensor.data_ptr)
+_OF_TENSORS: _Looks = (_needs_gradient, _needs_gradient)
 
 
 class Weights:
@@ -78,27 +78,25 @@ class Weights:
 
 def _comparison(
     tensors: list[Tensor],
-    traits: _Traits,
+    looks: _Looks,
     registries: list[Any],
     links: list[dict[str, Any]],
     attributes: list[dict[str, Any]],
 ) -> Callable[[], bool]:
     """The function that compares with what is found now; as a closure, it looks nothing up."""
-    (version, address), flatten, mode = traits, chain.from_iterable, _mode_of
-    versions, addresses = sum(map(version, tensors)), list(map(address, tensors))
-    held, modes = list(flatten(registries)), list(map(mode, attributes))
+    (version, address), flatten, mode = looks, chain.from_iterable, _mode_of
+    held = list(flatten(registries))
     # Most modules have no children and no hooks.
     empty, filled = [found for found in links if not found], [found for found in links if found]
     linked = [dict(found) for found in filled]
     before, after = ON_ALL
     on_all = hooks_on_all()
+    traits = [*map(version, tensors), *map(address, tensors), *map(mode, attributes)]
 
     def changed() -> bool:
         return not (
-            sum(map(version, tensors)) == versions
+            [*map(version, tensors), *map(address, tensors), *map(mode, attributes)] == traits
             and all(map(is_, flatten(registries), held))
-            and list(map(address, tensors)) == addresses
-            and list(map(mode, attributes)) == modes
             and not any(empty)
             and filled == linked
             and (hooks_on_all() if before or after else ()) == on_all
