@@ -58,6 +58,13 @@ BESIDES = {
 """What the same cause brings about besides, and the example's docstring or documentation says."""
 OF_RATIOS = frozenset({"idle-ramp", "input-pipeline", "memory-bound"})
 """Rest on how long one thing takes over another: they need a machine that is not crowded."""
+OF_CODE = frozenset(
+    {
+        *("benchmark-mode", "bias-before-batch-norm", "graph-break", "recompilation"),
+        "single-tensor-optimizer",
+    }
+)
+"""Rest on what is run, whatever else runs meanwhile."""
 CONTENDED = 0.1
 OPTIONS = {
     "idle-ramp": {"pause": "25ms", "budget": "6s"},

@@ -1,88 +1,28 @@
+from __future__ import annotations
+
 import gzip
 import json
-import os
 import time
-from contextlib import suppress
 
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from steadytorch.errors import TraceError, UsageError
 from steadytorch.explain.events import Category
-from steadytorch.explain.gzipped import Limits
 from steadytorch.explain.trace import parse_trace, read_trace
 
+from .every_kind import EVENTS, row_of, rows_of
 from .recorded import kept, on_cpu
-from .synthetic import (
-    DEVICE,
-    ORIGIN_NS,
-    SCHEMAS,
-    annotation,
-    build,
-    gpu_annotation,
-    kernel,
-    launch,
-    memcpy,
-    memory,
-    memset,
-    op,
-    overhead,
-    python,
-    runtime,
-    step,
-    sync,
-    trace,
-)
+from .synthetic import DEVICE, ORIGIN_NS, SCHEMAS, kernel, launch, memcpy, memory, op, python, trace
 
-MS = 1_000_000
-EVENTS = (
-    step(3, 0, 9 * MS),
-    op(
-        "aten::mm",
-        1 * MS,
-        2 * MS,
-        external=11,
-        dims=[[8, 16], [16, 4]],
-        types=["float", "float"],
-        strides=[[16, 1], [4, 1]],
-        concrete=["", ""],
-    ),
-    *launch(
-        "sgemm", call=(1 * MS, 1 * MS + 5000), gpu=(3 * MS, 4 * MS), correlation=5, external=11
-    ),
-    runtime("cuLaunchKernel", 2 * MS, 2 * MS + 1000, correlation=6, driver=True),
-    memcpy("Memcpy HtoD (Pageable -> Device)", 4 * MS, 5 * MS, correlation=7, size=64, stream=8),
-    memset(5 * MS, 6 * MS, correlation=8, size=32, device=1),
-    sync("Stream Sync", 6 * MS, 7 * MS, stream=7, correlation=9),
-    gpu_annotation("ProfilerStep#3", 3 * MS, 6 * MS),
-    memory(6 * MS, -128),
-    memory(6 * MS + 1000, 256, device=-1),
-    overhead("Buffer Flush", 7 * MS, 8 * MS),
-    annotation("mine", 8 * MS, 9 * MS),
-    python("model.py(3): forward", 8 * MS, 9 * MS),
-)
 OLD = {Category.ANNOTATION: Category.CPU_OP, Category.DRIVER: Category.RUNTIME}
-
-
-def _rows(read):
-    events = read.events
-    return sorted(
-        (int(events.start_ns[row]), int(events.end_ns[row]), read.name_of(row))
-        for row in range(len(events))
-    )
-
-
-def _row(read, name):
-    return next(row for row in range(len(read.events)) if read.name_of(row) == name)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_schema_gives_the_same_times_and_names(schema):
     expected = sorted((event.start_ns, event.end_ns, event.name) for event in EVENTS)
-    assert _rows(trace(EVENTS, schema)) == expected
+    assert rows_of(trace(EVENTS, schema)) == expected
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -101,7 +41,7 @@ def test_every_schema_gives_the_same_categories(schema):
     expected = [Category(code) for code in today.events.category]
     if schema == "2021":
         # Operators, ranges and both kinds of calls had one name each then.
-        mine = _row(today, "mine")
+        mine = row_of(today, "mine")
         expected = [
             OLD[c] if c == Category.DRIVER or i == mine else c for i, c in enumerate(expected)
         ]
@@ -112,14 +52,14 @@ def test_columns_of_each_kind_of_event():
     read = trace(EVENTS)
     events = read.events
     copy, fill, waited = (
-        _row(read, name) for name in (EVENTS[5].name, "Memset (Device)", "Stream Sync")
+        row_of(read, name) for name in (EVENTS[5].name, "Memset (Device)", "Stream Sync")
     )
     assert (events.bytes[copy], events.stream[copy], events.device[copy]) == (64, 8, 0)
     assert (events.bytes[fill], events.device[fill]) == (32, 1)
     assert read.threads[events.thread[waited]] == ("0", "7")
     assert read.details_of(waited)["cuda_sync_kind"] == "Stream Sync"
-    assert read.details_of(_row(read, "sgemm"))["grid"] == [198, 1, 1]
-    assert read.inputs_of(_row(read, "aten::mm")) == {
+    assert read.details_of(row_of(read, "sgemm"))["grid"] == [198, 1, 1]
+    assert read.inputs_of(row_of(read, "aten::mm")) == {
         "dims": [[8, 16], [16, 4]],
         "types": ["float", "float"],
         "strides": [[16, 1], [4, 1]],
@@ -227,7 +167,7 @@ def test_a_trace_of_this_pytorch():
         "ProfilerStep#2",
         "ProfilerStep#3",
     ]
-    addmm = _row(read, "aten::addmm")
+    addmm = row_of(read, "aten::addmm")
     assert read.inputs_of(addmm)["dims"][:3] == [[8], [4, 8], [8, 8]]
     assert abs(read.origin_ns - time.time_ns()) < 3600 * 10**9
     assert {"shapes", "memory"} <= read.recorded
@@ -285,147 +225,3 @@ def test_real_traces_are_read_as_the_plain_decoder_reads_them(name):
 def _ns(us):
     whole, _, rest = us.partition(".")
     return int(whole) * 1000 + int(rest.ljust(3, "0") or 0)
-
-
-# Bad input ----------------------------------------------------------------------------------------
-
-
-def test_the_error_is_misuse_and_names_the_file(tmp_path):
-    (tmp_path / "x.json").write_text("no")
-    with pytest.raises(UsageError, match=r"^x\.json: not JSON: .* at byte 0$") as raised:
-        read_trace(tmp_path / "x.json")
-    assert raised.value.exit_code == 2
-    assert raised.value.offset == 0
-
-
-@pytest.mark.parametrize("text", [b"[]", b'{"traceEvents": []}', b'{"traceEvents": [{}]}'])
-def test_a_trace_without_events_is_an_error(text):
-    with pytest.raises(TraceError, match="holds no events"):
-        parse_trace(text, "empty")
-
-
-def test_a_trace_of_another_tool_is_an_error():
-    other = [{"ph": "X", "cat": "browser", "name": "paint", "ts": i, "dur": 1} for i in range(9)]
-    with pytest.raises(TraceError, match="9 events are another tool's"):
-        parse_trace(msgspec.json.encode({"traceEvents": other}), "chrome")
-
-
-def test_gzip_is_told_by_content(tmp_path):
-    (tmp_path / "trace.json").write_bytes(gzip.compress(build(EVENTS)))
-    (tmp_path / "trace.json.gz").write_bytes(build(EVENTS))
-    zipped, plain = read_trace(tmp_path / "trace.json"), read_trace(tmp_path / "trace.json.gz")
-    assert _rows(zipped) == _rows(plain)
-
-
-def test_a_gzip_bomb_around_a_trace_is_refused():
-    bomb = gzip.compress(b'{"traceEvents": [' + b" " * (66 << 20))
-    with pytest.raises(TraceError, match=r"300-fold|no event ends"):
-        parse_trace(bomb, "bomb")
-
-
-def test_too_many_events_are_refused():
-    with pytest.raises(TraceError, match="more than 5 events"):
-        parse_trace(build(EVENTS), "many", Limits(events=5))
-
-
-def test_events_without_a_time_are_left_out():
-    zero = kernel("lost", -ORIGIN_NS, -ORIGIN_NS + 5, correlation=1)
-    read = trace([*EVENTS, zero, zero], "epoch-float")
-    assert _rows(read) == _rows(trace(EVENTS))
-    assert read.irregular == {"zero_timestamp": 2}
-    assert read.notes == ("2 events without a time (zero) were left out",)
-
-
-def test_a_first_event_at_zero_is_no_missing_time():
-    assert _rows(trace(EVENTS, "list"))[0][0] == 0
-    assert trace(EVENTS, "list").irregular == {}
-
-
-def test_negative_durations_are_noted():
-    read = trace([*EVENTS, op("backwards", 5000, 2000)])
-    row = _row(read, "backwards")
-    assert read.events.end_ns[row] == read.events.start_ns[row]
-    assert read.irregular == {"duration": 1}
-    assert "1 negative" in read.notes[0]
-
-
-def test_absurd_times_leave_the_rest_alone():
-    rows = msgspec.json.decode(build(EVENTS, "2022"))["traceEvents"]
-    rows += [
-        {"ph": "X", "cat": "kernel", "name": "far", "ts": ts, "dur": 1} for ts in (-1e300, 1e300)
-    ]
-    rows += [{"ph": "X", "cat": "kernel", "name": "far", "ts": 10**400, "dur": 10**400}]
-    text = json.dumps({"traceEvents": rows}).encode()
-    read = parse_trace(text, "far")
-    assert _rows(read) == _rows(trace(EVENTS))
-    assert read.irregular == {"malformed": 3}
-
-
-def test_the_longest_times_do_not_overflow():
-    far = {"ph": "X", "cat": "kernel", "name": "far", "dur": 1e15}
-    rows = [far | {"ts": -1e15}, far | {"ts": 4.6e15}]
-    read = parse_trace(json.dumps(rows).encode(), "far")
-    assert (read.events.end_ns >= read.events.start_ns).all()
-    assert (read.events.start_ns >= 0).all()
-
-
-def test_mended_files_say_so():
-    read = parse_trace(build(EVENTS).replace(b"sgemm", b"sg\x02mm"), "mended")
-    assert "sg mm" in read.names
-    assert read.notes == ("the file is not quite JSON; mended: control characters",)
-
-
-def test_odd_values_of_the_top_level_are_ignored():
-    read = parse_trace(
-        build(EVENTS, deviceProperties="none", baseTimeNanoseconds="x", with_stack=[1]), "odd"
-    )
-    assert read.devices == ()
-    assert read.origin_ns is None
-
-
-@pytest.mark.parametrize("kind", ["directory", "missing", "pipe"])
-def test_what_is_no_file_is_an_error(tmp_path, kind):
-    path = tmp_path / kind
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    with pytest.raises(TraceError):
-        read_trace(path)
-
-
-SMALL = (build(EVENTS), build(EVENTS, "2021"), gzip.compress(build(EVENTS), mtime=0))
-
-
-@st.composite
-def _mutated(draw):
-    """A sound trace with stretches replaced, removed or repeated."""
-    text = bytearray(
-        draw(st.sampled_from((*SMALL, on_cpu()[:60_000] + on_cpu()[-3000:], on_cpu())))
-    )
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(text)))
-        length = draw(st.integers(0, 30))
-        new = draw(
-            st.binary(max_size=8)
-            | st.sampled_from([b'"', b"}", b"]", b"{", b"[", b",", b"-", b"NaN", b"1e999", b"\\"])
-            | st.just(bytes(text[at : at + 200]))
-        )
-        text[at : at + length] = new
-    return bytes(text)
-
-
-@settings(deadline=None, max_examples=300)
-@given(_mutated())
-def test_damage_never_raises_anything_else(text):
-    with suppress(TraceError):
-        read = parse_trace(text, "damaged")
-        columns = vars(read.events).values()
-        assert len({len(column) for column in columns}) == 1
-        assert (read.events.end_ns >= read.events.start_ns).all()
-
-
-@given(st.binary(max_size=300))
-def test_any_bytes_never_raise_anything_else(data):
-    with pytest.raises(TraceError):
-        parse_trace(data, "bytes")

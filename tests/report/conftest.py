@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import pytest
@@ -16,6 +17,8 @@ from steadytorch.workload.signature import Leaf, Signature
 
 HOSTILE = "[red]boo[/red] \x1b[2J\x1b]0;title\x07 two\nlines\r[/]"
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+HEAD = {"schema", "kind", "workload", "environment", "created"}
+"""What every document has."""
 WINNER = (TransformSpec("channels_last"), TransformSpec("inference_mode"))
 LONG = (
     TransformSpec("fold_batch_norm"),
@@ -133,6 +136,14 @@ def result(**fields):
 
 
 FACTS = DeviceFacts(device="cpu", name="AMD EPYC", unknown={"driver": "no NVIDIA driver"})
+
+
+def read_document(document):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert document.endswith(b"}\n")
+    return json.loads(document, parse_constant=refuse)
 
 
 class Screen:

@@ -63,6 +63,25 @@ def no_process_left():
 
 
 @pytest.fixture
+def model():
+    return sys.modules["stored"].small_model()
+
+
+@pytest.fixture
+def x():
+    import torch
+
+    return torch.randn(2, 8)
+
+
+@pytest.fixture
+def store(tmp_path, model, x):
+    """One plan, for `x`."""
+    stored = sys.modules["stored"]
+    return stored.store_plan(tmp_path / "store", stored.make_plan(model, x))
+
+
+@pytest.fixture
 def searches(monkeypatch):
     """Searches that end at once, or when they are let; counts them."""
     stored = sys.modules["stored"]

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
@@ -18,14 +19,16 @@ import trained
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.measure.sampler import warm_up
 from steadytorch.transforms.base import Applicable, Risk, Transform, TransformSpec
+from steadytorch.trial import worker
 from steadytorch.tune.worker import TuningHandler
 
 
 class Slow(nn.Module):
     """A linear layer that sleeps at every call."""
 
-    def __init__(self, delay_s=0.004):
+    def __init__(self, delay_s=0.001):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.delay_s = delay_s
@@ -146,6 +149,8 @@ class FaultyHandler(TuningHandler):
 
     def __init__(self, directory):
         transforms.REGISTRY, transforms._POSITIONS = extended()
+        # Half a second in each of dozens of processes; nothing here gets faster by running.
+        worker.warm_up = partial(warm_up, min_ns=10_000_000)
         super().__init__(directory)
 
     def block(self, metric, count):

@@ -145,10 +145,10 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
 
 
 def test_candidates_that_hang_or_stop_are_killed_at_the_deadline_and_others_go_on(prepare):
-    trials = {t.candidate: t for t in prepare([(spec("hangs"),), (spec("stops"),), (QUICK,)], 20.0)}
+    trials = {t.candidate: t for t in prepare([(spec("hangs"),), (spec("stops"),), (QUICK,)], 10.0)}
     for kind in ("hangs", "stops"):
         trial = trials[(spec(kind),)]
         assert trial.status == "rejected"
-        assert trial.reason == "set-up: no answer within 20 s, killed"
+        assert trial.reason == "set-up: no answer within 10 s, killed"
         assert not psutil.pid_exists(trial.worker.pid)
     assert trials[(QUICK,)].ok

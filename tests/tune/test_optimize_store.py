@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from stored import CANDIDATE, make_plan, small_model, store_plan
+from stored import CANDIDATE, make_plan, store_plan
 from torch import nn
 
 from steadytorch.errors import PlanError
@@ -21,16 +21,6 @@ from steadytorch.workload.workload import Workload
 
 LOWER = (TransformSpec("cast_weights", (("dtype", "bf16"),)),)
 NO_SUCH = (TransformSpec("os.system", (("command", "false"),)),)
-
-
-@pytest.fixture
-def model():
-    return small_model()
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 8)
 
 
 @pytest.mark.parametrize("canary", [True, False])

@@ -41,13 +41,13 @@ def trusts_its_weights(module, inputs):
     if not torch.compiler.is_compiling() and not bool((module.weight == WEIGHT).all()):
         raise RuntimeError("other weights than the caller's")
 
-{hook}
+model.linear.register_forward_pre_hook(trusts_its_weights)
 specs = [t.spec for t in transforms.all_variants(load_facts("cpu"))]
 wanted = [s for s in specs if str(s) == {option!r}]
 assert len(wanted) == 1, specs
 Session._options_that_apply = lambda self: (wanted, {{}})
 x = torch.randn(4, 16)
-plan = steadytorch.tune(steadytorch.Workload(model, x), budget={budget!r}, store={store!r})
+plan = steadytorch.tune(steadytorch.Workload(model, x), budget="10m", store={store!r})
 (trial,) = [t for t in plan.evidence.trials if t.transforms == tuple(wanted)]
 assert trial.status == "ok", trial
 assert trial.error < 1e-5, trial
@@ -57,46 +57,47 @@ with torch.no_grad():
 assert served.report().calls == {{"tuned": 1}} or not plan.candidate, served.report()
 print(plan.path)
 """
-_HOOK = "model.linear.register_forward_pre_hook(trusts_its_weights)"
+WAYS = {"file": "inference_mode", "stdin": "inference_mode", "-c": "compile(default)"}
+"""How Python is given a script, and the one option that it searches over."""
 
 
-def _script(tmp_path, option="inference_mode", budget="60s", hook=_HOOK):
-    return textwrap.dedent(_SCRIPT).format(
-        marker=str(tmp_path / "marker"),
-        store=str(tmp_path / "plans"),
-        option=option,
-        budget=budget,
-        hook=hook,
-    )
+def _script(folder, option="inference_mode"):
+    store, marker = str(folder / "plans"), str(folder / "marker")
+    return textwrap.dedent(_SCRIPT).format(marker=marker, store=store, option=option)
 
 
-def _run(tmp_path, how, script):
+def _started(folder, way):
     """Runs a script as a file without a main guard, from standard input, or as an argument."""
-    (tmp_path / "script.py").write_text(script)
-    arguments = {"file": [str(tmp_path / "script.py")], "stdin": ["-"], "-c": ["-c", script]}[how]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        input=script if how == "stdin" else None,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=tmp_path,
-    )
+    script, path = _script(folder, WAYS[way]), folder / "script.py"
+    path.write_text(script)
+    arguments = {"file": [str(path)], "stdin": ["-"], "-c": ["-c", script]}[way]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with path.open() as text:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdin=text, cwd=folder, text=True, **pipes
+        )
 
 
-@pytest.mark.parametrize("how", ["file", "stdin", "-c"])
-def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, how):
-    done = _run(tmp_path, how, _script(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith(str(tmp_path / "plans"))
-    assert (tmp_path / "marker").read_text() == "x"
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Scripts given in every way, run side by side: their folders, exit codes and outputs."""
+    folders = {way: tmp_path_factory.mktemp("script") for way in WAYS}
+    started = {way: _started(folder, way) for way, folder in folders.items()}
+    try:
+        outputs = {way: process.communicate(timeout=280) for way, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+    return {way: (folders[way], started[way].returncode, *outputs[way]) for way in WAYS}
 
 
 @pytest.mark.compiles
-def test_a_model_defined_in_the_main_module_is_compiled(tmp_path):
-    script = _script(tmp_path, option="compile(default)", budget="250s", hook="")
-    done = _run(tmp_path, "-c", script)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(ended, way):
+    folder, code, printed, errors = ended[way]
+    assert code == 0, errors
+    assert printed.strip().startswith(str(folder / "plans"))
+    assert (folder / "marker").read_text() == "x"
 
 
 def _interruptible():
@@ -105,7 +106,7 @@ def _interruptible():
 
 
 def test_control_c_ends_every_worker(tmp_path):
-    (tmp_path / "script.py").write_text(_script(tmp_path, budget="10m"))
+    (tmp_path / "script.py").write_text(_script(tmp_path))
     parent = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py")],
         stderr=subprocess.PIPE,

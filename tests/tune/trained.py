@@ -33,7 +33,7 @@ class Slow(Net):
 
     def __init__(self):
         super().__init__()
-        self.delay_s = 0.004
+        self.delay_s = 0.01
 
     def forward(self, x):
         time.sleep(self.delay_s)

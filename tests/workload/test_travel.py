@@ -67,17 +67,28 @@ def python(directory: Path, code: str, *, as_input: bool = False) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("as_input", [True, False], ids=["python -", "python -c"])
-def test_a_model_of_the_main_script_trains_alike_elsewhere(tmp_path: Path, as_input: bool):
-    losses = python(tmp_path, SAVE, as_input=as_input)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where a script given by `-c` saved its workload, and the losses that it saw."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, python(folder, SAVE)
+
+
+def test_a_model_of_the_main_script_trains_alike_elsewhere(saved: tuple[Path, str]):
+    folder, losses = saved
+    assert python(folder, OPEN.format(change="")) == losses
+
+
+def test_a_model_of_a_script_on_standard_input_trains_alike_elsewhere(tmp_path: Path):
+    losses = python(tmp_path, SAVE, as_input=True)
     assert python(tmp_path, OPEN.format(change="")) == losses
 
 
-def test_what_came_by_value_can_be_captured_whole(tmp_path: Path):
-    losses = python(tmp_path, SAVE)
+def test_what_came_by_value_can_be_captured_whole(saved: tuple[Path, str]):
+    folder, losses = saved
     compiled = "torch.compile(workload.model, backend='eager', fullgraph=True)"
     change = f"workload = workload.with_model({compiled})"
-    assert python(tmp_path, OPEN.format(change=change)) == losses
+    assert python(folder, OPEN.format(change=change)) == losses
 
 
 def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):

@@ -1,0 +1,125 @@
+"""Outliers on a GPU: its clock, its neighbours, and the host that feeds it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from steadytorch.device.recording import REASON_BITS
+
+from .slowed import (
+    MS,
+    START,
+    THEN,
+    TICKS,
+    cause_of,
+    collected,
+    recorded,
+)
+
+
+def _levels(device="cuda", *, clock=None, mask=None, others=None, at=THEN):
+    """Levels that differ from the usual ones at the two ticks around tick `at`."""
+    columns = {}
+    for name, usual, then in (
+        ("sm_clock_mhz", 1980, clock),
+        ("clock_event_mask", 0, mask),
+        ("other_gpu_processes", 0, others),
+    ):
+        column = [usual] * TICKS
+        if then is not None:
+            column[at : at + 2] = [then] * 2
+        columns[name] = tuple(column)
+    return recorded(device, **columns)
+
+
+def _steady_host(count=100):
+    return np.full(count, 3 * MS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("power_cap", "power cap"),
+        ("hardware_power_brake", "power cap"),
+        ("thermal_slowdown", "thermal"),
+        ("hardware_thermal_slowdown", "thermal"),
+        ("hardware_slowdown", "clock"),
+        ("clocks_setting", "clock"),
+    ],
+)
+def test_a_fallen_clock_is_put_down_to_what_holds_it(reason, cause):
+    recording = _levels(clock=1485, mask=REASON_BITS[reason])
+    assert cause_of(recording, host_ns=_steady_host()) == cause
+
+
+def test_heat_comes_before_power():
+    mask = REASON_BITS["power_cap"] | REASON_BITS["thermal_slowdown"]
+    assert cause_of(_levels(clock=1485, mask=mask), host_ns=_steady_host()) == "thermal"
+
+
+def test_a_reason_without_a_fall_of_the_clock_explains_nothing():
+    recording = _levels(mask=REASON_BITS["power_cap"])
+    assert cause_of(recording, host_ns=_steady_host()) == "unattributed"
+
+
+def test_a_small_fall_of_the_clock_explains_no_large_excess():
+    recording = _levels(clock=1940, mask=REASON_BITS["power_cap"])
+    assert cause_of(recording, host_ns=_steady_host()) == "unattributed"
+
+
+def test_where_the_clock_is_unknown_a_new_reason_counts_and_a_standing_one_does_not():
+    cap = REASON_BITS["power_cap"]
+    new = tuple(cap if tick in (THEN, THEN + 1) else 0 for tick in range(TICKS))
+    found = [
+        cause_of(recorded("cuda", clock_event_mask=mask), host_ns=_steady_host())
+        for mask in (new, (cap,) * TICKS)
+    ]
+    assert found == ["power cap", "unattributed"]
+
+
+def test_more_cycles_beside_a_new_neighbour():
+    assert cause_of(_levels(others=1), host_ns=_steady_host()) == "neighbour process"
+
+
+def test_a_neighbour_that_is_always_there_explains_no_single_outlier():
+    recording = recorded("cuda", other_gpu_processes=(1,) * TICKS)
+    assert cause_of(recording, host_ns=_steady_host()) == "unattributed"
+
+
+def test_a_faster_outlier_is_put_down_to_a_faster_clock_alone():
+    cap = REASON_BITS["power_cap"]
+    for clock, expected in ((2640, "clock"), (1980, "unattributed"), (1485, "unattributed")):
+        recording = _levels(clock=clock, mask=cap)
+        found = cause_of(recording, extra=-3 * MS, at=30, host_ns=_steady_host())
+        assert found == expected
+
+
+def test_a_faster_outlier_on_a_cpu_has_no_cause():
+    assert cause_of(recorded(**collected(START, 9 * MS)), extra=-3 * MS) == "unattributed"
+
+
+def test_with_a_steady_host_the_host_is_not_the_cause():
+    recording = recorded("cuda", **collected(START + MS, 4 * MS))
+    assert cause_of(recording, host_ns=_steady_host()) == "unattributed"
+
+
+def test_with_a_slow_host_the_device_is_not_the_cause():
+    host = _steady_host()
+    host[30] += 4 * MS
+    assert cause_of(_levels(clock=1485), host_ns=host) == "unattributed"
+
+
+def test_the_host_of_a_gpu_works_up_to_two_iterations_ahead():
+    host = _steady_host()
+    host[30] += 4 * MS
+    found = [
+        cause_of(recorded("cuda", **collected(START - ahead * MS, 3 * MS)), host_ns=host)
+        for ahead in (18, 24)
+    ]
+    assert found == ["garbage collection", "unattributed"]
+
+
+def test_without_host_times_both_are_looked_at():
+    assert cause_of(recorded("cuda", **collected(START + MS, 3 * MS))) == "garbage collection"
+    assert cause_of(_levels(clock=1485), host_ns=[]) == "clock"
