@@ -103,6 +103,30 @@ def _fault(*given, **arguments):
     raise WorkerFault(Fault.SIGNAL, "segmentation fault (SIGSEGV)")
 
 
+def test_workers_use_the_headers_that_the_compiler_has_ready(tmp_path, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    own, shared = tmp_path / "worker", tmp_path / "tmp"
+    for folder in (own, shared):
+        folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    bundle_module._share_headers(own)
+    headers = Path(default_cache_dir()) / "precompiled_headers"
+    assert headers.is_relative_to(shared)
+    (headers / "made").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(own))
+    assert (Path(default_cache_dir()) / "precompiled_headers" / "made").exists()
+
+
+def test_headers_of_another_user_are_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(Path, "owner", lambda path: path.name)
+    own = tmp_path / "worker"
+    own.mkdir()
+    bundle_module._share_headers(own)
+    assert not list(own.iterdir())
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
