@@ -26,7 +26,7 @@ _THREAD_LOCAL = frozenset({"inference_mode", "threads"})
 
 
 class _Needed:
-    """How many live executors set process-wide flags; true if any do."""
+    """How often live executors set process-wide flags in a call; true if any do."""
 
     alive = 0
 
@@ -46,7 +46,7 @@ def is_process_wide(transform: str) -> bool:
 
 @contextmanager
 def setting_flags() -> Iterator[None]:
-    """Counts one more live executor that sets flags."""
+    """Counts one more scope of a live executor that sets flags at each of its calls."""
     with TURNS:
         needed.alive += 1
     try:
