@@ -195,8 +195,8 @@ class TunedModule(StandIn):
             return self._unserved(entry, args, kwargs, entry)
         if entry.trial is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
-        # Under flags the model would have to wait as well. A rehearsal puts buffers back, which must
-        # not be those of a call that was made meanwhile.
+        # Under flags the model would wait as well. A rehearsal puts buffers back, which must not be
+        # those of a call that was made meanwhile.
         waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
         if not settings.TURNS.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)

@@ -2,9 +2,10 @@
 
 A plan may set flags around each of its calls (TF32, cuDNN's modes, the attention backend). They
 hold for the whole process: two threads in calls that set them differently would compute under each
-other's, and put back what they found in the wrong order. So while any such executor is alive, the
-calls of all tuned modules take turns. On a GPU a call launches and returns, so that little is lost;
-with none alive there is no lock. Calls of models that no tuned module makes are out of reach: where
+other's, and put back what they found in the wrong order. So while any such executor is alive, or one
+is being built of such calls, the calls of all tuned modules take turns. On a GPU a call launches and
+returns, so that little is lost; with none alive there is no lock, and who finds an executor being
+built or checked runs the model untouched. Calls of models that no tuned module makes are out of reach: where
 another thread runs those, tune without these transforms.
 """
 
@@ -19,7 +20,8 @@ SWITCH = "STEADYTORCH_MODE"
 """Environment variable; `off` makes everything of the process run untouched."""
 
 TURNS = RLock()
-"""Held by every call while `needed`, and while executors are built. Taken before other locks."""
+"""Held by every call while `needed`, and while executors are built and checked, one at a time.
+Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
 
 _THREAD_LOCAL = frozenset({"inference_mode", "threads"})
 """Transforms whose scope is that of the calling thread alone."""
