@@ -2,10 +2,10 @@
 
 A plan may set flags around each of its calls (TF32, cuDNN's modes, the attention backend). They
 hold for the whole process: two threads in calls that set them differently would compute under each
-other's, and put back what they found in the wrong order. So while any such executor is alive, or one
-is being built of such calls, the calls of all tuned modules take turns. On a GPU a call launches and
-returns, so that little is lost; with none alive there is no lock, and who finds an executor being
-built or checked runs the model untouched. Calls of models that no tuned module makes are out of reach: where
+other's, and put back what they found in the wrong order. So while any such executor is alive, or
+being built, the calls of all tuned modules take turns. On a GPU a call launches and returns, so
+that little is lost; with none alive no call waits, and one that finds an executor being built or
+checked runs the model untouched. Calls of models that no tuned module makes are out of reach: where
 another thread runs those, tune without these transforms.
 """
 
