@@ -117,6 +117,42 @@ def test_threads_on_streams_of_their_own_get_their_own_answers(model, candidate)
     assert tuned.report().calls == {"tuned": 401}
 
 
+HELD, LET_GO = threading.Event(), threading.Event()
+
+
+class Held(nn.Module):
+    """Waits for its inputs of three rows, before they are recorded."""
+
+    def forward(self, x):
+        if len(x) == 3 and not torch.cuda.is_current_stream_capturing():
+            HELD.set()
+            assert LET_GO.wait(60)
+        return x + 1
+
+
+def test_graphs_are_replayed_while_another_of_their_model_is_made():
+    tuned, faults = tuned_by(Held().eval()), []
+    tuned(images())
+
+    def work():
+        try:
+            torch.testing.assert_close(tuned(images(3)), images(3) + 1)
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert HELD.wait(60)
+    for _ in range(3):
+        torch.testing.assert_close(tuned(images()), images() + 1)
+    torch.testing.assert_close(tuned(images(4)), images(4) + 1)
+    assert tuned.report().hits == 4
+    LET_GO.set()
+    thread.join()
+    assert faults == []
+    assert tuned.report().hits == 5
+
+
 def test_several_models_and_signatures_share_the_device(model):
     others = [tuned_by(model), tuned_by(network()), tuned_by(model, FOLDED)]
     for batch in (1, 2, 3, 1, 2):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
@@ -10,13 +13,14 @@ from torch import nn
 from steadytorch.errors import PlanError
 from steadytorch.runtime import entries
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
 
 LIVE = (TransformSpec("inference_mode"),)
+FLAGGED = (TransformSpec("cudnn_deterministic"),)
 
 
 class Script:
@@ -50,16 +54,17 @@ def test_the_resolver_is_told_the_whole_call(model, x):
     assert arrival.kwargs == {"scale": 2.0}
 
 
-def test_an_error_is_raised_at_each_call_and_the_model_not_run(x):
+def test_strict_a_miss_raises_at_each_call_and_the_model_is_not_run(x):
     class Never(nn.Module):
         def forward(self, x):
             raise AssertionError
 
-    tuned = TunedModule(Never().eval(), Script(Resolution(None, error=PlanError("none"))))
+    missing = Script(Resolution(None, detail="torch was 1, is 2"))
+    tuned = TunedModule(Never().eval(), missing, options=Options(strict=True))
     for _ in range(2):
-        with pytest.raises(PlanError, match="none"):
+        with pytest.raises(PlanError, match=r"no stored plan for Never \(.*\): torch was 1, is 2"):
             tuned(x)
-    assert tuned.report().hits == 0
+    assert tuned.report().calls == {f"raised: {NO_PLAN.removeprefix('untouched: ')}": 2}
 
 
 def test_details_are_logged_once_and_shown(model, x, caplog):
@@ -117,7 +122,7 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
 
 
 def test_options_default_to_the_safe_ones():
-    assert Options() == (False, None, False, False)
+    assert Options() == (False, None, False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +157,184 @@ def test_a_source_that_fails_leaves_the_model_untouched(model, x, caplog):
     assert torch.equal(answer(tuned, x), answer(model, x))
     assert tuned.report().hits == 0
     assert "division by zero" in caplog.text
+
+
+def test_a_reason_is_warned_of_once_and_further_details_are_for_debugging(model, x, caplog):
+    caplog.set_level(logging.DEBUG, "steadytorch")
+    script = Script(*[Resolution(None, "withheld", f"{n} of them") for n in (1, 2, 3)])
+    tuned = TunedModule(model, script)
+    for size in (1, 2, 1):
+        tuned(x[:size])
+        tuned(x[:size, :, :4])
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if "withheld" in r.getMessage()]
+    assert said == [
+        ("WARNING", "running untouched: withheld: 1 of them"),
+        ("DEBUG", "running untouched: withheld: 2 of them"),
+        ("DEBUG", "running untouched: withheld: 3 of them"),
+        ("DEBUG", "running untouched: withheld: 3 of them"),
+    ]
+
+
+# -- other threads do not wait --------------------------------------------------------------------
+
+
+class Gated:
+    """Lets one thread in at first sight and holds it there until it may go on."""
+
+    def __init__(self, do):
+        self.do, self.entered, self.may_go_on, self.calls = do, Event(), Event(), 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 1:
+            self.entered.set()
+            assert self.may_go_on.wait(60)
+        return self.do(*args, **kwargs)
+
+
+@pytest.fixture
+def elsewhere():
+    """Makes a call in another thread, which is held in the middle of it."""
+    with ThreadPoolExecutor(1) as pool:
+        gates = []
+
+        def call(gate, tuned, x):
+            gates.append(gate)
+            future = pool.submit(answer, tuned, x)
+            assert gate.entered.wait(60)
+            return future
+
+        yield call
+        for gate in gates:
+            gate.may_go_on.set()
+
+
+def finished(gate, future):
+    gate.may_go_on.set()
+    return future.result(60)
+
+
+def test_while_an_executor_is_built_other_threads_run_untouched(model, x, monkeypatch, elsewhere):
+    known = TunedModule(model, Script(Resolution(LIVE)))
+    known(x)
+    build = Gated(entries.build)
+    monkeypatch.setattr(entries, "build", build)
+    tuned, other = (TunedModule(model, Script(Resolution(LIVE))) for _ in range(2))
+    future = elsewhere(build, tuned, x)
+    for each in (tuned, other, known):
+        for batch in (x, x, x[:1]):
+            assert torch.equal(answer(each, batch), answer(model, batch))
+    building, taken = f"untouched: {BUILDING}", f"untouched: {TAKEN}"
+    assert tuned.report().calls == {building: 2, taken: 1}
+    assert other.report().calls == {taken: 3}
+    assert known.report().calls == {"tuned": 3, taken: 1}
+    assert torch.equal(finished(build, future), answer(model, x))
+    for each in (tuned, other):
+        for batch in (x, x[:1]):
+            answer(each, batch)
+    assert tuned.report().calls == {"tuned": 3, building: 2, taken: 1}
+    assert other.report().calls == {"tuned": 2, taken: 3}
+    assert build.calls == 4
+
+
+def test_while_a_plan_is_looked_for_other_threads_run_untouched_or_their_own(model, x, elsewhere):
+    resolve = Gated(lambda arrival: Resolution(LIVE))
+    tuned = TunedModule(model, resolve)
+    future = elsewhere(resolve, tuned, x)
+    for batch in (x, x[:1], x):
+        assert torch.equal(answer(tuned, batch), answer(model, batch))
+    assert tuned.report().calls == {f"untouched: {RESOLVING}": 2, "tuned": 1}
+    assert torch.equal(finished(resolve, future), answer(model, x))
+    assert tuned.report().hits == 2
+    assert resolve.calls == 2
+
+
+@pytest.mark.parametrize("canary", [True, False])
+def test_while_an_executor_is_checked_other_threads_run_untouched(
+    model, x, monkeypatch, elsewhere, canary
+):
+    def build(*args):
+        executor = unpatched(*args)
+        return replace(executor, call=gate if gate.calls == 0 else executor.call)
+
+    unpatched, gate = entries.build, Gated(model)
+    monkeypatch.setattr(entries, "build", build)
+    tuned = TunedModule(model, Script(Resolution(LIVE)), options=Options(canary=canary))
+    future = elsewhere(gate, tuned, x)
+    for batch in (x, x[:1]):
+        assert torch.equal(answer(tuned, batch), answer(model, batch))
+    assert tuned.report().calls[f"untouched: {TAKEN}"] == 2
+    finished(gate, future)
+
+
+def test_strict_other_threads_wait_to_know_whether_it_is_a_miss(x, elsewhere):
+    class Never(nn.Module):
+        def forward(self, x):
+            raise AssertionError
+
+    resolve = Gated(lambda arrival: Resolution(None))
+    tuned = TunedModule(Never().eval(), resolve, options=Options(strict=True))
+    future = elsewhere(resolve, tuned, x)
+    with ThreadPoolExecutor(1) as pool:
+        also = pool.submit(tuned, x)
+        resolve.may_go_on.set()
+        for each in (future, also):
+            with pytest.raises(PlanError, match="no plan for these inputs"):
+                each.result(60)
+    assert resolve.calls == 1
+
+
+def test_while_flags_are_set_building_and_calling_take_turns(model, x, monkeypatch, elsewhere):
+    build = Gated(entries.build)
+    flagged = TunedModule(model, Script(Resolution(FLAGGED)))
+    answer(flagged, x)
+    monkeypatch.setattr(entries, "build", build)
+    tuned = TunedModule(model, Script(Resolution(LIVE)))
+    future = elsewhere(build, tuned, x)
+    with ThreadPoolExecutor(1) as pool:
+        also = pool.submit(answer, tuned, x[:1])
+        assert torch.equal(finished(build, future), answer(model, x))
+        also.result(60)
+    assert tuned.report().calls == {"tuned": 2}
+    flagged.close()
+
+
+@pytest.mark.parametrize("where", ["resolve", "build"])
+def test_what_is_interrupted_is_done_by_a_later_call(model, x, monkeypatch, where):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    def resolve(arrival):
+        return interrupted() if where == "resolve" else Resolution(LIVE)
+
+    tuned = TunedModule(model, lambda arrival: resolve(arrival))
+    with monkeypatch.context() as patch:
+        patch.setattr(entries, "build", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(x)
+    where = ""
+    assert torch.equal(answer(tuned, x), answer(model, x))
+    assert tuned.report().calls == {"tuned": 1}
+
+
+def test_closed_while_a_plan_is_looked_for_nothing_is_built(model, x, monkeypatch, elsewhere):
+    built = []
+    monkeypatch.setattr(entries, "build", lambda *given: built.append(given))
+    resolve = Gated(lambda arrival: Resolution(LIVE))
+    tuned = TunedModule(model, resolve)
+    future = elsewhere(resolve, tuned, x)
+    tuned.close()
+    assert torch.equal(finished(resolve, future), answer(model, x))
+    assert built == []
+    assert tuned.report().signatures == ()
+
+
+def test_what_is_being_looked_for_is_not_forgotten_for_others(model, x, monkeypatch, elsewhere):
+    monkeypatch.setattr(entries, "MOST_REMEMBERED", 2)
+    resolve = Gated(lambda a: Resolution(LIVE if a.args[0].shape == x.shape else None))
+    tuned = TunedModule(model, resolve)
+    future = elsewhere(resolve, tuned, x)
+    for size in range(3, 8):
+        answer(tuned, x[:, :, :size])
+    finished(resolve, future)
+    assert tuned.report().hits == 1

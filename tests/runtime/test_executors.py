@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.runtime import executors
+from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build, without_gradients
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import TransformSpec
@@ -152,3 +152,25 @@ def test_no_transform_asks_for_the_loss_or_the_optimizer(model, x, monkeypatch):
     assert seen[0].is_training
     with pytest.raises(UsageError, match="the caller's"):
         seen[0].training_step.loss(x)
+
+
+def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone(monkeypatch):
+    alive = []
+
+    class Looking(nn.Module):
+        def forward(self, x):
+            alive.append(settings.needed.alive)
+            return x
+
+    create = executors.transforms.create
+    parts = {"cudnn_deterministic": create, executors._RECORDS: lambda spec: Recording()}
+    monkeypatch.setattr(executors.transforms, "create", lambda spec: parts[spec.name](spec))
+    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec(executors._RECORDS))
+    executor = build(Looking().eval(), (torch.ones(1),), {}, candidate)
+    assert alive == [1, 1, 1]
+    assert settings.needed.alive == 0
+    executor.close()
+    executor = build(Looking().eval(), (torch.ones(1),), {}, candidate[:1])
+    assert settings.needed.alive == 1
+    executor.close()
+    assert settings.needed.alive == 0

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from steadytorch.conv import plans
-from steadytorch.runtime.report import Report, Serving, missed_convolutions
+from steadytorch.runtime.report import Report, Serving, Tally, missed_convolutions
 
 
 def serving(**changes):
@@ -133,3 +133,14 @@ def test_the_text_shows_a_few_of_many_convolutions():
 def test_misses_survive_being_written_down():
     report = Report({}, (ENGINED,), None, {"fprop/a": "gone"})
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_what_freed_executors_did_is_counted_on():
+    tally = Tally()
+    tally.count("untouched: no plan")
+    tally.keep([serving(), MISSED])
+    tally.keep([serving(hits=3)])
+    report = tally.report([serving(hits=1)], None)
+    assert report.calls == {"tuned": 14, "untouched: no plan": 1}
+    assert report.saved_s == pytest.approx(0.028)
+    assert [each.hits for each in report.signatures] == [1]

@@ -87,10 +87,12 @@ def searches(monkeypatch):
     stored = sys.modules["stored"]
     made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
     made.may_end.set()
+    made.has_begun = threading.Event()
 
     def search(self, watcher=None):
         made.threads.append(threading.current_thread())
         made.keys.append(self.key.digest)
+        made.has_begun.set()
         assert made.may_end.wait(60)
         if made.error is not None:
             raise made.error

@@ -172,6 +172,23 @@ def test_a_model_that_cannot_be_compared_has_no_package(stored, tmp_path, caplog
     assert "has no package: a module has a hook" in caplog.text
 
 
+def test_a_model_that_changes_while_it_is_saved_has_no_bundle(
+    stored, tmp_path, caplog, monkeypatch
+):
+    workload, save = _workload(), bundle_module.save_payload
+    plan = stored(workload, tmp_path, COMPILE)
+
+    def changed(workload, directory):
+        with torch.no_grad():
+            workload.model[0].weight.mul_(2)
+        save(workload, directory)
+
+    monkeypatch.setattr(bundle_module, "save_payload", changed)
+    monkeypatch.setattr(bundle_module, "_at_work", _fault)
+    assert keep_bundle(plan, workload, "cpu") == "the model changed while it was being saved"
+    assert f"no bundle for plan {plan.id}: the model changed" in caplog.text
+
+
 def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     most, made = kept.file.stat().st_size - 1, _described(kept).made
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ from torch import nn
 
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.runtime.churn import WITHHELD
+from steadytorch.runtime.entries import RESOLVING
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import optimize as module_under_test
 from steadytorch.tune import trial
-from steadytorch.tune.optimize import SEARCHING, TRAINING, optimize
+from steadytorch.tune.optimize import OCCUPIED, SEARCHING, TRAINING, optimize
 from steadytorch.tune.session import Session
 
 NO_PLAN = "untouched: no plan for these inputs"
@@ -43,6 +47,18 @@ def test_the_report_names_the_plan_and_sets_the_gain_against_the_break_even(mode
     assert "paid back at 3 calls" in str(tuned.report())
     tuned(x)
     assert "set-up paid back" in str(tuned.report())
+
+
+def test_the_gain_so_far_goes_on_after_a_refresh(model, x, store):
+    tuned = optimize(model, store=store, canary=False)
+    for _ in range(50):
+        tuned(x)
+    tuned.refresh()
+    tuned(x)
+    report = tuned.report()
+    assert (report.hits, report.saved_s) == (51, pytest.approx(0.051))
+    tuned.close()
+    assert (tuned.report().hits, tuned.report().saved_s) == (51, pytest.approx(0.051))
 
 
 def test_a_miss_is_logged_once_with_the_fields_that_differ(model, x, tmp_path, caplog):
@@ -159,6 +175,98 @@ def test_ctrl_c_during_a_search_is_the_callers(model, x, tmp_path, searches):
         tuned(x)
     searches.error = None
     assert equal(tuned, model, x)
+
+
+def test_in_the_foreground_other_threads_do_not_wait_for_a_search(model, x, tmp_path, searches):
+    searches.may_end.clear()
+    tuned = optimize(model, "tune", store=tmp_path, canary=False)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(equal, tuned, model, x)
+        assert searches.has_begun.wait(60)
+        for inputs in (x, x[:1], x[:1]):
+            assert equal(tuned, model, inputs)
+        calls = {f"untouched: {RESOLVING}": 1, f"untouched: {OCCUPIED}": 2}
+        assert tuned.report().calls == calls
+        searches.may_end.set()
+        assert future.result(60)
+    for inputs in (x, x[:1]):
+        assert equal(tuned, model, inputs)
+    assert tuned.report().calls == {"tuned": 3, **calls}
+    assert len(set(searches.keys)) == len(searches.keys) == 2
+
+
+@pytest.fixture
+def bundles(monkeypatch):
+    """Bundles of all plans, each made when it may, after a pause on a clock of its own."""
+    made = SimpleNamespace(threads=[], begun=threading.Event(), may_end=threading.Event())
+    made.now, made.pauses, made.may_wake = 0.0, [], threading.Event()
+
+    def keep_bundle(self, plan):
+        made.threads.append(threading.current_thread())
+        made.begun.set()
+        assert made.may_end.wait(60)
+
+    def sleep(seconds):
+        made.pauses.append(seconds)
+        assert made.may_wake.wait(60)
+        made.now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: made.now, sleep=sleep)
+    monkeypatch.setattr(module_under_test, "time", clock)
+    monkeypatch.setattr(module_under_test, "compiles", lambda plan: True)
+    monkeypatch.setattr(Session, "keep_bundle", keep_bundle)
+    yield made
+    made.may_wake.set()
+    made.may_end.set()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_bundles_are_made_in_a_thread_while_the_plan_serves(
+    model, x, tmp_path, searches, bundles, background
+):
+    bundles.may_wake.set()
+    tuned = optimize(
+        model, "tune", store=tmp_path, canary=False, bundle=True, background=background
+    )
+    deadline = time.monotonic() + 60
+    while not bundles.begun.is_set() and time.monotonic() < deadline:
+        assert equal(tuned, model, x)
+    (thread,) = bundles.threads
+    assert thread not in (threading.current_thread(), *searches.threads)
+    assert thread.daemon
+    assert equal(tuned, model, x)
+    assert tuned.report().hits > 0
+    # A search would be disturbed by what is compiled meanwhile.
+    assert equal(tuned, model, x[:1])
+    reason = SEARCHING if background else OCCUPIED
+    assert tuned.report().calls[f"untouched: {reason}"] >= 1
+    assert len(searches.keys) == 1
+    bundles.may_end.set()
+    while len(searches.keys) < 2 and time.monotonic() < deadline:
+        assert equal(tuned, model, x[:1])
+    assert len(searches.keys) == 2
+
+
+def test_a_bundle_waits_until_signatures_cease_to_be_new(model, tmp_path, searches, bundles):
+    tuned = optimize(model, "tune", store=tmp_path, canary=False, bundle=True)
+    for size in (1, 2):
+        assert equal(tuned, model, torch.randn(size, 8))
+    assert len(searches.keys) == 2
+    assert tuned.report().calls == {"tuned": 2}
+    assert not bundles.begun.is_set()
+    bundles.may_wake.set()
+    assert bundles.begun.wait(60)
+    assert bundles.pauses[0] == module_under_test.QUIET_S
+
+
+def test_churn_is_warned_of_once(model, tmp_path, searches, caplog):
+    caplog.set_level(logging.DEBUG, "steadytorch")
+    tuned = optimize(model, "tune", store=tmp_path, canary=False)
+    for size in range(1, 21):
+        tuned(torch.randn(size, 8))
+    said = [r.levelname for r in caplog.records if WITHHELD in r.getMessage()]
+    assert said.count("WARNING") == 1
+    assert said.count("DEBUG") == len(said) - 1 > 1
 
 
 def test_signatures_that_churn_are_not_searched_for(model, tmp_path, searches, caplog):

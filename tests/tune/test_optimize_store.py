@@ -74,6 +74,49 @@ def test_strict_raises_for_a_bucket_too(model, tmp_path, size):
     assert [*tuned.report().calls] == ["raised: no plan for these inputs"]
 
 
+def test_strict_raises_above_the_largest_bucket(model, tmp_path):
+    store_plan(tmp_path, make_plan(model, torch.randn(8, 8)))
+    tuned = optimize(model, "strict", store=tmp_path, buckets={"batch": [8]}, canary=False)
+    with pytest.raises(PlanError, match=r"no stored plan for Sequential \(.*\): batch exceeds"):
+        tuned(torch.randn(9, 8))
+    tuned(torch.randn(5, 8))
+    assert tuned.report().hits == 1
+
+
+def test_strict_raises_for_a_model_in_training_mode(model, x, tmp_path):
+    store_plan(tmp_path, make_plan(model, x))
+    tuned = optimize(model.train(), "strict", store=tmp_path, canary=False)
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"Sequential .*: the model is in training mode"):
+            tuned(x)
+    tuned.eval()
+    tuned.refresh()
+    tuned(x)
+    tuned.train()
+    with pytest.raises(PlanError, match="Sequential: the model was switched between"):
+        tuned(x)
+    assert tuned.report().hits == 1
+
+
+def test_strict_raises_for_inputs_without_a_signature(model, tmp_path, caplog):
+    tuned = optimize(model, "strict", store=tmp_path, canary=False)
+    with pytest.raises(PlanError, match=r"these inputs have no signature: .*input \[0\] is a set"):
+        tuned({1})
+    assert tuned.report().calls == {"raised: these inputs have no signature": 1}
+    assert "running untouched" not in caplog.text
+
+
+def test_strict_leaves_calls_untouched_that_ask_for_more_than_a_plan_gives(model, x, tmp_path):
+    store_plan(tmp_path, make_plan(model, x))
+    tuned = optimize(model, "strict", store=tmp_path, canary=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tuned(x)
+    assert torch.func.vmap(tuned)(x[None]).shape == (1, 2, 4)
+    assert tuned(x.clone().requires_grad_()).requires_grad
+    assert tuned.report().hits == 0
+    assert len(tuned.report().fallbacks) == 3
+
+
 def test_strict_raises_where_there_can_be_no_plan(tmp_path):
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
     model[1].train()

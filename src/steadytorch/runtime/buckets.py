@@ -18,6 +18,7 @@ from steadytorch.runtime.padding import Dimension, Extension, Place, declared, e
 from steadytorch.transforms.copying import copy_with
 from steadytorch.workload.signature import map_tensors, signature, tensors_of
 
+VERIFYING = "its bucket is being verified"
 MOST_REMEMBERED = 1000
 """Buckets, each with its other dimensions, that are kept in mind."""
 
@@ -169,7 +170,7 @@ class Buckets:
                 return self._known[key]
             if len(self._known) >= MOST_REMEMBERED:
                 return "too many shapes besides the buckets"
-            self._known[key] = "its bucket is being verified"
+            self._known[key] = VERIFYING
         try:
             found = self._found(given, sizes)
         except BaseException:  # interrupted, or to be tried with another call

@@ -20,7 +20,6 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from steadytorch.errors import PlanError
 from steadytorch.runtime.executors import Executor, without_gradients
 from steadytorch.runtime.settings import needed
 from steadytorch.runtime.weights import Weights
@@ -71,7 +70,6 @@ class Resolution:
         detail: more about that, for the log and the report.
         origin: where the candidate comes from.
         again: is asked at each call that this leaves untouched; True resolves anew.
-        error: to raise instead of running the model.
         prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
     """
 
@@ -80,12 +78,11 @@ class Resolution:
     detail: str = ""
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
-    error: PlanError | None = None
     prebuilt: Source | None = None
 
 
 Resolver = Callable[[Arrival], Resolution]
-"""Says what serves a signature. It must not call the model."""
+"""Says what serves a signature. It must not call the model; threads ask it at once."""
 
 
 class Ticks:

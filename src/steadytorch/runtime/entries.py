@@ -24,23 +24,28 @@ from steadytorch.runtime.dispatch import (
     Resolver,
     full_key,
 )
-from steadytorch.runtime.executors import build
+from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.probation import FirstCall, OnTrial
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.state import KEEPS_STATE
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
-from steadytorch.workload.signature import Signature, signature
+from steadytorch.workload.signature import signature
 from steadytorch.workload.workload import Workload
 
 log = logging.getLogger("steadytorch")
 
 STALE = "weights changed since the plan was applied"
 NOT_APPLIED = "the plan could not be applied"
+RESOLVING = "its plan is being looked for in another thread"
+TAKEN = "an executor is being built or checked in another thread"
+BUILDING = "its executor is being built in another thread"
+_PENDING = (RESOLVING, TAKEN, BUILDING)
 MOST_REMEMBERED = 1000
-"""Signatures without an executor that are kept in mind, and texts that are logged once."""
+"""Signatures without an executor that are kept in mind, and reasons that are warned of."""
 _PADDED = Resolution(None, "its inputs are padded")
+_PENDED = Resolution(None, RESOLVING)
 _CLASSES = ("same", "tf32", "fp16", "bf16")
 """Classes of precision, from the narrowest tolerance to the widest."""
 
@@ -53,16 +58,27 @@ class Options(NamedTuple):
         buckets: pads inputs where the user declared how; None for never.
         canary: whether the first calls of a plan are checked against the untouched model.
         trains: whether plans are for training, see `runtime.trained`.
+        strict: whether calls that there is no plan for raise.
     """
 
     alias_outputs: bool = False
     buckets: Buckets | None = None
     canary: bool = False
     trains: bool = False
+    strict: bool = False
 
 
 class Entries:
     """Resolves each signature once, builds its executor once, whichever thread comes first.
+
+    Nobody waits for that: other threads are given an entry without an executor meanwhile, and so is
+    whoever comes to build while another executor is built or checked. There are two exceptions.
+    While calls take turns (`settings`), the untouched model has to wait as well. Where a miss
+    raises, a call of the same or another new signature waits until it is known for a miss.
+
+    Executors are built in a caller's thread, and not in one of our own: building runs the model on
+    its own weights and random numbers, and under flags of the whole process, while the caller might
+    write to, draw from or depend on them. Within a call it does not.
 
     Args:
         model: the untouched model.
@@ -79,7 +95,6 @@ class Entries:
         self.found: dict[Any, Entry] = {}
         self.weights = Weights(model, contents=not options.trains)
         self._by_signature: dict[Any, Entry] = {}
-        self._resolutions: dict[Any, Resolution] = {}
         self._is_built = False
         self._lock = RLock()
         self._warned: set[str] = set()
@@ -91,25 +106,31 @@ class Entries:
             Exception: these arguments have no signature.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return Entry(None, Resolution(None), "called while a CUDA graph is recorded")
+            return Entry(None, Resolution(()), "called while a CUDA graph is recorded")
         described = signature(args, kwargs)
         whole = full_key(described, args, kwargs)
-        # Both this and building run models, which may wait for `TURNS`: no lock may be held then.
+        # Verifying a bucket and building run models, which may wait for `TURNS`: no lock may be
+        # held then.
         padded = self._is_padded(args, kwargs)
+        arrival = Arrival(self._model, described, args, kwargs)
         with self._lock:
-            if whole not in self._by_signature and whole not in self._resolutions:
-                arrival = Arrival(self._model, described, args, kwargs)
-                self._resolutions[whole] = _PADDED if padded else self._resolved(arrival)
-        with settings.TURNS, self._lock:
             entry = self._by_signature.get(whole)
-            resolution = self._resolutions.pop(whole, None)
-            if entry is None and resolution is not None:
-                entry = self._made(described, resolution, args, kwargs)
-            if entry is not None:
-                self._remember(key, whole, entry)
-                return entry
-        # Another thread has used the answer, and forgotten the entry since.
-        return self.first_sight(key, args, kwargs)
+            is_first = entry is None
+            if entry is None:
+                entry = Entry(described, _PADDED if padded else _PENDED, is_padded=padded)
+                entry.reason = entry.resolution.reason
+                self._remember(whole, entry)
+                if self._options.strict:
+                    self._resolve_for(entry, arrival)
+        if is_first and not self._options.strict:
+            self._resolve_for(entry, arrival)
+        if entry.reason == TAKEN:
+            self._build_in_turn(whole, entry, args, kwargs)
+        if entry.reason not in _PENDING:
+            with self._lock:
+                if self._by_signature.get(whole) is entry:
+                    self.found[key] = entry
+        return entry
 
     def forget(self, entry: Entry) -> None:
         """Has the next call of this entry's signature resolved anew."""
@@ -122,10 +143,10 @@ class Entries:
             if entry.is_frozen:
                 entry.retire(reason)
 
-    def close(self) -> None:
-        """Frees the executors and forgets the signatures."""
+    def close(self) -> list[Serving]:
+        """Frees the executors and forgets the signatures; returns what is known of them."""
         with settings.TURNS, self._lock:
-            entries = list(self._by_signature.values())
+            entries, served = list(self._by_signature.values()), self.servings()
             self._drop(lambda entry: True)
             self._is_built = False
         for entry in reversed(entries):
@@ -136,17 +157,27 @@ class Entries:
                     executor.close()
             except Exception as error:
                 log.warning("a plan was not undone cleanly: %s", one_line(error))
+        return served
 
     def servings(self) -> list[Serving]:
         """What is known of each signature, those with the most calls first."""
         found = [_serving(entry) for entry in list(self._by_signature.values())]
         return sorted(found, key=lambda each: -(each.hits + each.others))
 
-    def warn(self, message: str) -> None:
-        """Logs a warning the first time."""
-        if message not in self._warned and len(self._warned) < MOST_REMEMBERED:
-            self._warned.add(message)
-            log.warning("%s", message)
+    def warn(self, reason: str, detail: str = "") -> None:
+        """Logs a warning with the first detail of each reason; further ones are for debugging.
+
+        Args:
+            reason: why the model runs untouched.
+            detail: what differs from one case to the next, such as figures.
+        """
+        text = (
+            f"running untouched: {reason}: {detail}" if detail else f"running untouched: {reason}"
+        )
+        with self._lock:
+            is_new = reason not in self._warned and len(self._warned) < MOST_REMEMBERED
+            self._warned.add(reason) if is_new else None
+        log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text)
 
     def _is_padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a bucket has to be looked at before each call."""
@@ -156,29 +187,40 @@ class Entries:
         fitted = buckets.fit(args, kwargs)
         return isinstance(fitted, str) or fitted.args is not args
 
-    def _resolved(self, arrival: Arrival) -> Resolution:
+    def _resolve_for(self, entry: Entry, arrival: Arrival) -> None:
+        if entry.is_padded:
+            return
         try:
-            return self._resolve(arrival)
+            resolution = self._resolve(arrival)
         except Exception as error:
-            return Resolution(None, NOT_APPLIED, one_line(error))
-
-    def _made(
-        self,
-        described: Signature,
-        resolution: Resolution,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Entry:
-        if resolution is _PADDED:
-            return Entry(described, resolution, resolution.reason, is_padded=True)
-        entry = Entry(described, resolution, resolution.reason)
+            resolution = Resolution(None, NOT_APPLIED, one_line(error))
+        except BaseException:  # interrupted: to be asked for again
+            self.forget(entry)
+            raise
+        entry.resolution = resolution
         if resolution.candidate:
-            self._build(entry, resolution.candidate, args, kwargs)
-        elif resolution.candidate is not None:
-            entry.reason = NOT_FASTER
-        if resolution.detail and resolution.error is None:
-            self.warn(f"running untouched: {entry.reason}: {resolution.detail}")
-        return entry
+            entry.reason = TAKEN
+        else:
+            entry.reason = resolution.reason if resolution.candidate is None else NOT_FASTER
+        if resolution.detail and not self._options.strict:
+            self.warn(entry.reason, resolution.detail)
+
+    def _build_in_turn(
+        self, whole: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Builds the executor of an entry, unless another one is being built or checked."""
+        if not settings.TURNS.acquire(blocking=bool(settings.needed.alive)):
+            return
+        try:
+            # Another thread may have come first, and another may have closed the module.
+            if entry.reason == TAKEN and self._by_signature.get(whole) is entry:
+                entry.reason = BUILDING
+                self._build(entry, entry.resolution.candidate or (), args, kwargs)
+        except BaseException:  # interrupted: to be built by a later call
+            self.forget(entry)
+            raise
+        finally:
+            settings.TURNS.release()
 
     def _build(
         self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,31 +240,44 @@ class Entries:
         except Exception as error:
             kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)
             entry.reason = KEEPS_STATE if kept else NOT_APPLIED
-            self.warn(f"running untouched: the plan could not be applied: {one_line(error)}")
+            self.warn(NOT_APPLIED, one_line(error))
             return
         self._is_built = True
-        entry.executor, entry.call, entry.reason = executor, executor.call, None
-        entry.is_frozen, entry.is_replay = not executor.is_live, executor.static is not None
+        entry.executor, entry.is_replay = executor, executor.static is not None
+        # Training reads weights as they are, at each call.
+        entry.is_frozen = not (executor.is_live or self._options.trains)
+        entry.trial = self._trial(executor, entry, candidate, args, kwargs)
+        # Last, for other threads have the entry already.
+        entry.call, entry.reason = executor.call, None
+
+    def _trial(
+        self,
+        executor: Executor,
+        entry: Entry,
+        candidate: Candidate,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            entry.is_frozen = False  # weights are read as they are, at each call
-            entry.trial = Rehearsal(self._model, executor, device)
-            return
+            return Rehearsal(self._model, executor, device)
         if not self._options.canary:
-            entry.trial = FirstCall(executor, self.weights, device)
-            return
+            return FirstCall(executor, self.weights, device)
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        entry.trial = OnTrial(executor, self.weights, device, canary)
+        return OnTrial(executor, self.weights, device, canary)
 
-    def _remember(self, key: Any, whole: Any, entry: Entry) -> None:
+    def _remember(self, whole: Any, entry: Entry) -> None:
         # Inputs that never repeat must not fill the memory.
-        if entry.executor is None:
-            idle = [e for e in self._by_signature.values() if e.executor is None]
-            if entry not in idle and len(idle) >= MOST_REMEMBERED:
-                self._drop(lambda other: other is idle[0])
-        self.found[key] = self._by_signature[whole] = entry
+        idle = [
+            e
+            for e in self._by_signature.values()
+            if e.executor is None and e.reason not in _PENDING
+        ]
+        if len(idle) >= MOST_REMEMBERED:
+            self._drop(lambda other: other is idle[0])
+        self._by_signature[whole] = entry
 
     def _drop(self, unwanted: Any) -> None:
         for table in (self.found, self._by_signature):

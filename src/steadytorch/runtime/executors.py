@@ -89,7 +89,8 @@ def _of_the_caller(given: Any) -> Any:
 def _apply(
     parts: list[Transform], workload: Workload, stack: ExitStack, alias_outputs: bool
 ) -> Executor:
-    modules, sets_flags, is_live = [workload.model], False, True
+    modules, is_live = [workload.model], True
+    flags = stack.enter_context(ExitStack())
     for part in parts:
         before = workload.model
         workload = stack.enter_context(_unremembered(part, workload, modules))
@@ -97,15 +98,15 @@ def _apply(
         if now is before:
             continue
         if isinstance(now, Scoped):
-            sets_flags |= is_process_wide(part.name)
+            # At once: what follows may run it, to record it for example.
+            if is_process_wide(part.name):
+                flags.enter_context(setting_flags())
         else:
             is_live = False
-            # A recorded graph is replayed without the calls that were recorded.
-            sets_flags &= part.name != _RECORDS
+            if part.name == _RECORDS:
+                flags.close()  # a recorded graph is replayed without the calls that were recorded
         if isinstance(now, nn.Module):
             modules.append(now)
-    if sets_flags:
-        stack.enter_context(setting_flags())
     call = workload.model
     static = getattr(call, "static_inputs", None)
     # Entries are found by signature: none is called with another than it was built for.

@@ -14,20 +14,17 @@ away. `Weights` says why nothing cheaper would do, and what cannot be seen.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from threading import Lock
 from typing import Any
 
 from torch import nn
 
-from steadytorch.errors import one_line
+from steadytorch.errors import PlanError, one_line
 from steadytorch.runtime import settings
-from steadytorch.runtime.buckets import Fitted
+from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
     NO_PLAN,
-    Arrival,
     Detours,
     Entry,
     Gate,
@@ -38,15 +35,17 @@ from steadytorch.runtime.dispatch import (
     quick_key,
     runner,
 )
-from steadytorch.runtime.entries import STALE, Entries, Options, log
+from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
 from steadytorch.runtime.executors import without_gradients
-from steadytorch.runtime.probation import OnTrial, Outcome
-from steadytorch.runtime.report import TUNED, Report, missed_convolutions
+from steadytorch.runtime.probation import Outcome
+from steadytorch.runtime.rehearsal import Rehearsal
+from steadytorch.runtime.report import Report, Tally
 from steadytorch.runtime.standin import StandIn
 from steadytorch.workload.signature import tensors_of
 
 FAILED = "the tuned executor failed"
-_BUSY = "its executor is being checked in another thread"
+KEYLESS = "these inputs have no signature"
+SWITCHED = "the model was switched between train and eval"
 _OPTIONS = Options()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
@@ -88,7 +87,7 @@ class TunedModule(StandIn):
         state["_entries"] = Entries(model, resolve, options)
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
-        state["_calls"], state["_counting"] = Counter(), Lock()
+        state["_tally"] = Tally()
         detours = Detours(self._with_care, self._failed, self._stale)
         state["_run"] = runner(self._entries.weights, detours)
         serve = fast_path(model, self._gate, self._found, self._entries.weights, detours)
@@ -113,19 +112,14 @@ class TunedModule(StandIn):
         """Calls the tuned executor for these inputs, or the untouched model.
 
         Raises:
-            PlanError: strict mode, and there is no plan for these inputs.
+            PlanError: strict mode, and there is no plan for these inputs, or for the model's mode.
             Exception: whatever the model raises.
         """
         return self._entrance[0](args, kwargs)
 
     def report(self) -> Report:
         """What ran tuned and what untouched, by signature, with reasons and gains."""
-        signatures = tuple(self._entries.servings())
-        with self._counting:
-            calls = +self._calls
-        tuned = sum(each.hits for each in signatures) + calls.pop(TUNED, 0)
-        found = {TUNED: tuned, **calls} if tuned else dict(calls)
-        return Report(found, signatures, self._gate.off, missed_convolutions(signatures))
+        return self._tally.report(self._entries.servings(), self._gate.off)
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The buffers into which a call with inputs like these copies them, to be written directly.
@@ -177,10 +171,10 @@ class TunedModule(StandIn):
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not served the plain way, or not known to be."""
         reason = self._gate.off or obstacle(args, kwargs)
-        if reason is None and self._model.training is not self._gate.mode:
-            reason = "the model was switched between train and eval"
         if reason is not None:
             return self._untouched(reason, args, kwargs)
+        if self._model.training is not self._gate.mode:
+            return self._missed(SWITCHED, args, kwargs)
         try:
             entry = self._entry_for(args, kwargs)
         except Exception as error:
@@ -189,13 +183,7 @@ class TunedModule(StandIn):
             return self._padded(entry, args, kwargs)
         if entry.call is None and self._is_resolved_anew(entry):
             return self._with_care(args, kwargs)
-        self._raise_if_strict(entry)
         return self._from(entry, args, kwargs)
-
-    def _raise_if_strict(self, entry: Entry) -> None:
-        if entry.resolution.error is not None:
-            self._count(f"raised: {entry.reason}")
-            raise entry.resolution.error
 
     def _entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         key = quick_key(args, kwargs)
@@ -204,11 +192,14 @@ class TunedModule(StandIn):
     def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An answer by what the entry holds."""
         if entry.call is None:
-            return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
+            return self._unserved(entry, args, kwargs, entry)
         if entry.trial is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
-        if not settings.TURNS.acquire(blocking=not isinstance(entry.trial, OnTrial)):
-            return self._untouched(_BUSY, args, kwargs, entry)
+        # Under flags the model would wait as well. A rehearsal puts buffers back, which must not be
+        # those of a call that was made meanwhile.
+        waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
+        if not settings.TURNS.acquire(blocking=bool(waits)):
+            return self._untouched(TAKEN, args, kwargs, entry)
         try:
             on_trial = entry.call is not None and entry.trial is not None
             return (self._on_trial if on_trial else self._run)(entry, args, kwargs)
@@ -235,7 +226,7 @@ class TunedModule(StandIn):
             entry.hits.tick()
         else:
             entry.others.tick()
-            self._count(f"untouched: {outcome.fault or 'the canary is checking the plan'}")
+            self._tally.count(f"untouched: {outcome.fault or 'the canary is checking the plan'}")
         if outcome.settled:
             entry.prove()
         if outcome.fault is None:
@@ -246,20 +237,20 @@ class TunedModule(StandIn):
         else:
             reason = f"demoted: {outcome.fault}"
             entry.retire(reason)
-            self._entries.warn(f"running untouched from now on: {reason} ({entry.signature})")
+            self._entries.warn(f"{reason} ({entry.signature})")
 
     def _padded(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         buckets = self._options.buckets
         fitted = "no buckets" if buckets is None else buckets.fit(args, kwargs)
         if not isinstance(fitted, Fitted):
-            return self._untouched(fitted, args, kwargs, entry)
+            answered = self._untouched if fitted == VERIFYING else self._missed
+            return answered(fitted, args, kwargs, entry)
         padded_args, padded_kwargs = fitted.args, dict(fitted.kwargs)
         bucket = self._entry_for(padded_args, padded_kwargs)
         if bucket.call is None and self._is_resolved_anew(bucket):
             bucket = self._entry_for(padded_args, padded_kwargs)
         if bucket.call is None:
-            self._raise_if_strict(bucket)
-            return self._untouched(bucket.reason or NO_PLAN, args, kwargs, entry)
+            return self._unserved(bucket, args, kwargs, entry)
         try:
             return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
         except Exception:  # what the padded inputs ran into is no concern of the caller's
@@ -274,7 +265,7 @@ class TunedModule(StandIn):
 
     def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         self._entries.retire_frozen(STALE)
-        self._entries.warn(f"running untouched: {STALE}; refresh() serves tuned again")
+        self._entries.warn(f"{STALE}; refresh() serves tuned again")
         return self._untouched(STALE, args, kwargs, entry)
 
     def _failed(self, entry: Entry, error: Exception | None, args: Any, kwargs: Any) -> Any:
@@ -283,16 +274,33 @@ class TunedModule(StandIn):
         # Where the untouched model raises as well, it is the inputs that are at fault.
         answer = self._untouched(FAILED, args, kwargs, entry)
         entry.retire(FAILED)
-        self._entries.warn(f"running untouched from now on: {FAILED}: {one_line(error)}")
+        self._entries.warn(FAILED, one_line(error))
         return answer
 
     def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        reason = "these inputs have no signature"
-        self._entries.warn(f"running untouched: {reason}: {one_line(error)}")
-        return self._untouched(reason, args, kwargs)
+        if not self._options.strict:
+            self._entries.warn(KEYLESS, one_line(error))
+        return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {one_line(error)}")
+
+    def _unserved(self, served: Entry, args: Any, kwargs: Any, entry: Entry) -> Any:
+        """An answer where what is to serve has no executor: no plan, or a plan not in use."""
+        reason, resolution = served.reason or NO_PLAN, served.resolution
+        if resolution.candidate is None:
+            return self._missed(reason, args, kwargs, entry, resolution.detail)
+        return self._untouched(reason, args, kwargs, entry)
+
+    def _missed(
+        self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None, detail: str = ""
+    ) -> Any:
+        """An answer where there is no plan."""
+        if not self._options.strict:
+            return self._untouched(reason, args, kwargs, entry)
+        self._tally.count(f"raised: {reason}")
+        of = "" if entry is None else f" ({entry.signature})"
+        raise PlanError(f"no stored plan for {type(self._model).__name__}{of}: {detail or reason}")
 
     def _untouched(self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None) -> Any:
-        self._count(f"untouched: {reason}")
+        self._tally.count(f"untouched: {reason}")
         if entry is not None:
             entry.others.tick()
         if settings.needed.alive:
@@ -309,7 +317,7 @@ class TunedModule(StandIn):
 
     def _stop(self, reason: str) -> None:
         self._gate.off = reason
-        self._entries.warn(f"running untouched: {reason}")
+        self._entries.warn(reason)
 
     def _switch_off(self, reason: str) -> None:
         if self._gate.off is None:
@@ -317,12 +325,7 @@ class TunedModule(StandIn):
 
     def _free(self, reason: str) -> None:
         self._gate.off = reason
-        self._count(TUNED, sum(each.hits for each in self._entries.servings()))
-        self._entries.close()
-
-    def _count(self, outcome: str, calls: int = 1) -> None:
-        with self._counting:
-            self._calls[outcome] += calls
+        self._tally.keep(self._entries.close())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         made = type(self)(
@@ -336,13 +339,5 @@ class TunedModule(StandIn):
 
 
 def _opened(model: nn.Module) -> TunedModule:
-    return TunedModule(model, _nothing, _copied)
-
-
-def _nothing(arrival: Arrival) -> Resolution:
-    """Has a plan for no inputs."""
-    return Resolution(None)
-
-
-def _copied(model: nn.Module) -> str:
-    return "it was copied; apply the plan to the copy"
+    copied = "it was copied; apply the plan to the copy"
+    return TunedModule(model, lambda arrival: Resolution(None), lambda model: copied)

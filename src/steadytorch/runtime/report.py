@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from threading import Lock
 
 import msgspec
 
@@ -75,12 +77,14 @@ class Report(msgspec.Struct, frozen=True):
         signatures: the signatures seen and remembered, those with the most calls first.
         off: why nothing is served tuned, None where something may be.
         convolutions: those that PyTorch ran in place of an engine, see `missed_convolutions`.
+        saved_before_ns: what calls were spared by executors that are freed since.
     """
 
     calls: dict[str, int]
     signatures: tuple[Serving, ...] = ()
     off: str | None = None
     convolutions: dict[str, str] = {}
+    saved_before_ns: float = 0.0
 
     @property
     def hits(self) -> int:
@@ -101,7 +105,7 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def saved_s(self) -> float:
         """Seconds that tuned calls were spared, going by the plans' own measurements."""
-        return 1e-9 * sum(each.saved_ns for each in self.signatures)
+        return 1e-9 * (self.saved_before_ns + sum(each.saved_ns for each in self.signatures))
 
     def __str__(self) -> str:
         total = sum(self.calls.values())
@@ -119,6 +123,41 @@ class Report(msgspec.Struct, frozen=True):
         more = [f"    and {count - len(shown)} more"] if count > len(shown) else []
         told = [f"    {problem}: {why}" for problem, why in shown]
         return [f"  convolutions that PyTorch ran in place of an engine: {count}", *told, *more]
+
+
+class Tally:
+    """Counts calls by outcome. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._saved_ns = 0.0
+        self._lock = Lock()
+
+    def count(self, outcome: str) -> None:
+        """One more call of an outcome that no executor counts."""
+        with self._lock:
+            self._calls[outcome] += 1
+
+    def keep(self, freed: Iterable[Serving]) -> None:
+        """Has executors that are freed in the reports to come."""
+        with self._lock:
+            for each in freed:
+                self._calls[TUNED] += each.hits
+                self._saved_ns += each.saved_ns
+
+    def report(self, signatures: Iterable[Serving], off: str | None) -> Report:
+        """What became of all calls.
+
+        Args:
+            signatures: what serves them now.
+            off: why nothing is served tuned, or None.
+        """
+        served = tuple(signatures)
+        with self._lock:
+            calls, saved_ns = +self._calls, self._saved_ns
+        tuned = sum(each.hits for each in served) + calls.pop(TUNED, 0)
+        found = {TUNED: tuned, **calls} if tuned else dict(calls)
+        return Report(found, served, off, missed_convolutions(served), saved_ns)
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 A plan may set flags around each of its calls (TF32, cuDNN's modes, the attention backend). They
 hold for the whole process: two threads in calls that set them differently would compute under each
-other's, and put back what they found in the wrong order. So while any such executor is alive, the
-calls of all tuned modules take turns. On a GPU a call launches and returns, so that little is lost;
-with none alive there is no lock. Calls of models that no tuned module makes are out of reach: where
+other's, and put back what they found in the wrong order. So while any such executor is alive, or
+being built, the calls of all tuned modules take turns. On a GPU a call launches and returns, so
+that little is lost; with none alive no call waits, and one that finds an executor being built or
+checked runs the model untouched. Calls of models that no tuned module makes are out of reach: where
 another thread runs those, tune without these transforms.
 """
 
@@ -19,14 +20,15 @@ SWITCH = "STEADYTORCH_MODE"
 """Environment variable; `off` makes everything of the process run untouched."""
 
 TURNS = RLock()
-"""Held by every call while `needed`, and while executors are built. Taken before other locks."""
+"""Held by every call while `needed`, and while executors are built and checked, one at a time.
+Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
 
 _THREAD_LOCAL = frozenset({"inference_mode", "threads"})
 """Transforms whose scope is that of the calling thread alone."""
 
 
 class _Needed:
-    """How many live executors set process-wide flags; true if any do."""
+    """How often live executors set process-wide flags in a call; true if any do."""
 
     alive = 0
 
@@ -46,7 +48,7 @@ def is_process_wide(transform: str) -> bool:
 
 @contextmanager
 def setting_flags() -> Iterator[None]:
-    """Counts one more live executor that sets flags."""
+    """Counts one more scope of a live executor that sets flags at each of its calls."""
     with TURNS:
         needed.alive += 1
     try:

@@ -68,5 +68,5 @@ class TrainedModule(TunedModule):
         if fault is None:
             return self._run(entry, args, kwargs)
         entry.retire(fault)
-        self._entries.warn(f"running untouched from now on: {fault} ({entry.signature})")
+        self._entries.warn(f"{fault} ({entry.signature})")
         return self._untouched(fault, args, kwargs, entry)

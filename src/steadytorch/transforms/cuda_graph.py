@@ -150,26 +150,28 @@ def _record(
     # Past the method in Python that stands before the one that launches.
     replay = super(torch.cuda.CUDAGraph, graph).replay
     current = torch.cuda.current_stream(pool.index)
-    with pool.lock, torch.no_grad():
+    with torch.no_grad():
         pool.stream.wait_stream(current)
         # This puts the stream back; torch.cuda.graph does not when recording fails.
         with torch.cuda.stream(pool.stream):
+            # It may compile. Memory is not the pool's yet, so that other graphs go on.
             for _ in range(_WARMUP_CALLS):
                 model(*static.args, **static.kwargs)
             try:
-                with (
-                    _collector_paused(),
-                    torch.cuda.graph(
-                        graph,
-                        pool=pool.handle,
-                        stream=pool.stream,
-                        capture_error_mode="thread_local",
-                    ),
-                ):
-                    outputs = model(*static.args, **static.kwargs)
-                linked = link(
-                    graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.owns
-                )
+                with pool.lock:
+                    with (
+                        _collector_paused(),
+                        torch.cuda.graph(
+                            graph,
+                            pool=pool.handle,
+                            stream=pool.stream,
+                            capture_error_mode="thread_local",
+                        ),
+                    ):
+                        outputs = model(*static.args, **static.kwargs)
+                    linked = link(
+                        graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.owns
+                    )
             except Exception as error:
                 raise UnsupportedError(
                     f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"

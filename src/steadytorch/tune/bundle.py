@@ -82,6 +82,9 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
     at_work = partial(_at_work, plan, device, directory, cache)
     try:
         save_payload(workload, directory)
+        # It is made while the model is in use: what is saved must be what it is known by.
+        if held is not None and _contents(workload)[0] != held:
+            raise UnsupportedError("the model changed while it was being saved")
         if held is None:
             at_work("set_up")
             bundle.write(plan, cache)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from steadytorch.errors import PlanError, SteadyError, UsageError
+from steadytorch.errors import SteadyError, UsageError
+from steadytorch.plan.bundle import compiles
+from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
@@ -24,13 +27,17 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
-from steadytorch.workload.signature import Signature, map_tensors
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict", "off")
 TRAINING = "the model is in training mode"
 SEARCHING = "its plan is being searched for"
+OCCUPIED = "another plan is being searched for, or its bundle made"
 FAILED = "the search for a plan failed"
+QUIET_S = 30.0
+"""Seconds without a search before a bundle is made: signatures tend to be new one after another,
+and a search would have to wait for it."""
 
 _log = logging.getLogger("steadytorch")
 
@@ -79,7 +86,8 @@ def optimize(
             model, on the real inputs; a plan that is wrong or slower is not served.
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         bundle: whether to load what a plan compiled when it was made, where it is kept, and to keep
-            it after a search. It is code, which runs: see `plan.bundle` for what is accepted.
+            it after a search, which is done in a thread. It is code, which runs: see `plan.bundle`
+            for what is accepted.
         seed: of verification inputs and block order.
 
     Returns:
@@ -107,7 +115,12 @@ def optimize(
         raise UsageError(
             f"tolerance {tolerance} with precision same: name a lower precision to use a tolerance"
         )
-    serving = Serving(alias_outputs, None if buckets is None else Buckets(buckets, module), canary)
+    serving = Serving(
+        alias_outputs,
+        None if buckets is None else Buckets(buckets, module),
+        canary,
+        strict=mode == "strict",
+    )
     source = PlanSource(asked, mode, store, background, bundle)
     return TunedModule(module, source, partial(_why_off, mode=mode), serving)
 
@@ -141,7 +154,11 @@ class PlanSource:
         # One for all signatures: what cannot be written is kept in it, and said once.
         self._options, self._mode, self._store = options, mode, Store(store)
         self._guard = ChurnGuard()
-        self._searches = _Searches() if background else None
+        self._searches = _Queue("steadytorch-search") if background else None
+        self._bundles = _Queue("steadytorch-bundle")
+        # Held by a search and by the making of a bundle: each would disturb what others measure.
+        self._alone = Lock()
+        self._searched_at = 0.0
         self._found: dict[Any, Resolution] = {}
 
     def __call__(self, arrival: Arrival) -> Resolution:
@@ -156,24 +173,17 @@ class PlanSource:
         try:
             session = Session(workload, self._options, None, self._store)
         except SteadyError as error:
-            return self._missed(workload.name, arrival.signature, str(error))
+            return Resolution(None, NO_PLAN, str(error))
         plan, reason = session.look_up()
         if plan is not None:
             return plan.resolution(self._bundle)
-        if self._mode == "strict":
-            return self._missed(workload.name, arrival.signature, reason)
-        if self._mode != "tune":
-            return Resolution(None, NO_PLAN, reason)
-        return self._tuned(session, arrival.signature)
+        return self._tuned(session) if self._mode == "tune" else Resolution(None, NO_PLAN, reason)
 
-    def _missed(self, name: str, signature: Signature, reason: str) -> Resolution:
-        error = PlanError(f"no stored plan for {name} ({signature}): {reason}")
-        return Resolution(None, NO_PLAN, reason, error=error if self._mode == "strict" else None)
-
-    def _tuned(self, session: Session, signature: Signature) -> Resolution:
+    def _tuned(self, session: Session) -> Resolution:
         key = session.key.digest
-        if key in self._found:  # a search in the background that has ended
-            return self._found.pop(key)
+        found = self._found.pop(key, None)
+        if found is not None:  # by a search in the background that has ended
+            return found
         if self._guard.observe(key) is not None:
             return Resolution(
                 None,
@@ -182,11 +192,24 @@ class PlanSource:
                 again=lambda: self._guard.observe(key) is None,
             )
         if self._searches is None:
-            return self._search(session)
+            return self._searched_now(session)
         # The caller may write to its inputs while the search is on.
         session.workload = _with_own_inputs(session.workload)
-        done = self._searches.start(lambda: self._found.__setitem__(key, self._search(session)))
+
+        def search() -> None:
+            with self._alone:
+                self._found[key] = self._search(session)
+
+        done = self._searches.start(search)
         return Resolution(None, SEARCHING, again=done.is_set)
+
+    def _searched_now(self, session: Session) -> Resolution:
+        if not self._alone.acquire(blocking=False):
+            return Resolution(None, OCCUPIED, again=lambda: not self._alone.locked())
+        try:
+            return self._search(session)
+        finally:
+            self._alone.release()
 
     def _search(self, session: Session) -> Resolution:
         try:
@@ -194,16 +217,27 @@ class PlanSource:
             if result.interrupted:
                 raise KeyboardInterrupt
             plan = session.keep(result)
-            if self._bundle:
-                session.keep_bundle(plan)
         except SteadyError as error:
             return Resolution(None, FAILED, str(error))
         except Exception as error:
             return Resolution(None, FAILED, f"{type(error).__name__}: {error}")
+        self._searched_at = time.monotonic()
+        if self._bundle and compiles(plan):
+            # It takes about a minute, beyond the budget; until it is there the plan does without.
+            session.workload = _with_own_inputs(session.workload)
+            self._bundles.start(lambda: self._keep_bundle(session, plan))
         served = plan.resolution(self._bundle)
         saved_ns = 0.0 if served.origin is None or not plan.candidate else served.origin.saved_ns
         self._guard.paid(plan.evidence.search_s, 1e-9 * saved_ns)
         return served
+
+    def _keep_bundle(self, session: Session, plan: Plan) -> None:
+        while True:
+            time.sleep(max(0.0, self._searched_at + QUIET_S - time.monotonic()))
+            with self._alone:
+                if time.monotonic() >= self._searched_at + QUIET_S:
+                    session.keep_bundle(plan)
+                    return
 
 
 def _with_own_inputs(workload: Workload) -> Workload:
@@ -214,23 +248,28 @@ def _with_own_inputs(workload: Workload) -> Workload:
     return Workload(workload.model, inputs, kwargs, workload.name)
 
 
-class _Searches:
-    """One search after another, in a thread that ends when there is none left."""
+class _Queue:
+    """One job after another, in a thread that ends when there is none left.
 
-    def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Any, Event]] = SimpleQueue()
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Event]] = SimpleQueue()
         self._lock = Lock()
         self._is_running = False
 
-    def start(self, search: Any) -> Event:
-        """Queues a search; the event is set when it is over."""
+    def start(self, job: Callable[[], Any]) -> Event:
+        """Queues a job; the event is set when it is over."""
         done = Event()
         with self._lock:
-            self._waiting.put((search, done))
+            self._waiting.put((job, done))
             if not self._is_running:
                 self._is_running = True
                 # The process may end meanwhile: workers end with it.
-                Thread(target=self._run, name="steadytorch-search", daemon=True).start()
+                Thread(target=self._run, name=self._name, daemon=True).start()
         return done
 
     def _run(self) -> None:
@@ -239,10 +278,10 @@ class _Searches:
                 if self._waiting.empty():
                     self._is_running = False
                     return
-                search, done = self._waiting.get()
+                job, done = self._waiting.get()
             try:
-                search()
+                job()
             except BaseException as error:  # the thread serves those that wait
-                _log.warning("a search in the background ended: %s", type(error).__name__)
+                _log.warning("%s ended: %s", self._name, type(error).__name__)
             finally:
                 done.set()
