@@ -159,6 +159,7 @@ def _record(
                 model(*static.args, **static.kwargs)
             try:
                 with pool.lock:
+                    pool.follow()  # what proves links replays it, in memory that others use
                     with (
                         _collector_paused(),
                         torch.cuda.graph(
