@@ -55,7 +55,7 @@ def chosen(workload, facts, plans, *, prefix=(), **asked):
             problem.operations,
             problem.traffic_bytes,
         )
-        for problem, names in _found_in_training(workload, prefix).items()
+        for problem, names in _found_in_training(workload, prefix).problems.items()
     ]
     return ConvReport(tuple(layers), "", True, 8e14, 4e12, 91900, 1.0)
 

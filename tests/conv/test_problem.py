@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from steadytorch.conv.problem import ConvProblem, parse, strides
@@ -113,3 +113,37 @@ def test_work_and_traffic_count_each_element_once():
     )
     assert found.operations == 2 * (4 * 9) * 2
     assert found.traffic_bytes == 2 * (18 + 8 + 36 + 36)
+
+
+@pytest.mark.parametrize(
+    ("operation", "seen"), [("fprop", 28 * 28), ("wgrad", 28 * 28), ("dgrad", 56 * 56)]
+)
+def test_traffic_leaves_out_what_a_stride_steps_over_but_not_of_a_gradient(operation, seen):
+    sizes = {"input": (64, 256, 56, 56), "weight": (512, 256, 1, 1), "padding": (0, 0)}
+    found = problem(operation=operation, epilogue="none", **sizes)
+    output = 64 * 512 * 28 * 28
+    assert found.traffic_bytes == 2 * (64 * 256 * seen + 512 * 256 + output)
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 30),
+    kernel=st.integers(1, 5),
+    stride=st.integers(1, 6),
+    padding=st.integers(0, 6),
+    dilation=st.integers(1, 6),
+)
+def test_traffic_counts_the_input_that_a_kernel_sees(size, kernel, stride, padding, dilation):
+    assume(size + 2 * padding > dilation * (kernel - 1))
+    found = problem(
+        epilogue="none",
+        input=(1, 1, size),
+        weight=(1, 1, kernel),
+        stride=(stride,),
+        padding=(padding,),
+        dilation=(dilation,),
+    )
+    outputs = found.output[2]
+    starts = [stride * place - padding for place in range(outputs)]
+    seen = {start + dilation * tap for start in starts for tap in range(kernel)}
+    assert found.traffic_bytes == 2 * (len(seen & set(range(size))) + kernel + outputs)

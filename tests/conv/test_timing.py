@@ -59,6 +59,13 @@ def test_a_summary_has_the_median_and_the_spread():
     assert (found.median_ns, found.spread, found.runs) == (100.0, 0.1, 5)
 
 
+def test_one_block_has_no_spread():
+    arm = Steady("eng1", 1000)
+    arm.times_ns.append(90.0)
+    found = arm.summary()
+    assert (found.median_ns, found.spread, found.runs) == (90.0, None, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "incumbent", "rounds"),
     [

@@ -11,7 +11,7 @@ from steadytorch.conv.choose import Outcome
 from steadytorch.conv.timing import Measured
 from steadytorch.report.conv import render_conv, render_layer
 from steadytorch.report.documents import conv_document
-from steadytorch.tune.conv import ConvReport, Layer
+from steadytorch.tune.conv import ConvReport, Layer, LeftOut
 
 from .conftest import FACTS
 
@@ -141,6 +141,34 @@ def test_shares_are_of_the_time_of_all_convolutions():
     text = shown(render_conv, "net", report(layer(names=("a",)), layer(names=("b", "c", "d"))))
     assert "25.0 %" in text
     assert "75.0 %" in text
+
+
+LEFT_OUT = (
+    LeftOut(tuple(f"features.{n}.a_rather_long_name.\x1b[31m" for n in range(5)), "a hook"),
+    LeftOut(("up",), "a ConvTranspose2d: engines are for Conv1d, Conv2d and Conv3d"),
+)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_was_left_out_stands_below_the_table_with_the_reason(rows):
+    found = structs.replace(report(*[layer()] * rows), left_out=LEFT_OUT)
+    stream = StringIO()
+    render_conv(Console(file=stream, width=80, highlight=False), "net", found)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == f"net: {rows} distinct convolutions"
+    below = " ".join(" ".join(lines[1:]).split())
+    assert "Left out, run by PyTorch: up (1): a ConvTranspose2d: engines are for" in below
+    assert ", ... (5): a hook" in below
+    assert "\x1b[31m" not in stream.getvalue()
+    assert any("TFLOP/s" in line for line in lines) is (rows == 1)
+    assert ("n: how often" in below) is (rows == 1)
+
+
+def test_what_was_left_out_is_in_the_document():
+    found = structs.replace(report(), left_out=LEFT_OUT)
+    document = json.loads(conv_document("net", FACTS, found))
+    assert document["left_out"][1] == {"names": ["up"], "reason": LEFT_OUT[1].reason}
 
 
 def test_what_was_not_measured_says_so():

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
+from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.tune.budget import KEEP, Budget
 from steadytorch.tune.select import BlockShape
@@ -28,6 +31,15 @@ def test_looks_that_do_not_fit_are_not_planned():
 @pytest.mark.parametrize("spent_s", [60.0, 300.0])
 def test_one_look_is_always_taken(spent_s):
     assert after(spent_s, 1.0).looks() == LOOKS[:1]
+
+
+@pytest.mark.parametrize(("spent_s", "enough"), [(58.0, False), (40.0, True)])
+def test_what_cannot_even_be_confirmed_is_refused_with_numbers(spent_s, enough):
+    budget = after(spent_s, 2.5 / LOOKS[0])
+    assert budget.confirmation_s() == pytest.approx(5.0)
+    refused = pytest.raises(UsageError, match=r"a budget of 60 s .* took 58 s .* at least 184 s")
+    with nullcontext() if enough else refused:
+        budget.require_confirmation()
 
 
 def test_until_a_candidate_was_timed_only_the_confirmation_is_kept_back():

@@ -43,7 +43,8 @@ def _assert_sound(candidates, available):
 @settings(deadline=None)
 @given(available=subsets, precision=precisions, regime=st.sampled_from(REGIMES))
 def test_seeds_are_sound_and_within_the_allowed_precision(available, precision, regime):
-    seeds = Moves(available, WORKLOAD, precision, regime).seeds()
+    moves = Moves(available, WORKLOAD, precision, regime)
+    seeds = [*moves.seeds(), *moves.late()]
     _assert_sound(seeds, available)
     assert all(precision_of(candidate) in ALLOWED[precision] for candidate in seeds)
 
@@ -136,10 +137,86 @@ def test_engines_are_tried_without_a_graph_where_graphs_do_not_apply(regime, ste
     tried = {transforms.order(around), transforms.order(around[:-1])}
     without = Moves(around, WORKLOAD, "fp16", regime).seeds()
     assert tried <= set(without[: 4 if stem else 2])
-    # Where graphs apply, none of the seeds with engines goes without.
     with_graph = Moves([*around, GRAPH], WORKLOAD, "fp16", regime).seeds()
     assert {transforms.order([*seed, GRAPH]) for seed in tried} <= set(with_graph)
-    assert not tried & set(with_graph)
+
+
+EAGER, REDUCE = _single("inference_mode"), _single("compile", mode="reduce-overhead", freezing=True)
+PLAIN = _single("compile", mode="default", freezing=False)
+TIMED = [regime for regime in REGIMES if regime != "memory-bound"]
+"""Regimes of which there are records on GPUs."""
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_where_graphs_apply_engines_are_tried_without_one_later(regime):
+    available = [FOLD, FP16, LAYOUT, ENGINES, FROZEN, EAGER, GRAPH]
+    moves = Moves(available, WORKLOAD, "fp16", regime)
+    alone = (FOLD, FP16, LAYOUT, ENGINES, EAGER)
+    both = [*moves.seeds(), *moves.late()]
+    assert alone in both
+    with_graph = [both.index(seed) for seed in both if {ENGINES, GRAPH} <= set(seed)]
+    assert len(with_graph) == 2
+    assert max(with_graph) < both.index(alone)
+
+
+@pytest.mark.parametrize("regime", TIMED)
+def test_what_never_came_near_the_best_is_late(regime):
+    autocast = _single("autocast", dtype="bf16")
+    available = [BF16, LAYOUT, ENGINES, FROZEN, PLAIN, REDUCE, autocast, EAGER, GRAPH]
+    moves = Moves(available, WORKLOAD, "bf16", regime)
+    strong, weak = set(moves.seeds()), set(moves.late())
+    assert not strong & weak
+    assert {(BF16, LAYOUT, c, GRAPH) for c in (FROZEN, PLAIN)} <= strong
+    assert {(BF16, LAYOUT, ENGINES, GRAPH), (BF16, LAYOUT, ENGINES, FROZEN, GRAPH)} <= strong
+    assert {(BF16, FROZEN, GRAPH), (BF16, GRAPH), (BF16, LAYOUT, GRAPH)} <= strong
+    assert weak == {
+        *((BF16, LAYOUT, FROZEN), (BF16, LAYOUT, REDUCE), (FROZEN, GRAPH), (GRAPH,)),
+        *((LAYOUT, autocast, GRAPH), (BF16, LAYOUT, EAGER), (LAYOUT, EAGER), (EAGER,)),
+        (BF16, LAYOUT, ENGINES, EAGER),
+    }
+
+
+@pytest.mark.parametrize("regime", TIMED)
+def test_at_the_models_own_precision_what_has_a_graph_is_not_late(regime):
+    moves = Moves([BF16, LAYOUT, FROZEN, EAGER, GRAPH], WORKLOAD, "same", regime)
+    assert {(LAYOUT, FROZEN, GRAPH), (FROZEN, GRAPH), (GRAPH,)} <= set(moves.seeds())
+    assert set(moves.late()) == {(LAYOUT, FROZEN), (LAYOUT,), (LAYOUT, EAGER), (EAGER,)}
+
+
+PREFETCH = TransformSpec("prefetch")
+
+
+@pytest.mark.parametrize(
+    ("regime", "available"),
+    [
+        *((regime, [spec for spec in ALL if spec not in (GRAPH, PREFETCH)]) for regime in REGIMES),
+        ("memory-bound", [spec for spec in ALL if spec != PREFETCH]),
+        ("launch-bound", [*ALL, PREFETCH]),
+    ],
+    ids=[*(f"{regime} without a graph" for regime in REGIMES), "memory-bound", "a loader"],
+)
+def test_where_there_are_no_such_records_nothing_is_late(regime, available):
+    moves = Moves(available, WORKLOAD, "bf16", regime)
+    assert moves.late() == []
+    assert (EAGER,) in {tuple(s for s in seed if s != PREFETCH) for seed in moves.seeds()}
+
+
+def _attention(backend):
+    return _single("attention_backend", backend=backend)
+
+
+def test_attention_layout_and_compiler_are_varied_first():
+    attention = [_attention(backend) for backend in ("flash", "cudnn")]
+    others = [FOLD, _single("cudnn_deterministic"), _single("gc_freeze")]
+    available = [*others, BF16, LAYOUT, FROZEN, PLAIN, *attention, GRAPH]
+    leader = (BF16, FROZEN, GRAPH)
+    found = Moves(available, WORKLOAD, "bf16", "compute-bound").neighbours(leader)
+    assert found[:5] == [
+        *((BF16, FROZEN, backend, GRAPH) for backend in attention),
+        (BF16, LAYOUT, FROZEN, GRAPH),
+        *((BF16, PLAIN, GRAPH), (BF16, GRAPH)),
+    ]
+    assert all(any(spec in candidate for spec in others) for candidate in found[5:8])
 
 
 def test_the_configuration_that_was_chosen_for_a_stem_is_what_is_tried():
@@ -229,7 +306,7 @@ def test_beyond_drops_the_leaders_own_lower_precision():
 
 def test_nothing_applies_and_nothing_is_proposed():
     moves = Moves([], WORKLOAD, "bf16", "launch-bound")
-    assert (moves.seeds(), moves.neighbours(()), moves.beyond(())) == ([], [], [])
+    assert (moves.seeds(), moves.late(), moves.neighbours(()), moves.beyond(())) == ([], [], [], [])
 
 
 def test_a_candidate_in_one_line():

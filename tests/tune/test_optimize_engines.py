@@ -79,7 +79,7 @@ def served_by(way, choices, folder, request):
 
 @pytest.fixture
 def problems():
-    return [problem.key for problem in _found(Workload(*network()), ())]
+    return [problem.key for problem in _found(Workload(*network()), ()).problems]
 
 
 @pytest.mark.parametrize("way", ["optimize", "apply"])

@@ -16,6 +16,8 @@ from scripted import (
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
+from steadytorch.transforms.base import TransformSpec
+from steadytorch.tune.moves import describe
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError, Reference
 
@@ -256,6 +258,56 @@ def test_what_no_longer_fits_the_budget_is_named():
     assert all(
         label in {"gc_freeze", "fold_batch_norm"} or "+" in label for label in result.not_tried
     )
+
+
+GRAPH = TransformSpec("cuda_graph")
+BF16 = TransformSpec("cast_weights", (("dtype", "bf16"),))
+ATTENTION = [
+    TransformSpec("attention_backend", (("backend", name),)) for name in ("cudnn", "efficient")
+]
+FROZEN, PLAIN, REDUCE = (
+    TransformSpec("compile", (("mode", mode), ("freezing", freezing)))
+    for mode, freezing in (("default", True), ("default", False), ("reduce-overhead", True))
+)
+OF_TRANSFORMERS = [BF16, FROZEN, PLAIN, REDUCE, *ATTENTION, EAGER, GRAPH]
+
+
+@pytest.mark.parametrize("budget_s", [120, 1000])
+def test_variations_of_the_leader_come_before_weak_combinations(budget_s):
+    stage = Stage({(): Act(7 * MS)}, regime="compute-bound")
+    for compiled, time_ms in ((FROZEN, 1.0), (PLAIN, 1.1)):
+        stage.acts[(BF16, compiled, GRAPH)] = Act(time_ms * MS, setup_s=15.0)
+    best = (BF16, FROZEN, ATTENTION[0], GRAPH)
+    stage.acts[best] = Act(0.8 * MS, setup_s=15.0)
+    options = Options(budget_s=budget_s, precision="bf16")
+    result = make_search(stage, OF_TRANSFORMERS, options, slots=8).run()
+    tried = stage.tried()
+    weak = [(BF16, FROZEN), (BF16, REDUCE), (FROZEN, GRAPH), (GRAPH,), (EAGER,), (BF16, EAGER)]
+    assert result.chosen == best
+    assert all(tried.index(best) < tried.index(each) for each in weak if each in tried)
+    named = result.not_tried
+    assert all(each in tried or describe(each) in named for each in weak)
+    assert set(weak) <= set(tried) or budget_s == 120
+    assert len(tried) == len(set(tried))
+
+
+def test_a_known_combination_that_is_also_a_variation_is_tried_once():
+    stage = Stage({(): Act(7 * MS), (BF16, GRAPH): Act(1 * MS)}, regime="launch-bound")
+    # The second round has what is left of the combinations, and variations of the leader.
+    options = Options(budget_s=1000, precision="bf16")
+    make_search(stage, [BF16, LAYOUT, FROZEN, PLAIN, GRAPH], options, slots=4).run()
+    assert len(stage.tried()) == len(set(stage.tried()))
+
+
+def test_beside_the_last_known_combinations_there_is_room_for_variations():
+    stage = Stage({(): Act(7 * MS)}, regime="compute-bound")
+    stage.acts[(BF16, FROZEN, GRAPH)] = Act(1.0 * MS, setup_s=15.0)
+    notes = Notes()
+    options = Options(budget_s=1000, precision="bf16")
+    make_search(stage, OF_TRANSFORMERS, options, notes, slots=2).run()
+    before = [c for c in stage.tried() if c][:4]
+    assert before == [(BF16, FROZEN, GRAPH), (BF16, GRAPH), (BF16, PLAIN, GRAPH), before[3]]
+    assert before[3] == (BF16, FROZEN, ATTENTION[0], GRAPH)
 
 
 @pytest.mark.parametrize("budget_s", [20, 40, 120])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.operator import conv_engine_eagerly, plain
@@ -25,7 +26,9 @@ class EngineConv(nn.Module):
         geometry: stride, padding, dilation and groups.
         relu: whether negative results become zero.
         label: where the convolution stood in the model.
-        problem: what it poses to cuDNN on the inputs it was traced with.
+        problem: what it poses to cuDNN on the inputs it was traced with; None where that has no
+            engines.
+        reason: why it has none.
 
     Attributes:
         choice: how it is run; set by `choose`.
@@ -39,12 +42,13 @@ class EngineConv(nn.Module):
         relu: bool,
         label: str,
         problem: ConvProblem | None,
+        reason: str | None = None,
     ) -> None:
         super().__init__()
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
         self.stride, self.padding, self.dilation, self.groups = geometry
-        self.relu, self.label, self.problem = relu, label, problem
+        self.relu, self.label, self.problem, self.reason = relu, label, problem, reason
         self.choice = Choice(ATEN)
         self._added_channels = 0
         self.eval()
@@ -95,13 +99,39 @@ def layer_geometry(layer: Any) -> Geometry | None:
     None for another module, and for a layer that pads other than with the same zeros on both sides
     of a dimension.
     """
-    # A subclass or a parametrised layer has a type of its own, and may compute something else.
-    if type(layer) not in _LAYERS or layer.padding_mode != "zeros":
+    if objection(layer) is not None:
         return None
     padding = _padding(layer)
-    if padding is None:
-        return None
+    assert padding is not None
     return tuple(layer.stride), padding, tuple(layer.dilation), layer.groups
+
+
+def objection(layer: Any) -> str | None:
+    """Why a layer has no engines whatever it is given; None where it may have."""
+    # A subclass or a parametrised layer has a type of its own, and may compute something else.
+    if type(layer) not in _LAYERS:
+        return f"a {type(layer).__name__}: engines are for Conv1d, Conv2d and Conv3d"
+    if layer.padding_mode != "zeros":
+        return f"padding_mode {layer.padding_mode!r}: engines pad with zeros"
+    if _padding(layer) is None:
+        return "another padding on either side of a dimension"
+    return None
+
+
+def convolves(layer: Any) -> bool:
+    """Whether a module is a convolution layer of any kind, transposed ones included."""
+    return isinstance(layer, _ConvNd)
+
+
+def misfit(x: Tensor, weight: Tensor) -> str | None:
+    """Why no engine takes this input and weight together; None where one may."""
+    if x.dim() != weight.dim():
+        return f"an input of {x.dim()} dimensions: engines need {weight.dim()}"
+    if x.numel() == 0:
+        return "an empty input"
+    if x.dtype != weight.dtype:
+        return f"an input of {x.dtype} with a weight of {weight.dtype}"
+    return None
 
 
 def _padding(layer: Any) -> tuple[int, ...] | None:

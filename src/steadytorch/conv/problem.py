@@ -103,9 +103,16 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes that are read and written if each element moves once."""
+        """Bytes that are read and written if each element moves once.
+
+        Of the input only what the kernel sees is read; its gradient is written as a whole.
+        """
         output = math.prod(self.output)
-        elements = math.prod(self.input) + math.prod(self.weight) + output
+        outer, spatial = math.prod(self.input[:2]), self.input[2:]
+        if self.operation != "dgrad":
+            geometry = (self.stride, self.padding, self.dilation)
+            spatial = map(_seen, spatial, self.weight[2:], *geometry, self.output[2:])
+        elements = outer * math.prod(spatial) + math.prod(self.weight) + output
         if self.epilogue in ("add_bias", "add_bias_relu"):
             elements += output
         return elements * _BYTES[self.number]
@@ -178,6 +185,21 @@ def strides(shape: Sequence[int], layout: Layout) -> list[int]:
         found[axis] = step
         step *= shape[axis]
     return found
+
+
+def _seen(size: int, taps: int, stride: int, padding: int, dilation: int, outputs: int) -> int:
+    """Positions along an axis of the input that are under a tap of the kernel for some output."""
+    count = 0
+    unseen: dict[int, int] = {}
+    for tap in range(taps):
+        first = tap * dilation - padding
+        # Of taps that meet the same positions, each meets them further on than the one before.
+        rest = first % stride
+        begin = max(first, unseen.get(rest, rest))
+        new = range(begin, min(first + outputs * stride, size), stride)
+        count += len(new)
+        unseen[rest] = begin + len(new) * stride
+    return count
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from steadytorch.conv.module import EngineConv, layer_geometry
+from steadytorch.conv.module import EngineConv, convolves, layer_geometry, misfit, objection
 from steadytorch.conv.plans import Geometry, problem_of
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.errors import SteadyError
@@ -24,6 +24,7 @@ from steadytorch.errors import SteadyError
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _ADDS = (operator.add, operator.iadd, torch.add)
+_FUNCTIONS = {getattr(F, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)}
 _RELUS = (F.relu, torch.relu, torch.relu_, F.relu_)
 _IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
 _IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imatmul}
@@ -73,6 +74,35 @@ def rewrite(
     traced.recompile()
     traced.delete_all_unused_submodules()
     return traced
+
+
+def left_out(model: nn.Module) -> dict[str, list[str]]:
+    """The convolutions of a rewritten model that no engine can run.
+
+    Args:
+        model: from `rewrite`, or one with such a module in it.
+
+    Returns:
+        Names of layers, by the reason; of calls of functions, those of the graph's nodes.
+    """
+    found: dict[str, list[str]] = {}
+    graphs = [module for module in model.modules() if isinstance(module, fx.GraphModule)]
+    for traced in graphs:
+        modules = dict(traced.named_modules())
+        for node in traced.graph.nodes:
+            label, reason = _left_out(node, modules)
+            if reason is not None:
+                found.setdefault(reason, []).append(label)
+    return found
+
+
+def _left_out(node: fx.Node, modules: Mapping[str, Any]) -> tuple[str, str | None]:
+    if node.op == "call_function" and node.target in _FUNCTIONS:
+        return node.name, "a call of a function: engines are for layers"
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    if isinstance(module, EngineConv):
+        return module.label, module.reason
+    return str(node.target), _objection(node, modules) if convolves(module) else None
 
 
 class _Recorder(fx.Interpreter):
@@ -127,7 +157,7 @@ def _find(traced: fx.GraphModule) -> Iterator[_Found]:
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
     nodes, taken = list(order), set()
     for conv in nodes:
-        if conv.op != "call_module" or not _eligible(conv, modules):
+        if conv.op != "call_module" or _objection(conv, modules) is not None:
             continue
         norm = _norm_after(conv, modules)
         add, other = _add_after(norm or conv, order, taken)
@@ -146,15 +176,22 @@ def _find(traced: fx.GraphModule) -> Iterator[_Found]:
             yield _Found(conv, None, None, None, None)
 
 
-def _eligible(node: fx.Node, modules: Mapping[str, Any]) -> bool:
+def _objection(node: fx.Node, modules: Mapping[str, Any]) -> str | None:
+    """Why the call of a module is not replaced; None where it is."""
     module, seen = modules[str(node.target)], node.meta.get(_SEEN)
-    if layer_geometry(module) is None or len(node.args) != 1 or node.kwargs or _hooked(module):
-        return False
+    if (reason := objection(module)) is not None:
+        return reason
+    if len(node.args) != 1 or node.kwargs:
+        return "a call with more than the input"
+    if _hooked(module):
+        return "a hook"
     source = node.args[0]
     x = source.meta.get(_SEEN) if isinstance(source, fx.Node) else None
-    if seen is None or x is None or x.dim() != module.weight.dim() or x.numel() == 0:
-        return False
-    return x.dtype == module.weight.dtype and seen.dtype == x.dtype
+    if seen is None or x is None:
+        return "an input or a result that is no dense tensor"
+    if seen.dtype != x.dtype:
+        return f"an input of {x.dtype} with a result of {seen.dtype}"
+    return misfit(x, module.weight)
 
 
 def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
@@ -252,12 +289,12 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
     geometry = layer_geometry(conv)
     assert geometry is not None
     source: Any = found.conv.args[0]
-    problem = _problem(source, weight, bias is not None, found, geometry)
     label, relu = str(found.conv.target), found.relu is not None
+    posed = _problem(source, weight, bias is not None, found, geometry)
     # The residual may have been replaced since it was found; the add reads what it is now.
     summed = found.norm or found.conv
     read = () if found.add is None else found.add.args
-    traced.add_submodule(name, EngineConv(weight, bias, geometry, relu, label, problem))
+    traced.add_submodule(name, EngineConv(weight, bias, geometry, relu, label, *posed))
     arguments = (source, *[argument for argument in read if argument is not summed])
     with traced.graph.inserting_before(found.last):
         fused = traced.graph.call_module(name, arguments)
@@ -269,14 +306,15 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
 
 def _problem(
     source: fx.Node, weight: Tensor, biased: bool, found: _Found, geometry: Geometry
-) -> ConvProblem | None:
+) -> tuple[ConvProblem | None, str | None]:
+    """The problem that is posed, or why there is none."""
     seen: Tensor = source.meta[_SEEN]
     stored = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     fused = (biased, found.other is not None, found.relu is not None)
     try:
-        return problem_of(seen, stored, *fused, geometry)
-    except SteadyError:
-        return None
+        return problem_of(seen, stored, *fused, geometry), None
+    except SteadyError as error:
+        return None, str(error)
 
 
 def _folded(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:

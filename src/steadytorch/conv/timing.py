@@ -43,7 +43,7 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         choice: as text.
         median_ns: of its runs; None if it was not timed.
-        spread: half the distance between its quartiles over the median.
+        spread: half the distance between its quartiles over the median; None below two blocks.
         runs: how many blocks it was timed for.
         workspace_bytes: scratch memory; None where unknown (PyTorch's own).
         notes: what cuDNN says of it.
@@ -165,7 +165,7 @@ class Arm:
         return msgspec.structs.replace(
             self.found,
             median_ns=float(median),
-            spread=float((high - low) / 2 / median),
+            spread=float((high - low) / 2 / median) if len(self.times_ns) > 1 else None,
             runs=len(self.times_ns),
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.conv.choices import ATEN, HEURISTIC, Choice
-from steadytorch.conv.module import layer_geometry
+from steadytorch.conv.module import convolves, layer_geometry, misfit, objection
 from steadytorch.conv.operator import conv_engine_eagerly
 from steadytorch.conv.plans import Geometry, memory_layout, number_of
 from steadytorch.conv.problem import ConvProblem, Layout, Number, Operation, parse
@@ -88,17 +88,26 @@ class Engines:
         """
         return self._chosen.get(posed, self._default)
 
+    def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
+        """As `of`, for a call that poses no problem."""
+        return _OWN
+
+    def leave(self, label: str, reason: str) -> None:
+        """Is told of a convolution that no engine can run, and why."""
+
 
 class Recorder(Engines):
     """Has PyTorch run every convolution, and notes which problems a step of the model poses.
 
     Attributes:
         found: the distinct problems in order, with the names of the layers that pose them.
+        left_out: names of the layers that pose none, by the reason.
     """
 
     def __init__(self) -> None:
         super().__init__({})
         self.found: dict[ConvProblem, list[str]] = {}
+        self.left_out: dict[str, list[str]] = {}
 
     def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
         """Notes the passes of this call: gradients are computed by what requires them."""
@@ -108,6 +117,15 @@ class Recorder(Engines):
             if needed:
                 self.found.setdefault(posed.problem(operation), []).append(label)
         return _OWN
+
+    def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
+        """Notes the call with the reason."""
+        self.leave(label, misfit(x, weight) or f"no engines for {x.dtype}")
+        return _OWN
+
+    def leave(self, label: str, reason: str) -> None:
+        """Notes it."""
+        self.left_out.setdefault(reason, []).append(label)
 
 
 class _Way(NamedTuple):
@@ -131,7 +149,7 @@ class _EngineLayer:
         engines, label, geometry = self.steady_way
         x, w, b = _as_autocast(input, weight, bias)
         posed = _posed(x, w, b, geometry)
-        passes = _OWN if posed is None else engines.of(label, posed, x, w)
+        passes = engines.unposed(label, x, w) if posed is None else engines.of(label, posed, x, w)
         if passes == _OWN:
             own: Any = super()
             return own._conv_forward(x, w, b)
@@ -172,6 +190,8 @@ def equip(model: ModuleT, engines: Engines) -> ModuleT:
         if geometry is not None:
             layer.__class__ = _KINDS[type(layer)]
             vars(layer)["steady_way"] = _Way(engines, label, geometry)
+        elif convolves(layer) and (reason := objection(layer)) is not None:
+            engines.leave(label, reason)
     return model
 
 
@@ -179,7 +199,7 @@ def _posed(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -
     """What a call poses; None for one that PyTorch is to run, or to refuse."""
     number = number_of(x.dtype)
     fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
-    if number is None or not fitting or x.dim() != weight.dim() or x.numel() == 0:
+    if number is None or not fitting or misfit(x, weight) is not None:
         return None
     sizes: Any = (tuple(x.shape), tuple(weight.shape), *geometry)
     return Posed._make((number, memory_layout(x, weight), *sizes, bias is not None))

@@ -13,7 +13,7 @@ from steadytorch.report.text import plain, seconds, share, size
 
 if TYPE_CHECKING:
     from steadytorch.conv.timing import Measured
-    from steadytorch.tune.conv import ConvReport, Layer
+    from steadytorch.tune.conv import ConvReport, Layer, LeftOut
 
 _US = 1e-3
 _CONVOLUTIONS = "distinct convolutions"
@@ -25,30 +25,46 @@ _BITS = {True: "=", False: "~", None: "?"}
 def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     """The table of distinct convolutions, in the order of the network.
 
-    Of a training step it has a row for each pass of each.
+    Of a training step it has a row for each pass of each. Below it stands what has no row.
     """
+    rows = (
+        "passes of distinct convolutions in a training step" if _trains(report) else _CONVOLUTIONS
+    )
+    console.print(f"{plain(workload)}: {len(report.layers)} {rows}")
+    if report.layers:
+        _render_rows(console, report)
+    for left in report.left_out:
+        console.print(
+            f"Left out, run by PyTorch: {_names(left)} ({len(left.names)}): {plain(left.reason)}"
+        )
+    if report.layers:
+        _render_legend(console, report)
+
+
+def _render_rows(console: Console, report: ConvReport) -> None:
     total_ns = sum(_total_ns(layer) for layer in report.layers)
-    trains = len(report.passes) > 1
     table = _table(between=0)
     table.add_column("#", justify="right")
-    if trains:
+    if _trains(report):
         table.add_column("pass", no_wrap=True)
     for heading in ("n", "share", "us", "default", "bench", "gain", "TFLOP/s", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("memory", "error", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, layer in enumerate(report.layers, 1):
-        named = (str(number), layer.operation) if trains else (str(number),)
+        named = (str(number), layer.operation) if _trains(report) else (str(number),)
         table.add_row(*named, *_row(layer, report, total_ns))
-    rows = "passes of distinct convolutions in a training step" if trains else _CONVOLUTIONS
-    console.print(f"{plain(workload)}: {len(report.layers)} {rows}")
     console.print(table)
     for number, layer in enumerate(report.layers, 1):
         engine = "not measured" if layer.outcome is None else layer.outcome.choice
         # A row of its own: neither fits beside the figures in 80 columns.
         console.print(f"{number:>3} {plain(layer.problem)}", soft_wrap=True)
         console.print(f"    {plain(engine)}", style="dim", soft_wrap=True)
-    if total_ns and any(map(_default_ns, report.layers)):
+
+
+def _render_legend(console: Console, report: ConvReport) -> None:
+    """The sums, and what the columns mean."""
+    if any(map(_total_ns, report.layers)) and any(map(_default_ns, report.layers)):
         console.print(_sums(report))
     cache = "flushed before each run, since the network overflows it" if report.cold else "warm"
     console.print(
@@ -56,9 +72,13 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
         "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
         "least time that the measured rates allow over the time; memory: workspace. Last: = the "
         "same bits from run to run, by cuDNN's notes and two runs; ~ not so; ? not known. L2 cache "
-        f"{cache}.{_PASSES if trains else ''}",
+        f"{cache}.{_PASSES if _trains(report) else ''}",
         style="dim",
     )
+
+
+def _trains(report: ConvReport) -> bool:
+    return len(report.passes) > 1
 
 
 def _sums(report: ConvReport) -> str:
@@ -143,7 +163,7 @@ def _default_ns(layer: Layer) -> float | None:
     return None if layer.outcome is None else layer.outcome.default_ns
 
 
-def _names(layer: Layer) -> str:
+def _names(layer: Layer | LeftOut) -> str:
     shown = ", ".join(map(plain, layer.names[:3]))
     return f"{shown}, ..." if len(layer.names) > 3 else shown
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.transforms.base import Candidate
 from steadytorch.tune.select import BlockShape
@@ -53,6 +54,20 @@ class Budget:
     def confirmation_s(self) -> float:
         """Seconds that the fewest fresh pairs of winner and untouched workload take."""
         return 2 * LOOKS[0] * self.shape.expected_s
+
+    def require_confirmation(self) -> None:
+        """Sees to it that there is time for the fewest fresh pairs.
+
+        Raises:
+            UsageError: there is not.
+        """
+        least_s = self.confirmation_s()
+        if self.remaining() < least_s:
+            raise UsageError(
+                f"a budget of {self.seconds:.0f} s is too small: starting and measuring the "
+                f"untouched workload took {self.spent():.0f} s of it; give at least "
+                f"{3 * self.spent() + 2 * least_s:.0f} s"
+            )
 
     def looks(self) -> tuple[int, ...]:
         """The planned looks at fresh pairs that fit into what is left; the first in any case."""

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,6 +21,7 @@ from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.plans import DTYPES
 from steadytorch.conv.problem import ConvProblem, Operation, parse
+from steadytorch.conv.rewrite import left_out
 from steadytorch.conv.training import OPERATIONS, Recorder
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
@@ -65,6 +66,30 @@ class Layer(msgspec.Struct, frozen=True):
         return parse(self.problem).operation
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """Convolutions that no engine can run: they run as PyTorch runs them.
+
+    Attributes:
+        names: where they stand in the model.
+        reason: why.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+
+
+class Found(NamedTuple):
+    """The convolutions of a workload, in order, each with the names of its layers.
+
+    Attributes:
+        problems: those that engines can run.
+        left_out: the others, by the reason.
+    """
+
+    problems: dict[ConvProblem, list[str]]
+    left_out: dict[str, list[str]]
+
+
 class ConvReport(msgspec.Struct, frozen=True):
     """Every distinct convolution of a workload, and what was chosen.
 
@@ -76,6 +101,7 @@ class ConvReport(msgspec.Struct, frozen=True):
         bytes_per_s: that memory moves here.
         cudnn: its version, as it counts itself.
         seconds: of choosing.
+        left_out: convolutions for which there was nothing to choose.
     """
 
     layers: tuple[Layer, ...]
@@ -85,6 +111,7 @@ class ConvReport(msgspec.Struct, frozen=True):
     bytes_per_s: float
     cudnn: int
     seconds: float
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def passes(self) -> tuple[Operation, ...]:
@@ -108,7 +135,7 @@ class ConvHandler(WorkloadHandler):
         device = self._workload.device
         training = self._workload.is_training
         found = (_found_in_training if training else _found)(self._workload, specs)
-        counts = {problem: len(names) for problem, names in found.items()}
+        counts = {problem: len(names) for problem, names in found.problems.items()}
         # Before engines run: one that fails may take the device along.
         rates = _rates(next(iter(counts), None), str(device))
         torch.cuda.empty_cache()
@@ -127,9 +154,10 @@ class ConvHandler(WorkloadHandler):
         results = choose_all(options_of, counts, before, device, start + seconds, GRACE * seconds)
         chosen = {key: one.choice for key, one in results.items() if one.choice is not None}
         chosen = chosen or {problem.key: Choice(ATEN) for problem in counts}
-        layers = tuple(_layer(p, names, results[p.key]) for p, names in found.items())
+        layers = tuple(_layer(p, names, results[p.key]) for p, names in found.problems.items())
+        others = tuple(LeftOut(tuple(names), reason) for reason, names in found.left_out.items())
         took = time.perf_counter() - start
-        report = ConvReport(layers, write_choices(chosen), cold, *rates, cudnn, took)
+        report = ConvReport(layers, write_choices(chosen), cold, *rates, cudnn, took, others)
         return msgspec.to_builtins(report)
 
 
@@ -154,26 +182,25 @@ def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
 
 
-def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> dict[ConvProblem, list[str]]:
-    """The distinct problems of a workload, in order, with the names of their layers."""
-    found: dict[ConvProblem, list[str]] = {}
+def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
+    """The convolutions of a workload."""
+    problems: dict[ConvProblem, list[str]] = {}
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
-        for convolution in engine_convolutions(rewritten_model(applied)):
+        model = rewritten_model(applied)
+        for convolution in engine_convolutions(model):
             if convolution.problem is not None:
-                found.setdefault(convolution.problem, []).append(convolution.label)
-    return found
+                problems.setdefault(convolution.problem, []).append(convolution.label)
+    return Found(problems, left_out(model))
 
 
-def _found_in_training(
-    workload: Workload, prefix: Sequence[TransformSpec]
-) -> dict[ConvProblem, list[str]]:
+def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
     """Likewise, with the gradients that a training step computes, seen at one forward pass."""
     recorder = Recorder()
     # What surrounds training leaves the model as it is: engines stand inside of it all.
     inner = workload.with_model(engined_model(workload.model, recorder))
     with applied_in_order([transforms.create(spec) for spec in prefix], inner) as applied:
         applied.model(*workload.inputs, **workload.kwargs)
-    return recorder.found
+    return Found(recorder.found, recorder.left_out)
 
 
 def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Which candidates are worth a trial: known-strong combinations, then neighbours of the leaders.
 
+What never came near the best in recorded searches (`benchmarks/results/rivals_h200_*`) comes last.
 Pure functions over names. Order and exclusion of transforms come from the registry.
 """
 
@@ -12,6 +13,11 @@ from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.workload import Workload
+
+_VARIED_FIRST = ("attention_backend", "channels_last", "compile")
+"""Neighbours that differ in these come before others, in this order."""
+_RECORDED = ("launch-bound", "compute-bound")
+"""Regimes of the searches on GPUs that were recorded."""
 
 
 def describe(candidate: Candidate) -> str:
@@ -87,10 +93,30 @@ class Moves:
 
     def seeds(self) -> list[Candidate]:
         """Combinations known to be strong, the most promising for the regime first."""
+        return [candidate for candidate in self._combinations() if not self._is_weak(candidate)]
+
+    def late(self) -> list[Candidate]:
+        """Combinations for the time that variations of the leaders leave."""
+        return [candidate for candidate in self._combinations() if self._is_weak(candidate)]
+
+    def _combinations(self) -> list[Candidate]:
         found = self._of_training() if self._workload.is_training else self._of_inference()
         # Where a loader feeds the steps, most of what the model gains would hide behind it.
         ahead = self._spec("prefetch")
         return self._allowed([(*combination, ahead) for combination in [*found, ()]])
+
+    def _is_weak(self, candidate: Candidate) -> bool:
+        """Whether it goes without the graph, or without a lower element type, that it could have.
+
+        In the recorded searches none of these was within 15 % of the best, but for one at 6 %. Of
+        other regimes, of loaders and of what no graph can replay there are none.
+        """
+        graph = self._spec("cuda_graph")
+        fed = self._workload.is_training or self._spec("prefetch") is not None
+        if graph is None or fed or self._regime not in _RECORDED:
+            return False
+        cast = self._spec("cast_weights", dtype=self._precision)
+        return graph not in candidate or (cast is not None and cast not in candidate)
 
     def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
         cast = self._spec("cast_weights", dtype=self._precision)
@@ -122,6 +148,7 @@ class Moves:
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
+        alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
         rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
         first, second = (
             (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
@@ -133,7 +160,7 @@ class Moves:
         sums = self._spec("fused_kernels", residual=True, stem=stem is not None) or stem
         without = [(fold, sums, lower, layout, graph)] if sums is not None else []
         chosen = with_engines if engines is not None else without
-        return [*chosen, *first, *second, *rest]
+        return [*chosen, *first, *second, *alone, *rest]
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
         """No graph replays a step, so that a compiler is what helps against launches too."""
@@ -157,12 +184,11 @@ class Moves:
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
         """Candidates one step away: a transform more, one fewer, or one with another setting."""
-        found: list[Iterable[TransformSpec]] = []
-        for spec in self._available:
+        found: list[list[TransformSpec]] = []
+        varied = [*(spec for spec in self._available if spec not in candidate), *candidate]
+        for spec in sorted(varied, key=_rank):
             others = [s for s in candidate if s.name != spec.name]
-            if spec not in candidate:
-                found.append([*others, spec])
-        found.extend([s for s in candidate if s != left_out] for left_out in candidate)
+            found.append(others if spec in candidate else [*others, spec])
         return self._allowed(found)
 
     def beyond(self, candidate: Candidate) -> list[Candidate]:
@@ -199,3 +225,7 @@ class Moves:
             if spec.name == name and parameters.items() <= dict(spec.parameters).items():
                 return spec
         return None
+
+
+def _rank(spec: TransformSpec) -> int:
+    return _VARIED_FIRST.index(spec.name) if spec.name in _VARIED_FIRST else len(_VARIED_FIRST)

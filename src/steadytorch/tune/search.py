@@ -122,13 +122,7 @@ class Search:
             baseline.reason = over and f"the untouched workload itself {over}"
         self._field.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
-        least = self._budget.confirmation_s()
-        if self._budget.remaining() < least:
-            raise UsageError(
-                f"a budget of {self._options.budget_s:.0f} s is too small: starting and measuring "
-                f"the untouched workload took {self._budget.spent():.0f} s of it; give at least "
-                f"{3 * self._budget.spent() + 2 * least:.0f} s"
-            )
+        self._budget.require_confirmation()
 
     def _explore(self) -> None:
         character, findings = self._preparation.character, self._preparation.findings
@@ -138,18 +132,20 @@ class Search:
         moves = Moves(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: known-strong combinations")
-        seeds = moves.seeds()
+        seeds, late = moves.seeds(), moves.late()
         while (taken := self._affordable(seeds)) or self._preparation.begun:
-            self._round(taken)
+            # Beside the last of them there is room for what will come next.
+            leads = self._field.leader() is not self._field.baseline
+            self._round(self._affordable([*taken, *(self._variations(moves) if leads else [])]))
         if refined := self._refined():
             self._round(refined)
         if beyond := self._affordable(moves.beyond(self._field.leader().candidate)):
             self._watcher.phase("what other precisions would bring")
             self._round(beyond)
-        while taken := self._affordable(self._neighbours(moves)):
+        while taken := self._affordable([*self._neighbours(moves), *late]):
             self._watcher.phase(f"variations of {describe(self._field.leader().candidate)}")
             self._round(taken)
-        for candidate in [*seeds, *self._neighbours(moves)]:
+        for candidate in [*seeds, *self._neighbours(moves), *late]:
             if not self._field.known(candidate):
                 self._not_tried[describe(candidate)] = "the budget ended"
 
@@ -279,17 +275,18 @@ class Search:
 
     def _neighbours(self, moves: Moves) -> list[Candidate]:
         """Variations of the two leaders, and whatever is owed a second try."""
-        found = list(self._preparation.retry)
-        for leader in self._field.ranked()[:2]:
-            found.extend(c for c in moves.neighbours(leader.candidate) if c not in found)
-        return found
+        return [*self._preparation.retry, *self._variations(moves)]
+
+    def _variations(self, moves: Moves) -> list[Candidate]:
+        leaders = self._field.ranked()[:2]
+        return [c for leader in leaders for c in moves.neighbours(leader.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first few untried ones whose expected set-up fits beside the reserve."""
         left_s, retry = self._budget.left_to_explore(), self._preparation.retry
         begun, taken = self._preparation.begun, []
         room = COMPILING - sum(map(compiles, begun))
-        for candidate in batch:
+        for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._field.known(candidate)
             if (known and candidate not in retry) or (compiles(candidate) and not room):
                 continue
