@@ -81,8 +81,7 @@ class StandIn(nn.Module):
             state[registry] = getattr(model, registry)
         state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
-        own = frozenset(dir(type(self)))
-        self.__class__ = _able(type(self), _SPECIAL.intersection(dir(type(model))) - own)
+        self.__class__ = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
 
     def _switch_off(self, reason: str) -> None:
         """Is told what was done to the model through this module."""
@@ -141,6 +140,11 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return forwarded
+
+
+def _special_of(kind: type) -> frozenset[str]:
+    # Not those of its metaclass, which `hasattr` would see too.
+    return frozenset().union(*(_SPECIAL.intersection(vars(base)) for base in kind.__mro__))
 
 
 @cache
