@@ -73,7 +73,7 @@ class Victims:
         return taken
 
     def _worker(self, number):
-        if number not in self._workers:
+        if number not in self._workers or not self._workers[number].alive:
             folder = self._directory / str(number)
             folder.mkdir(exist_ok=True)
             self._workers[number] = Worker("hostile:Victim", folder, "victim", {}, MEMORY)
