@@ -1,34 +1,35 @@
-"""Plan files that lie, by the thousand: no exception, no code run, no other output."""
+"""Plan files that lie, by the thousand: no exception, no code run, no other output, no hang.
+
+They are tried by `hostile.Victim` in processes of their own: what hangs or crashes one, or makes it
+grow, is a failure of that test and leaves the others alone.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
+import os
 import sys
-from contextlib import suppress
-from types import SimpleNamespace
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from steadytorch import transforms
-from steadytorch.errors import PlanError
-from steadytorch.plan.plan import Plan, load_plan
-from steadytorch.plan.store import Found, Store
-from steadytorch.tune.optimize import optimize
+from steadytorch.process.worker import Worker, WorkerFault
 
-from .plans import digested, make_plan, sealed
+from .plans import digested, sealed
 
-MUTATED, DAMAGED, BATCH = 12_000, 9_000, 20
+MUTATED, DAMAGED, BATCH = 10_000, 10_100, 20
 """Files of each kind, more than 20,000 in all, and how many of them one example has."""
+DEADLINE_S = 60.0
+"""For a batch, which takes a tenth of a second: what is not back by then hangs."""
+MEMORY = 4 << 30
 GONE = object()
 _HOSTILE = [
     *("__import__('os').system('false')", "!!python/object:os.system", "\x1b[2J", "\ud800", ""),
-    # Not `compile`: a plan may ask for the compiler, which runs much of its own code.
     *("cpu", "cuda:99", "same", "channels_last", "threads", "../../etc/passwd"),
     *(None, True, -1, 0, 2**70, 1e308, 0.5, float("nan"), [], {}, [[[]]], GONE),
     {"name": "cast_weights", "parameters": [["dtype", "bf16"]]},
@@ -45,105 +46,87 @@ _VALUES = st.one_of(
     ),
 )
 _PLACES = st.integers(0, 1 << 20)
-_RUNNING_CODE = ("exec", "compile", "import", "os.system", "subprocess.Popen", "pickle.find_class")
 
 
-class _Listener:
-    """Notes what code is run meanwhile; the interpreter never lets go of such a hook."""
+class Victims:
+    """Two processes that try files, each half of a batch; one that died is started anew."""
 
-    def __init__(self):
-        self.heard, self.listening = [], False
-        sys.addaudithook(self._hear)
+    def __init__(self, directory):
+        self._directory, self._workers = directory, {}
 
-    def _hear(self, event, arguments):
-        if self.listening and event in _RUNNING_CODE:
-            self.heard.append((event, str(arguments)[:200]))
+    def call(self, method, **arguments):
+        """What one of them answers."""
+        return self._worker(0).call(method, DEADLINE_S, **arguments)
 
-    def __enter__(self):
-        self.heard, self.listening = [], True
-        return self.heard
+    def tried(self, files):
+        """Of each file, whether it was taken for a plan."""
+        halves = [files[::2], files[1::2]]
+        for number, half in enumerate(halves):
+            self._worker(number).send("tries", files=half)
+        taken = [False] * len(files)
+        try:
+            for number in range(2):
+                taken[number::2] = self._workers[number].receive(DEADLINE_S)
+        except WorkerFault as fault:
+            self.kill()
+            pytest.fail(f"{fault.reason}\n{fault.detail}")
+        return taken
 
-    def __exit__(self, *raised):
-        self.listening = False
+    def _worker(self, number):
+        if number not in self._workers or not self._workers[number].alive:
+            folder = self._directory / str(number)
+            folder.mkdir(exist_ok=True)
+            self._workers[number] = Worker("hostile:Victim", folder, "victim", {}, MEMORY)
+        return self._workers[number]
+
+    def kill(self):
+        """Ends both."""
+        while self._workers:
+            self._workers.popitem()[1].kill()
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory):
-    """A small model, its plan in a store and in a file, and what listens beside."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.ones(2, 3)
-    plan = make_plan(model, x)
-    folder = tmp_path_factory.mktemp("hostile")
-    store = Store(folder / "plans", second="")
-    made = SimpleNamespace(
-        model=model,
-        x=x,
-        expected=model(x).detach(),
-        key=plan.key,
-        payload=json.loads(msgspec.json.encode(plan)),
-        store=store,
-        stored=store.put(plan.key, plan),
-        file=folder / "plan.json",
-        listener=_Listener(),
-    )
-    made.file.write_bytes(made.stored.read_bytes())
-    # What is imported, and resolved of our own annotations, at the first time is not its doing.
-    load_plan(made.file).apply(model)(x)
-    served = optimized(made)
-    served(x)
-    assert served.report().hits == 1  # it looks where the files below are put
-    for entry in transforms.REGISTRY:
-        with suppress(msgspec.ValidationError):
-            msgspec.convert({}, entry.transform.Parameters)
-    logging.disable(logging.WARNING)
-    yield made
-    logging.disable(logging.NOTSET)
+def victims():
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("sys.path", [*sys.path, str(Path(__file__).parent)])
+        # Thousands of files are written and moved: in memory, where there is such a folder.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        made = Victims(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory))))
+        stack.callback(made.kill)
+        yield made
 
 
-def test_the_listener_hears_code(victim):
-    with victim.listener as heard:
-        eval("1 + 1")
-    assert [event for event, _ in heard] == ["compile", "exec"]
+@pytest.fixture(scope="module")
+def whole(victims):
+    """The file of a plan that is one."""
+    return victims.call("untouched")
 
 
-def optimized(victim):
-    """Benchmark mode over the store, without the canary that would find what is wrong there."""
-    return optimize(victim.model, store=victim.store.root, canary=False)
+def test_the_listener_hears_code(victims):
+    assert victims.call("hears", text="1 + 1") == ["compile", "exec"]
 
 
-def _check_harmless(victim, content):
-    """What the four ways in make of a file: a plan or a reason, and the model's own outputs."""
-    for path in (victim.stored, victim.file):
-        path.write_bytes(content)
-    plan, refused = None, ""
-    with victim.listener as heard:
-        found = victim.store.get(victim.key, Plan)
-        try:
-            plan = load_plan(victim.file)
-        except PlanError as error:
-            refused = str(error)
-    assert heard == []
-    assert refused.isprintable()
-    if isinstance(found, Found):
-        assert msgspec.structs.replace(found.payload, path=str(victim.file)) == plan
-    else:
-        assert found.reason.isprintable()
-        assert not victim.stored.exists()
-    if plan is not None:
-        with victim.listener as heard:
-            out = plan.apply(victim.model)(victim.x)
-        assert [event for event, _ in heard if event != "import"] == []
-        torch.testing.assert_close(out.detach(), victim.expected)
-        # It looks files up as the store above did, and may serve what that found.
-        torch.testing.assert_close(optimized(victim)(victim.x).detach(), victim.expected)
-    return plan
+def test_a_whole_file_is_a_plan_and_half_of_it_is_none(victims, whole):
+    assert victims.tried([whole, whole[:500], whole]) == [True, False, True]
 
 
-def test_a_candidate_of_lower_precision_than_the_plan_is_not_served(victim):
+def test_a_candidate_of_lower_precision_than_the_plan_is_not_served(victims, whole):
     lower = [{"name": "cast_weights", "parameters": [["dtype", "bf16"]]}]
-    payload = {**victim.payload, "candidate": lower}
-    plan = _check_harmless(victim, sealed(payload, payload["key"]))
-    assert torch.equal(plan.apply(victim.model)(victim.x).detach(), victim.expected)
+    payload = {**json.loads(whole)["payload"], "candidate": lower}
+    assert victims.tried([sealed(payload, payload["key"])]) == [True]
+
+
+@pytest.mark.parametrize("name", ["mode", "freezing", "command"])
+def test_the_compiler_is_asked_for_nothing_that_is_not_in_its_closed_list(victims, whole, name):
+    """What is in it has the compiler run much code of its own, for seconds: so the files below
+    never name it, and the ones here are those that must not reach it."""
+    payload, files = json.loads(whole)["payload"], []
+    for value in _HOSTILE:
+        if value is not GONE and not (name == "freezing" and value is True):
+            specification = {"name": "compile", "parameters": [[name, value]]}
+            files.append(_content({**payload, "candidate": [specification]}, payload["key"]))
+    victims.tried(files)
 
 
 def _places(tree, path=()):
@@ -164,6 +147,13 @@ def _changed(tree, path, value):
     return copy
 
 
+def _content(payload, key):
+    try:
+        return sealed(json.loads(json.dumps(payload)), key)
+    except (TypeError, ValueError, msgspec.MsgspecError):  # no file can hold it
+        return repr(payload).encode("utf-8", "replace")
+
+
 # Shrinking a batch takes longer than all of them: what fails shows its one file.
 _hostile = settings(
     deadline=None,
@@ -178,18 +168,16 @@ def _batches(files):
 
 @settings(_hostile, max_examples=MUTATED // BATCH)
 @given(files=_batches(st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=2)))
-def test_mutated_plans_are_data_or_refused_and_harm_nobody(victim, files):
+def test_mutated_plans_are_data_or_refused_and_harm_nobody(victims, whole, files):
+    contents = []
     for mutations in files:
-        payload = victim.payload
+        payload = json.loads(whole)["payload"]
         for place, value in mutations:
             places = list(_places(payload))
             payload = _changed(payload, places[place % len(places)], value)
         key = payload.get("key", {}) if isinstance(payload, dict) else {}
-        try:
-            content = sealed(json.loads(json.dumps(payload)), key)
-        except (TypeError, ValueError, msgspec.MsgspecError):  # no file can hold it
-            content = repr(payload).encode("utf-8", "replace")
-        _check_harmless(victim, content)
+        contents.append(_content(payload, key))
+    victims.tried(contents)
 
 
 _CUTS = st.lists(st.tuples(_PLACES, st.integers(0, 6), st.binary(max_size=6)), min_size=1)
@@ -197,19 +185,19 @@ _CUTS = st.lists(st.tuples(_PLACES, st.integers(0, 6), st.binary(max_size=6)), m
 
 @settings(_hostile, max_examples=DAMAGED // BATCH)
 @given(files=_batches(st.tuples(_CUTS, st.booleans())))
-def test_damaged_bytes_are_refused_or_harmless_though_the_digest_may_hold(victim, files):
-    whole = sealed(victim.payload, victim.payload["key"])
+def test_damaged_bytes_are_refused_or_harmless_though_the_digest_may_hold(victims, whole, files):
+    contents = []
     for cuts, forged in files:
         body = whole[: whole.rindex(b',"sha256"')] + b"}" if forged else whole
         for place, length, new in cuts:
             at = place % (len(body) + 1)
             body = body[:at] + new + body[at + length :]
-        content = digested(body) if forged else body
-        plan = _check_harmless(victim, content)
-        assert forged or (plan is not None) is (content == whole)
+        contents.append(digested(body) if forged else body)
+    for content, taken, (_, forged) in zip(contents, victims.tried(contents), files, strict=True):
+        assert forged or taken is (content == whole)
 
 
-@settings(_hostile, max_examples=300)
-@given(content=st.binary(max_size=200))
-def test_any_bytes_are_a_plan_error(victim, content):
-    assert _check_harmless(victim, content) is None
+@settings(_hostile, max_examples=300 // BATCH)
+@given(files=_batches(st.binary(max_size=200)))
+def test_any_bytes_are_a_plan_error(victims, files):
+    assert not any(victims.tried(files))

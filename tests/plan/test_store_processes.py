@@ -26,6 +26,7 @@ def miss(store: Store, key: Key) -> Miss:
     return found
 
 
+NOT_STORED = "no plan is stored for this workload"
 DRIVER = """
 import json, os, signal, sys, msgspec
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new(
     encoded_key = msgspec.json.encode(key).decode()
     outcomes = driven(KILLED, str(tmp_path), encoded_key, moment, existing, verb)
     *killed, last = outcomes
-    before = 1 if existing == "old" else "no plan is stored for this workload"
+    before = 1 if existing == "old" else NOT_STORED
     shown = [outcome["shown"] for outcome in outcomes]
     assert len(killed) >= 6
     assert all(outcome["killed"] for outcome in killed)
@@ -170,13 +171,18 @@ def test_sixteen_processes_write_and_read_the_same_keys(tmp_path: Path, key: Key
 TRACED = (
     DRIVER
     + """
+import shutil
+
+existing, verb = sys.argv[3:]
 # One child after another waits until it is traced, and then writes.
 for line in sys.stdin:
-    Store(root).put(key, Payload(1))
+    shutil.rmtree(root, ignore_errors=True)
+    if existing == "old":
+        Store(root).put(key, Payload(1))
     gate = os.pipe()
     if (child := os.fork()) == 0:
         os.read(gate[0], 1)
-        Store(root).put(key, Payload(2))
+        getattr(Store(root), verb)(key, Payload(2))
         os._exit(0)
     print(child, flush=True)
     sys.stdin.readline()
@@ -187,7 +193,8 @@ for line in sys.stdin:
     shown = found.payload.number if isinstance(found, Found) else found.reason
     bad = [entry.problem for entry in Store(root).entries() if entry.problem]
     again = Store(root).put(key, Payload(3)) is not None
-    print(json.dumps([os.WIFSIGNALED(status), shown, bad, again]), flush=True)
+    whole = again and not bad and not (root / QUARANTINE).exists()
+    print(json.dumps([os.WIFSIGNALED(status), shown, whole]), flush=True)
 """
 )
 
@@ -211,16 +218,20 @@ def written_under(program: subprocess.Popen[str], *strace: str) -> Any:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("verb", ["put", "add"])
+@pytest.mark.parametrize("existing", ["old", "none"])
 def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new(
-    tmp_path: Path, key: Key
+    tmp_path: Path, key: Key, existing: str, verb: str
 ) -> None:
-    store, trace = tmp_path / "plans", tmp_path / "trace"
-    arguments = [sys.executable, "-c", TRACED, str(store), msgspec.json.encode(key).decode()]
+    before = 1 if existing == "old" else NOT_STORED
+    after = 1 if (existing, verb) == ("old", "add") else 2  # what is there stays
+    trace, encoded_key = tmp_path / "trace", msgspec.json.encode(key).decode()
+    arguments = ["-c", TRACED, str(tmp_path / "plans"), encoded_key, existing, verb]
     with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         on_files = ("-o", str(trace), "-e", "trace=%file,%desc")
-        assert written_under(program, *on_files) == [False, 2, [], True]
+        assert written_under(program, *on_files) == [False, after, True]
         # The first read is the one that it waits in, memory is not the store's, and the last line
         # says how it ended.
         names = [line.partition("(")[0] for line in trace.read_text().splitlines()[:-1]]
@@ -229,14 +240,16 @@ def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new(
         for index, name in enumerate(calls):
             when = calls[: index + 1].count(name)
             inject = f"inject={name}:signal=SIGKILL:when={when}"
-            killed, number, *rest = written_under(program, "-o", str(trace), "-e", inject)
-            assert (killed, rest) == (True, [[], True]), (name, when)
+            killed, number, whole = written_under(program, "-o", str(trace), "-e", inject)
+            assert (killed, whole) == (True, True), (name, when)
             shown.append(number)
         program.communicate()
     assert len(calls) > 8
-    # A call is reached, and not made: the new one shows after the rename.
-    renamed = 1 + next(i for i, name in enumerate(calls) if name.startswith("rename"))
-    assert shown == [1] * renamed + [2] * (len(calls) - renamed)
+    assert ("mkdir" in " ".join(calls)) is (existing == "none")
+    # A call is reached, and not made: the new one shows after the rename, or link.
+    placing = {"put": "rename", "add": "link"}[verb]
+    placed = 1 + next(i for i, name in enumerate(calls) if name.startswith(placing))
+    assert shown == [before] * placed + [after] * (len(calls) - placed)
 
 
 def test_a_left_temporary_file_is_harmless(store: Store, key: Key, path: Path) -> None:

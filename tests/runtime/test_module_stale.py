@@ -125,6 +125,30 @@ def test_no_transform_of_the_registry_serves_stale(model, x, name):
     tuned.close()
 
 
+UNCOUNTED = {
+    "data": lambda p: p.data.mul_(2),
+    "numpy": lambda p: p.detach().numpy().fill(0.5),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).fill_(0.5),
+    "storage": lambda p: p.untyped_storage().copy_((p.detach() + 1).untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_what_pytorch_does_not_count_as_a_write_is_seen_by_refresh_alone(model, x, serving, write):
+    """Fails where PyTorch begins to count one: then the docs name it in vain."""
+    tuned = TunedModule(model, serving(CANDIDATES["fold_batch_norm"], x))
+    before = tuned(x)
+    weight, version = model.convolution.weight, model.convolution.weight._version
+    UNCOUNTED[write](weight)
+    expected = answer(model, x)
+    assert not torch.allclose(before, expected, rtol=0.05, atol=0.05)
+    assert weight._version == version
+    assert torch.equal(tuned(x), before)
+    tuned.refresh()
+    torch.testing.assert_close(tuned(x), expected)
+    assert tuned.report().calls == {"tuned": 3}
+
+
 class Stemmed(nn.Module):
     """A stem and a residual block: whatever engines and fused kernels fold and pack weights of."""
 

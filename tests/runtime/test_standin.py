@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from collections.abc import Iterable, Reversible, Sized
+
 import pytest
 import torch
 from torch import nn
 
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.standin import as_module
 
 from .conftest import (
     CANDIDATES,
     Network,
+    always,
     answer,
     other_weights,
 )
@@ -114,3 +121,116 @@ def test_a_model_without_its_parameters_yet_is_run(x, serving):
     tuned = TunedModule(model.eval(), serving(CANDIDATES["inference_mode"], x))
     assert tuned(x).shape == (2, 3, 8, 2)
     assert torch.equal(tuned(x), model(x))
+
+
+def stand_in(model):
+    return TunedModule(model, always(CANDIDATES["inference_mode"]))
+
+
+def test_the_call_signatures_are_the_models(model, tuned):
+    assert inspect.signature(tuned.forward) == inspect.signature(model.forward)
+    assert [*inspect.signature(tuned.forward).parameters] == ["x", "scale"]
+    assert inspect.signature(tuned) == inspect.signature(model)
+    assert tuned.forward.__name__ == "forward"
+    assert "resolve" in inspect.signature(TunedModule).parameters
+
+
+def test_so_is_that_of_a_forward_that_the_model_alone_has(model):
+    model.forward = lambda images, *, scale=2.0: Network.forward(model, images, scale)
+    assert str(inspect.signature(stand_in(model).forward)) == "(images, *, scale=2.0)"
+
+
+def test_and_that_of_a_callable_that_is_no_module():
+    def double(x, by=2):
+        return x * by
+
+    assert str(inspect.signature(stand_in(as_module(double)))) == "(x, by=2)"
+
+
+def test_forward_itself_is_served_tuned(model, x, tuned):
+    assert torch.equal(tuned.forward(x), tuned(x))
+    assert tuned.report().calls == {"tuned": 2}
+
+
+CONTAINERS = {
+    "sequential": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+    "list": lambda: nn.ModuleList([nn.Linear(8, 8), nn.ReLU()]),
+    "dict": lambda: nn.ModuleDict({"0": nn.Linear(8, 8), "1": nn.ReLU()}),
+    "parameters": lambda: nn.ParameterDict({"0": torch.ones(2), "1": torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_are_the_models(kind):
+    model = CONTAINERS[kind]()
+    tuned, key = stand_in(model), 0 if kind in ("sequential", "list") else "0"
+    assert len(tuned) == 2
+    assert tuned[key] is model[key]
+    assert [*tuned] == [*model]
+    assert [*model][1] in tuned
+    assert object() not in tuned
+    for ability in (Sized, Iterable, Reversible):
+        assert isinstance(tuned, ability) is isinstance(model, ability)
+    del tuned[key]
+    assert (len(tuned), len(model)) == (1, 1)
+
+
+def test_layers_are_sliced_replaced_and_added_as_in_the_model(x):
+    model = CONTAINERS["sequential"]().eval()
+    tuned = stand_in(model)
+    assert torch.equal(tuned(x), answer(model, x))
+    assert [*tuned[:1]] == [model[0]]
+    tuned[0] = nn.Linear(8, 4)
+    assert tuned.report().off == (
+        "__setitem__ was called after the plan was applied; refresh() serves tuned again"
+    )
+    assert torch.equal(tuned(x), model(x))
+    before = tuned
+    tuned += nn.Sequential(nn.Flatten())
+    assert tuned is before
+    assert type(model[-1]) is nn.Flatten
+    assert type(tuned + nn.Sequential(nn.ReLU())) is nn.Sequential
+
+
+@pytest.mark.parametrize("use", [len, iter, reversed, lambda m: m[0], lambda m: 0 in m])
+def test_what_the_model_cannot_do_is_a_type_error(model, tuned, use):
+    for each in (model, tuned):
+        with pytest.raises(TypeError):
+            use(each)
+    assert not [n for n in ("__len__", "__iter__", "__contains__") if hasattr(tuned, n)]
+    assert not isinstance(tuned, Sized)
+    assert bool(tuned)
+
+
+class Opened(nn.Identity):
+    """A model that is a context manager, and has a number."""
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *raised):
+        self.is_open = False
+
+    def __float__(self):
+        return 0.5
+
+
+def test_other_special_methods_are_the_models_and_what_they_return_of_it_is_the_wrapper():
+    model = Opened()
+    tuned = stand_in(model)
+    with tuned as inside:
+        assert inside is tuned
+        assert model.is_open
+    assert not model.is_open
+    assert float(tuned) == 0.5
+
+
+def test_copies_have_the_special_methods_of_their_models():
+    tuned = stand_in(CONTAINERS["sequential"]().eval())
+    for other in (copy.deepcopy(copy.deepcopy(tuned)), pickle.loads(pickle.dumps(tuned))):
+        assert isinstance(other, TunedModule)
+        assert type(other) is type(tuned)
+        assert len(other) == 2
+        assert repr(other) == repr(tuned)
+    assert repr(tuned).startswith("TunedModule(\n  (0): Linear(")

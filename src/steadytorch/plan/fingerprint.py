@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from steadytorch.workload.workload import Workload
 
 RULES_VERSION = 1
-"""Raised when transforms, verification or selection change so that older plans no longer hold."""
+"""Raised when transforms, verification or selection change so that older plans no longer hold.
+
+With a key's objective it is the policy that a plan was measured under: blocks, looks, error rate
+and tie band are constants of a version, and a test holds them to it."""
 
 _ENVIRONMENT = (
     "device",

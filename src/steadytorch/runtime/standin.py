@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from functools import cache, update_wrapper
 from typing import Any, Self
 
 from torch import nn
 
 from steadytorch.errors import UsageError
+
+_OPERATORS = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_CHANGING = frozenset(
+    f"__{name}__" for name in ("setitem", "delitem", *[f"i{each}" for each in _OPERATORS])
+)
+_SPECIAL = _CHANGING.union(
+    f"__{name}__"
+    for name in (
+        *("len", "length_hint", "getitem", "contains", "iter", "next", "reversed"),
+        *("enter", "exit", "bool", "int", "float", "complex", "index", "bytes"),
+        *("neg", "pos", "abs", "invert", *_OPERATORS, *[f"r{each}" for each in _OPERATORS]),
+    )
+)
+"""What Python looks for in an object's class alone, past its `__getattr__`. Comparing, printing and
+copying are the wrapper's own."""
 
 
 class Function(nn.Module):
@@ -24,7 +43,7 @@ class Function(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function = function
+        self._function = self.__wrapped__ = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
@@ -45,7 +64,10 @@ def as_module(model: Any) -> nn.Module:
 
 
 class StandIn(nn.Module):
-    """Has the attributes, parameters, buffers, submodules and state dict of a model.
+    """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
+
+    Of containers it has length, items and iteration too: its class is then one of its own, with the
+    special methods that the model's class has, so that what the model cannot do is a `TypeError`.
 
     Args:
         model: what it stands in for.
@@ -57,7 +79,9 @@ class StandIn(nn.Module):
         del state["training"]  # the model's own shows through
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             state[registry] = getattr(model, registry)
-        state["_model"] = model
+        state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
+        state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
+        self.__class__ = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
 
     def _switch_off(self, reason: str) -> None:
         """Is told what was done to the model through this module."""
@@ -109,3 +133,36 @@ class StandIn(nn.Module):
         self._switch_off("the model was moved or converted")
         self._model._apply(fn, recurse)
         return self
+
+
+def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forwarded(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return forwarded
+
+
+def _special_of(kind: type) -> frozenset[str]:
+    # Not those of its metaclass, which `hasattr` would see too.
+    return frozenset().union(*(_SPECIAL.intersection(vars(base)) for base in kind.__mro__))
+
+
+@cache
+def _able(kind: type, names: frozenset[str]) -> type:
+    """The class with special methods that are the model's; itself where there are none to add."""
+    if not names:
+        return kind
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), own | {name: _special(name) for name in names})
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def special(self: StandIn, *args: Any) -> Any:
+        model = self._model
+        result = getattr(type(model), name)(model, *args)
+        if name in _CHANGING:
+            self._switch_off(f"{name} was called")
+        return self if result is model else result
+
+    special.__name__ = name
+    return special

@@ -26,7 +26,9 @@ class Weights:
 
     In-place edits (optimizer steps, `load_state_dict`, `copy_`) raise a tensor's version counter.
     Moves and conversions give a tensor other storage without raising it. Replaced tensors and
-    modules are other objects. Writes through `.data`, and to inference tensors, leave no trace.
+    modules are other objects. What goes past PyTorch's counting leaves no trace: writes through
+    `.data`, through arrays of NumPy (`p.detach().numpy()`) and DLPack, to `p.untyped_storage()`, to
+    inference tensors, and by other processes to shared memory.
 
     Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
     them, or a hook of the optimizer, would let some pass. The loops are those of built-in functions

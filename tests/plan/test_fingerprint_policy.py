@@ -1,0 +1,55 @@
+"""A key names the policy of measurement by the version of the rules: both change together."""
+
+from __future__ import annotations
+
+from steadytorch.measure import race
+from steadytorch.plan.fingerprint import RULES_VERSION
+from steadytorch.runtime import agreement
+from steadytorch.trial import worker
+from steadytorch.tune import budget, field, select, training_step, verdict, verify
+
+POLICIES = {
+    1: {
+        "looks": (12, 18, 27, 40, 60),
+        "alpha": 0.01,
+        "tie": 0.005,
+        "power": 0.90,
+        "least processes": 3,
+        "screening": (6, 4, 1.10),
+        "blocks": [(10, 69), (5, 69), (3, 69)],
+        "discarded": 2,
+        "errors": (4.0, 2.0, 4.0, {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}),
+        "inputs": (3, (0.5, 0.9), 1e-4),
+        "training": (0.25, 1e-2),
+    },
+}
+"""What plans of each version of the rules were measured and verified by. What changes belongs to a
+new version: plans of the old one are in stores."""
+
+
+def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
+    found = {
+        "looks": race.LOOKS,
+        "alpha": race.ALPHA,
+        "tie": race.TIE,
+        "power": race.POWER,
+        "least processes": race.LEAST_PROCESSES,
+        "screening": (budget.SCREEN_BLOCKS, budget.KEEP, field.NEAR),
+        "blocks": [
+            tuple(
+                select.block_shape(select.Options(objective=o), ns).count
+                for o in ("latency", "p99")
+            )
+            for ns in (1e6, 1e7, 1e9)
+        ],
+        "discarded": worker.DISCARD,
+        "errors": (
+            verdict.SAME_FACTOR,
+            verdict.STEP_FACTOR,
+            agreement.MAX_ERROR_FACTOR,
+            agreement.TOLERANCES,
+        ),
+        "inputs": (verify.INPUT_SETS, verify.NEARBY, verify.REPEATABLE),
+        "training": (training_step.BLEND, training_step.SMALL),
+    }
+    assert found == POLICIES[RULES_VERSION]
