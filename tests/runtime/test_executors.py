@@ -152,3 +152,23 @@ def test_no_transform_asks_for_the_loss_or_the_optimizer(model, x, monkeypatch):
     assert seen[0].is_training
     with pytest.raises(UsageError, match="the caller's"):
         seen[0].training_step.loss(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_built_in_inference_mode_is_made_of_ordinary_tensors(grad):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return torch.relu(self.layer(x)), torch.arange(3) * 2.0
+
+    x = torch.ones(1, 3, 4, 4)
+    for name in ("fused_kernels", "cast_weights", "channels_last"):
+        with torch.inference_mode(), torch.set_grad_enabled(grad):
+            executor = build(Returns().eval(), (x,), {}, (TransformSpec(name),))
+            assert torch.is_inference_mode_enabled()
+            assert torch.is_grad_enabled() is grad
+        with torch.no_grad():
+            assert not any(tensor.is_inference() for tensor in executor.call(x))

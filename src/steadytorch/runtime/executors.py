@@ -73,8 +73,10 @@ def build(
     stack = ExitStack()
     step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
     workload = Workload(model, args, kwargs, training_step=step)
+    grad = torch.is_grad_enabled()
     try:
-        with supplied(source):
+        # In the caller's inference mode, tensors that are made here could not be written to later.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), supplied(source):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:
         stack.close()
