@@ -92,14 +92,14 @@ def test_set_off_from_the_start_it_says_why(model, x, serving, caplog):
 def test_outputs_can_be_written_to_and_trained_on(model, x, serving, name, canary):
     tuned = TunedModule(model, serving(CANDIDATES[name], x), options=Options(canary=canary))
     head, loose = nn.Linear(2, 1), {"rtol": 0.05, "atol": 0.05}
-    for call in range(8):
+    for _ in range(8):
         with torch.no_grad():
             y, expected = tuned(x).mul_(2).relu_(), model(x).mul_(2).relu_()
             y[0] = expected[0] = 0
         torch.testing.assert_close(y, expected, **(loose if name == "cast_weights" else {}))
         head(tuned(x)).sum().backward()
         assert head.weight.grad is not None
-    assert tuned.report().hits > call
+    assert tuned.report().hits > 8
 
 
 def test_callers_in_inference_mode_get_inference_tensors_as_of_the_model(model, x, serving):

@@ -6,7 +6,7 @@ from torch import nn
 
 from steadytorch.runtime.canary import Canary
 from steadytorch.runtime.executors import build
-from steadytorch.runtime.probation import WRITES, FirstCall, OnTrial
+from steadytorch.runtime.probation import WRITES, WRITES_INPUTS, FirstCall, OnTrial
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import TransformSpec
@@ -109,6 +109,58 @@ def test_the_canary_runs_a_model_with_a_memory_once_a_call(kind, fault):
     assert outcome.tuned == (fault is None)
     assert outcome.result.max() == model.total + model.calls
     assert model.total + model.calls == (kind in (Writes, Counts))
+
+
+class Doubles(Base):
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", ["channels_last", "cast_weights"])
+def test_what_a_converted_input_would_swallow_is_written_by_the_model(dtype, mode):
+    model = Doubles().eval()
+    with mode():
+        x = X.clone()
+    weights = Weights(model)
+    weights.remember()
+    executor = build(model, (x,), {}, (TransformSpec(dtype),))
+    with mode():
+        watch = FirstCall(executor, weights, CPU)
+        outcome = watch.answer(lambda: executor.call(x), lambda: model(x), [x])
+        assert torch.equal(x, 2 * X)
+        assert torch.equal(outcome.result, model.layer(2 * X))
+    assert (outcome.fault, outcome.tuned, outcome.of_model) == (WRITES_INPUTS, False, True)
+
+
+def test_on_trial_what_either_side_writes_is_written_once():
+    """Probes run both in random order."""
+    model = Late().eval()
+    answer = watched(model, COPY, Canary(1e-4, spacing=1))
+    for _ in range(8):
+        assert answer().fault is None
+    model.calls = 100  # from outside, between calls
+    outcome = answer()
+    assert (outcome.fault, outcome.tuned, outcome.of_model) == (WRITES, False, True)
+    assert outcome.result.max() - model.calls == model.total == 1
+
+
+class Late(Base):
+    def before(self):
+        if self.calls:
+            self.total += 1
+
+
+def test_on_trial_a_live_executor_between_probes_leaves_a_write_once():
+    model = Late().eval()
+    answer = watched(model, LIVE, Canary(1e-4, spacing=2))
+    answer()
+    for _ in range(4):
+        assert answer().fault is None
+    model.calls = 1
+    outcome = answer()
+    assert outcome.fault == WRITES
+    assert model.total == 1
 
 
 def test_on_trial_it_goes_on_until_the_canary_has_found_something():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ from steadytorch.runtime.dispatch import (
     Resolver,
     full_key,
 )
-from steadytorch.runtime.executors import build
+from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.probation import FirstCall, OnTrial
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
-from steadytorch.runtime.state import KEEPS_STATE
+from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
 from steadytorch.workload.signature import Signature, signature
@@ -116,11 +116,16 @@ class Entries:
         with self._lock:
             self._drop(lambda other: other is entry)
 
-    def retire_frozen(self, reason: str) -> None:
-        """The model itself serves from now on what was made from other weights."""
+    def retire_outdated(self) -> str:
+        """The model itself serves from now on what was made from other weights; returns why."""
+        # Not the model's, so the executor's own copy of them was written to: by a call.
+        reason = STALE if self.weights.changed() else KEEPS_STATE
+        if reason == STALE:
+            self.warn(f"running untouched: {STALE}; refresh() serves tuned again")
         for entry in list(self._by_signature.values()):
-            if entry.is_frozen:
+            if entry.outdated is not None:
                 entry.retire(reason)
+        return reason
 
     def close(self) -> None:
         """Frees the executors and forgets the signatures."""
@@ -202,10 +207,10 @@ class Entries:
             return
         self._is_built = True
         entry.executor, entry.call, entry.reason = executor, executor.call, None
-        entry.is_frozen, entry.is_replay = not executor.is_live, executor.static is not None
+        entry.outdated, entry.is_replay = self._outdated(executor), executor.static is not None
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            entry.is_frozen = False  # weights are read as they are, at each call
+            entry.outdated = None  # weights are read as they are, at each call
             entry.trial = Rehearsal(self._model, executor, device)
             return
         if not self._options.canary:
@@ -215,6 +220,15 @@ class Entries:
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
         entry.trial = OnTrial(executor, self.weights, device, canary)
+
+    def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
+        if executor.is_live:
+            return None
+        changed = self.weights.changed
+        if len(executor.modules) == 1 or executor.static is not None:
+            return changed  # a recording does the same at each call: the first one shows all
+        wrote = writes_of(executor.modules[-1])
+        return lambda: changed() or wrote()
 
     def _remember(self, key: Any, whole: Any, entry: Entry) -> None:
         # Inputs that never repeat must not fill the memory.

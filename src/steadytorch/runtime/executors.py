@@ -16,12 +16,14 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.runtime.settings import is_process_wide, setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Candidate, Scoped, Transform
+from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.prebuilt import Source, supplied
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
 
 _RECORDS = "cuda_graph"
+_COMPILES = "compile"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def _apply(
 ) -> Executor:
     modules, sets_flags, is_live = [workload.model], False, True
     for part in parts:
+        if part.name == _COMPILES and not workload.is_training:
+            workload = _apart(workload, modules)
         before = workload.model
         workload = stack.enter_context(_unremembered(part, workload, modules))
         now = workload.model
@@ -124,6 +128,23 @@ def without_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any])
         return call(*args, **kwargs)
     finally:
         _set_grad_enabled(True)
+
+
+def _apart(workload: Workload, modules: list[nn.Module]) -> Workload:
+    """What is to be compiled, with buffers that are not the model's.
+
+    Compiled code stands for one way through the model. Where a call takes another, what the model
+    keeps between calls may have been written to before that is found out.
+    """
+    model = workload.model
+    if model is not modules[0] or not isinstance(model, nn.Module):
+        return workload
+    try:
+        copied = copy_with(model, lambda tensor: tensor, apart=True)
+    except Exception:  # it holds what cannot be copied
+        return workload
+    modules.append(copied)
+    return workload.with_model(copied)
 
 
 @contextmanager

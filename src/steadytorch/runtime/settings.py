@@ -21,7 +21,7 @@ SWITCH = "STEADYTORCH_MODE"
 TURNS = RLock()
 """Held by every call while `needed`, and while executors are built. Taken before other locks."""
 
-_THREAD_LOCAL = frozenset({"inference_mode", "threads"})
+_THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
 """Transforms whose scope is that of the calling thread alone."""
 
 
