@@ -80,7 +80,7 @@ def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, f
     tuned = serving(Small().to(device), (TransformSpec("inference_mode"),), *inputs)
     (entry,) = tuned._found.values()
     answer = torch.zeros(1)
-    entry.is_frozen = frozen
+    entry.outdated = tuned._entries.weights.changed if frozen else None
 
     def executor(*inputs: torch.Tensor) -> torch.Tensor:
         return answer

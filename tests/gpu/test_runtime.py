@@ -90,6 +90,37 @@ def test_outputs_alias_a_buffer_only_where_that_was_asked_for(model, alias):
     assert torch.equal(first, kept) != alias
 
 
+ORDINARY = {
+    "inference_mode": (TransformSpec("inference_mode"),),
+    "graph": GRAPH,
+    "graph of inference_mode": (TransformSpec("inference_mode"), *GRAPH),
+    "cudnn_engines": (TransformSpec("cudnn_engines"),),
+    "fused_kernels": (TransformSpec("fused_kernels"),),
+}
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("alias", [False, True])
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_outputs_can_be_written_to_and_trained_on(model, name, canary, alias, first):
+    if name == "cudnn_engines":
+        pytest.importorskip("cudnn")
+    tuned = tuned_by(model, ORDINARY[name], canary=canary, alias_outputs=alias)
+    x = images()
+    with first():
+        tuned(x)
+    for _ in range(8):
+        with torch.no_grad():
+            y, expected = tuned(x).mul_(2).relu_(), model(x).mul_(2).relu_()
+            y[0] = expected[0] = 0
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+        head = nn.Linear(y.shape[1], 1).cuda()
+        head(tuned(x)).sum().backward()
+        assert head.weight.grad is not None
+    assert tuned.report().hits > 8
+
+
 @pytest.mark.parametrize("candidate", [GRAPH, FOLDED], ids=["graph", "folded"])
 def test_threads_on_streams_of_their_own_get_their_own_answers(model, candidate):
     tuned, faults = tuned_by(model, candidate), []

@@ -308,6 +308,77 @@ def test_whichever_branch_is_seen_first_both_are_as_of_the_model(
     assert tuned.report().calls == ({NOT_APPLIED: 6} if untraceable else {"tuned": 6})
 
 
+class Remembers(nn.Module):
+    """Counts the calls with positive inputs, in everything a module can count in."""
+
+    def __init__(self, holders):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        nn.init.zeros_(self.convolution.weight)
+        nn.init.zeros_(self.convolution.bias)
+        self.holders = holders
+        self.register_buffer("whole", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("real", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.number, self.listed, self.plain = 0, [], torch.zeros(())
+
+    def forward(self, images):
+        scores = self.norm(self.convolution(images))
+        if images.sum() > 0:
+            for holder in self.holders:
+                getattr(self, f"count_{holder}")()
+        return scores + self.total()
+
+    def total(self):
+        counts = self.whole, self.real, self.replaced, self.number, len(self.listed), self.plain
+        return sum(map(float, counts))
+
+    def count_whole(self):
+        self.whole.add_(1)
+
+    def count_real(self):
+        self.real.add_(1)
+
+    def count_replaced(self):
+        self.replaced = self.replaced + 1
+
+    def count_number(self):
+        self.number += 1
+
+    def count_listed(self):
+        self.listed.append(None)
+
+    def count_plain(self):
+        self.plain += 1
+
+
+HOLDERS = ("whole", "real", "replaced", "number", "listed", "plain")
+
+
+@pytest.mark.parametrize("canary", [True, False])
+@pytest.mark.parametrize("holders", [*[(h,) for h in HOLDERS], HOLDERS], ids="-".join)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("inference_mode", "channels_last", "cast_weights", "autocast"),
+        pytest.param("frozen", marks=COMPILED),
+    ],
+)
+def test_what_a_branch_remembers_that_is_taken_late_is_remembered_once(
+    images, serving, name, holders, canary
+):
+    model = Remembers(holders).eval()
+    tuned = TunedModule(model, serving(CHANGING[name], images), options=Options(canary=canary))
+    for x in (-images,) * 3:
+        assert answer(tuned, x).max() == 0
+    assert tuned.report().hits == 3
+    for count in range(1, 12):
+        assert answer(tuned, images).max() == count * len(holders) == model.total()
+    if name in ("channels_last", "cast_weights", "frozen"):
+        assert tuned.report().hits == 3
+        assert all("untouched" in outcome for outcome in tuned.report().calls if outcome != "tuned")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_canary_cannot_look_into_runs_untouched_with_the_reason(
     odd, images, serving, name

@@ -174,3 +174,23 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
     assert settings.needed.alive == 1
     executor.close()
     assert settings.needed.alive == 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_built_in_inference_mode_is_made_of_ordinary_tensors(grad):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return torch.relu(self.layer(x)), torch.arange(3) * 2.0
+
+    x = torch.ones(1, 3, 4, 4)
+    for name in ("fused_kernels", "cast_weights", "channels_last"):
+        with torch.inference_mode(), torch.set_grad_enabled(grad):
+            executor = build(Returns().eval(), (x,), {}, (TransformSpec(name),))
+            assert torch.is_inference_mode_enabled()
+            assert torch.is_grad_enabled() is grad
+        with torch.no_grad():
+            assert not any(tensor.is_inference() for tensor in executor.call(x))

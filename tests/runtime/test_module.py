@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from steadytorch.runtime import entries
+from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import (
@@ -84,6 +85,28 @@ def test_set_off_from_the_start_it_says_why(model, x, serving, caplog):
 
 
 # -- arguments and outputs of all kinds -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_outputs_can_be_written_to_and_trained_on(model, x, serving, name, canary):
+    tuned = TunedModule(model, serving(CANDIDATES[name], x), options=Options(canary=canary))
+    head, loose = nn.Linear(2, 1), {"rtol": 0.05, "atol": 0.05}
+    for _ in range(8):
+        with torch.no_grad():
+            y, expected = tuned(x).mul_(2).relu_(), model(x).mul_(2).relu_()
+            y[0] = expected[0] = 0
+        torch.testing.assert_close(y, expected, **(loose if name == "cast_weights" else {}))
+        head(tuned(x)).sum().backward()
+        assert head.weight.grad is not None
+    assert tuned.report().hits > 8
+
+
+def test_callers_in_inference_mode_get_inference_tensors_as_of_the_model(model, x, serving):
+    tuned = TunedModule(model, serving(CANDIDATES["inference_mode"], x))
+    with torch.inference_mode():
+        assert tuned(x).is_inference() is tuned(x).is_inference() is True
+    assert not tuned(x).is_inference()
 
 
 @pytest.mark.parametrize("name", ["channels_last", "inference_mode"])

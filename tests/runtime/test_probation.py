@@ -111,6 +111,36 @@ def test_the_canary_runs_a_model_with_a_memory_once_a_call(kind, fault):
     assert model.total + model.calls == (kind in (Writes, Counts))
 
 
+def test_on_trial_what_either_side_writes_is_written_once():
+    """Probes run both in random order."""
+    model = Late().eval()
+    answer = watched(model, COPY, Canary(1e-4, spacing=1))
+    for _ in range(8):
+        assert answer().fault is None
+    model.calls = 100  # from outside, between calls
+    outcome = answer()
+    assert (outcome.fault, outcome.tuned, outcome.of_model) == (WRITES, False, True)
+    assert outcome.result.max() - model.calls == model.total == 1
+
+
+class Late(Base):
+    def before(self):
+        if self.calls:
+            self.total += 1
+
+
+def test_on_trial_a_live_executor_between_probes_leaves_a_write_once():
+    model = Late().eval()
+    answer = watched(model, LIVE, Canary(1e-4, spacing=2))
+    answer()
+    for _ in range(4):
+        assert answer().fault is None
+    model.calls = 1
+    outcome = answer()
+    assert outcome.fault == WRITES
+    assert model.total == 1
+
+
 def test_on_trial_it_goes_on_until_the_canary_has_found_something():
     answer = watched(Base().eval(), COPY, Canary(1e-4, looks=(12,), spacing=1))
     outcomes = [answer() for _ in range(13)]

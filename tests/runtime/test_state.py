@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime.state import Draws, State
+from steadytorch.runtime.state import Draws, State, writes_of
 
 
 class Model(nn.Module):
@@ -15,6 +15,9 @@ class Model(nn.Module):
         self.calls, self.rate = 0, 0.5
         self.cache, self.table, self.hidden = [], {}, torch.zeros(1)
 
+    def forward(self, x):
+        return self.layer(x)
+
 
 CHANGES = {
     "number": lambda m: setattr(m, "calls", m.calls + 1),
@@ -22,7 +25,7 @@ CHANGES = {
     "gone": lambda m: delattr(m, "rate"),
     "list": lambda m: m.cache.append(1),
     "dictionary": lambda m: m.table.update(a=1),
-    "tensor replaced": lambda m: setattr(m, "hidden", torch.zeros(1)),
+    "tensor replaced": lambda m: setattr(m, "hidden", torch.ones(1)),
     "tensor written": lambda m: m.hidden.add_(1),
     "buffer replaced": lambda m: setattr(m, "memory", m.memory + 1),
     "buffer written": lambda m: m.memory.add_(1),
@@ -41,7 +44,33 @@ def test_what_a_call_leaves_behind_is_seen_and_put_back(change):
     state.restore()
     assert model.memory is memory
     assert memory.tolist() == [0, 0]
-    assert model.calls == 0
+    assert (model.calls, model.rate, model.cache, model.table) == (0, 0.5, [], {})
+    assert model.hidden.tolist() == [0]
+    assert not hasattr(model, "fresh")
+    assert not hasattr(model.layer, "last")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_call_leaves_behind_in_a_copy_is_seen_at_a_glance(change, mode):
+    model = Model()
+    wrote = writes_of(model)
+    model(torch.ones(2))
+    assert not wrote()
+    with mode():
+        CHANGES[change](model)
+    # A layer of PyTorch's own is known to assign nothing.
+    assert wrote() is (change != "of a submodule")
+
+
+def test_an_attribute_that_is_given_the_same_value_at_each_call_is_nothing_left_behind():
+    model = Model()
+    model.sizes, model.odd = (1000, 2000), [torch.ones(3)]
+    wrote = writes_of(model)
+    model.sizes = tuple([1000, 2000])
+    assert not wrote()
+    model.odd = [torch.ones(3)]
+    assert wrote()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ def test_outputs_are_intact_after_the_next_calls(evidence):
 
 
 @every_case
+def test_outputs_are_ordinary_tensors(evidence):
+    assert not any(tensor.is_inference() for tensor in evidence.first + evidence.other)
+
+
+@every_case
 def test_the_original_model_is_untouched(evidence):
     assert evidence.state_kept
     assert evidence.strides_kept

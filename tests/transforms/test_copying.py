@@ -31,6 +31,20 @@ def test_unchanged_tensors_are_shared():
     assert copy.positions is model.positions
 
 
+def test_apart_buffers_are_the_copys_own_and_weights_are_shared():
+    model = Tied()
+    copy = copy_with(model, lambda tensor: tensor, apart=True)
+    copy.positions.add_(1)
+    assert model.positions.tolist() == [0, 1, 2, 3]
+    assert copy.head.weight is model.head.weight
+
+
+def test_buffers_that_are_weights_in_disguise_are_shared_all_the_same(monkeypatch):
+    monkeypatch.setattr("steadytorch.transforms.copying.MOST_OWN_BYTES", 31)
+    model = Tied()
+    assert copy_with(model, halve, apart=True).positions is model.positions
+
+
 def test_changed_tensors_are_new_and_the_originals_keep_their_type():
     model = Tied()
     copy = copy_with(model, halve)

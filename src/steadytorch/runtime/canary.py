@@ -116,6 +116,7 @@ class Canary:
         run_untouched: Run,
         device: torch.device | str,
         inputs: Sequence[torch.Tensor] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Verdict | None]:
         """Answers one call.
 
@@ -127,6 +128,7 @@ class Canary:
             run_untouched: runs the model on them, as it would be served without the plan.
             device: where the work is done; on CUDA its current stream is synchronised.
             inputs: the tensors among the inputs; without them, writing to inputs goes unseen.
+            between: is called where both run, when one has and the other is yet to; not timed.
 
         Returns:
             The result, and the verdict once there is one.
@@ -139,9 +141,9 @@ class Canary:
             if self._verdict is not None:  # another thread's, since we looked
                 return self._plain(run_tuned, run_untouched)
             if not self._verified:
-                result = self._first(run_tuned, run_untouched, inputs)
+                result = self._first(run_tuned, run_untouched, inputs, between)
             else:
-                result = self._probe(run_tuned, run_untouched, torch.device(device))
+                result = self._probe(run_tuned, run_untouched, torch.device(device), between)
             return result, self._verdict
         finally:
             self._lock.release()
@@ -158,7 +160,13 @@ class Canary:
 
     # -- the first call -------------------------------------------------------------------------
 
-    def _first(self, run_tuned: Run, run_untouched: Run, inputs: Sequence[torch.Tensor]) -> Any:
+    def _first(
+        self,
+        run_tuned: Run,
+        run_untouched: Run,
+        inputs: Sequence[torch.Tensor],
+        between: Callable[[], None],
+    ) -> Any:
         """Untouched first: whatever the executor does to the process, an answer is there."""
         try:
             saved = [tensor.detach().clone() for tensor in inputs]
@@ -167,6 +175,7 @@ class Canary:
             return run_untouched()
         expected = run_untouched()
         self._probes += 1
+        between()
         try:
             if _differ(inputs, saved):
                 raise _Found("cannot be verified: the untouched model writes to its inputs")
@@ -204,9 +213,17 @@ class Canary:
 
     # -- probes ---------------------------------------------------------------------------------
 
-    def _probe(self, run_tuned: Run, run_untouched: Run, device: torch.device) -> Any:
+    def _probe(
+        self,
+        run_tuned: Run,
+        run_untouched: Run,
+        device: torch.device,
+        between: Callable[[], None],
+    ) -> Any:
         tuned_first = self._rng.random() < 0.5
         tuned = self._try(run_tuned, device) if tuned_first else None
+        if tuned_first:
+            between()
         try:
             expected, untouched_ns = self._timed(run_untouched, device)
         except Exception:
@@ -217,6 +234,8 @@ class Canary:
             self._settle(True, "not timed: beside a tuned result the untouched model raised")
             return expected
         self._probes += 1
+        if not tuned_first:
+            between()
         tuned = tuned or self._try(run_tuned, device)
         try:
             if isinstance(tuned, _Found):

@@ -22,7 +22,6 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.runtime.executors import Executor, without_gradients
 from steadytorch.runtime.settings import needed
-from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.signature import Signature, signature, tensors_of
@@ -116,7 +115,8 @@ class Entry:
         call: of the executor; None runs the model untouched.
         trial: watches the calls until the executor has proved itself.
         is_proved: whether it has.
-        is_frozen: whether the executor must not run once weights have changed.
+        outdated: whether a result may be that of other weights, asked after each call; None where
+            the executor runs the model itself.
         is_replay: whether the executor replays a recording, so that grad mode does not matter.
         is_padded: whether calls are padded to another signature, which serves them.
         hits: calls that the executor answered.
@@ -131,7 +131,7 @@ class Entry:
     call: Callable[..., Any] | None = None
     trial: Any = None
     is_proved: bool = False
-    is_frozen: bool = False
+    outdated: Callable[[], bool] | None = None
     is_replay: bool = False
     is_padded: bool = False
     hits: Ticks = field(default_factory=Ticks)
@@ -245,11 +245,10 @@ class Detours(NamedTuple):
     stale: Run
 
 
-def runner(weights: Weights, detours: Detours) -> Run:
+def runner(detours: Detours) -> Run:
     """Makes the function that calls an entry's executor and looks at the weights.
 
     Args:
-        weights: of the model.
         detours: what answers otherwise.
     """
     _, failed, stale = detours
@@ -263,7 +262,7 @@ def runner(weights: Weights, detours: Detours) -> Run:
         except Exception as error:
             return failed(entry, error, args, kwargs)
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
-        if entry.is_frozen and weights.changed():
+        if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
         entry.hits.tick()
         return result
@@ -288,9 +287,7 @@ def _stopper(
     return stopped
 
 
-def fast_path(
-    model: nn.Module, gate: Gate, found: dict[Any, Entry], weights: Weights, detours: Detours
-) -> Serve:
+def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours) -> Serve:
     """The way of a call that nothing stands in: one look-up, one executor, no lock.
 
     It is a closure because looking up attributes of an `nn.Module` takes a good part of the time
@@ -300,10 +297,9 @@ def fast_path(
         model: the untouched model.
         gate: where closed, every call takes a detour.
         found: entry by quick key.
-        weights: of the model.
         detours: what answers otherwise.
     """
-    attributes, get, run = vars(model), found.get, runner(weights, detours)
+    attributes, get, run = vars(model), found.get, runner(detours)
     with_care, failed, stale = detours
     if "training" not in attributes:  # a scripted model
         return with_care
@@ -339,7 +335,7 @@ def fast_path(
             return failed(entry, error, args, kwargs)
         if stopped(args, kwargs):
             return with_care(args, kwargs)
-        if entry.is_frozen and weights.changed():
+        if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
         entry.hits.tick()
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.probation import FirstCall, OnTrial
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
-from steadytorch.runtime.state import KEEPS_STATE
+from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
 from steadytorch.workload.signature import signature
@@ -137,11 +137,16 @@ class Entries:
         with self._lock:
             self._drop(lambda other: other is entry)
 
-    def retire_frozen(self, reason: str) -> None:
-        """The model itself serves from now on what was made from other weights."""
+    def retire_outdated(self) -> str:
+        """The model itself serves from now on what was made from other weights; returns why."""
+        # Not the model's, so the executor's own copy of them was written to: by a call.
+        reason = STALE if self.weights.changed() else KEEPS_STATE
+        if reason == STALE:
+            self.warn(f"{STALE}; refresh() serves tuned again")
         for entry in list(self._by_signature.values()):
-            if entry.is_frozen:
+            if entry.outdated is not None:
                 entry.retire(reason)
+        return reason
 
     def close(self) -> list[Serving]:
         """Frees the executors and forgets the signatures; returns what is known of them."""
@@ -244,8 +249,7 @@ class Entries:
             return
         self._is_built = True
         entry.executor, entry.is_replay = executor, executor.static is not None
-        # Training reads weights as they are, at each call.
-        entry.is_frozen = not (executor.is_live or self._options.trains)
+        entry.outdated = self._outdated(executor)
         entry.trial = self._trial(executor, entry, candidate, args, kwargs)
         # Last, for other threads have the entry already.
         entry.call, entry.reason = executor.call, None
@@ -267,6 +271,16 @@ class Entries:
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
         return OnTrial(executor, self.weights, device, canary)
+
+    def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
+        # Training reads weights as they are, at each call.
+        if executor.is_live or self._options.trains:
+            return None
+        changed = self.weights.changed
+        if len(executor.modules) == 1 or executor.static is not None:
+            return changed  # a recording does the same at each call: the first one shows all
+        wrote = writes_of(executor.modules[-1])
+        return lambda: changed() or wrote()
 
     def _remember(self, whole: Any, entry: Entry) -> None:
         # Inputs that never repeat must not fill the memory.

@@ -16,12 +16,14 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.runtime.settings import is_process_wide, setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Candidate, Scoped, Transform
+from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.prebuilt import Source, supplied
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
 
 _RECORDS = "cuda_graph"
+_COMPILES = "compile"
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ def build(
     stack = ExitStack()
     step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
     workload = Workload(model, args, kwargs, training_step=step)
+    grad = torch.is_grad_enabled()
     try:
-        with supplied(source):
+        # In the caller's inference mode, tensors that are made here could not be written to later.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), supplied(source):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:
         stack.close()
@@ -92,6 +96,8 @@ def _apply(
     modules, is_live = [workload.model], True
     flags = stack.enter_context(ExitStack())
     for part in parts:
+        if part.name == _COMPILES and not workload.is_training:
+            workload = _apart(workload, modules)
         before = workload.model
         workload = stack.enter_context(_unremembered(part, workload, modules))
         now = workload.model
@@ -123,6 +129,23 @@ def without_gradients(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any])
         return call(*args, **kwargs)
     finally:
         _set_grad_enabled(True)
+
+
+def _apart(workload: Workload, modules: list[nn.Module]) -> Workload:
+    """What is to be compiled, with buffers that are not the model's.
+
+    Compiled code stands for one way through the model. Where a call takes another, what the model
+    keeps between calls may have been written to before that is found out.
+    """
+    model = workload.model
+    if model is not modules[0] or not isinstance(model, nn.Module):
+        return workload
+    try:
+        copied = copy_with(model, lambda tensor: tensor, apart=True)
+    except Exception:  # it holds what cannot be copied
+        return workload
+    modules.append(copied)
+    return workload.with_model(copied)
 
 
 @contextmanager

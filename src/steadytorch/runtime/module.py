@@ -89,8 +89,8 @@ class TunedModule(StandIn):
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
         detours = Detours(self._with_care, self._failed, self._stale)
-        state["_run"] = runner(self._entries.weights, detours)
-        serve = fast_path(model, self._gate, self._found, self._entries.weights, detours)
+        state["_run"] = runner(detours)
+        serve = fast_path(model, self._gate, self._found, detours)
         state["_entrance"] = (
             serve,
             [
@@ -207,7 +207,7 @@ class TunedModule(StandIn):
             settings.TURNS.release()
 
     def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if entry.is_frozen and self._entries.weights.changed():
+        if entry.outdated is not None and self._entries.weights.changed():
             return self._stale(entry, args, kwargs)
         tuned = partial(without_gradients, entry.call or self._model, args, kwargs)
         untouched = partial(self._model, *args, **kwargs)
@@ -264,9 +264,10 @@ class TunedModule(StandIn):
         return True
 
     def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        self._entries.retire_frozen(STALE)
-        self._entries.warn(f"{STALE}; refresh() serves tuned again")
-        return self._untouched(STALE, args, kwargs, entry)
+        reason = self._entries.retire_outdated()
+        if reason != STALE:
+            self._stop(reason)
+        return self._untouched(reason, args, kwargs, entry)
 
     def _failed(self, entry: Entry, error: Exception | None, args: Any, kwargs: Any) -> Any:
         if error is None:

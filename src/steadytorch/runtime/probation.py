@@ -11,6 +11,7 @@ from steadytorch.runtime.canary import Canary, Verdict
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.copying import MOST_OWN_BYTES
 
 WRITES = "the model writes to its own buffers when called"
 
@@ -35,6 +36,32 @@ class Outcome(NamedTuple):
     of_model: bool = False
     tuned: bool = True
     finding: Verdict | None = None
+
+
+class _Watch:
+    """Looks at what calls from now on leave behind in a model and its copies.
+
+    Draws are looked at for the first call alone: those of other threads look like the model's.
+    """
+
+    def __init__(
+        self, executor: Executor, weights: Weights, device: torch.device, is_first: bool = True
+    ) -> None:
+        self._weights = weights
+        size = sum(buffer.nbytes for tree in executor.modules for buffer in tree.buffers())
+        # More than this are weights in disguise, which no forward writes to.
+        self._state = State(executor.modules, keep=size <= MOST_OWN_BYTES)
+        self._draws = Draws(device) if is_first else None
+
+    def fault(self) -> str | None:
+        if self._state.changed():
+            return WRITES if self._weights.changed() else KEEPS_STATE
+        return DRAWS if self._draws is not None and self._draws.happened() else None
+
+    def undo(self) -> None:
+        self._state.restore()
+        if self._draws is not None:
+            self._draws.undo()
 
 
 class FirstCall:
@@ -73,6 +100,9 @@ class FirstCall:
 class OnTrial:
     """Has the canary check and time the executor against the model on the first calls.
 
+    Each of these calls is watched: a model that leaves something behind in one of its branches may
+    take that one late.
+
     Args:
         executor: to be watched.
         weights: of the model, as they were when it was built.
@@ -83,44 +113,45 @@ class OnTrial:
     def __init__(
         self, executor: Executor, weights: Weights, device: torch.device, canary: Canary
     ) -> None:
-        self._model, self._weights, self._device = executor.modules[0], weights, device
-        self._canary = canary
-        self._watched = False
+        self._watched = executor, weights, device
+        self._device, self._canary = device, canary
+        self._is_first = True
         self._fault: str | None = None
 
     def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
-        """One call; the first one of the model is watched before the executor may run.
+        """One call; whatever the model remembers of it, it remembers once.
 
         Raises:
             Exception: of the untouched model, or of the executor in a call that is no probe.
         """
-        served = []
+        watch, ran, of_model = _Watch(*self._watched, self._is_first), [], []
+        self._is_first = False
 
         def tuned() -> Any:
             if self._fault is not None:
                 raise RuntimeError(self._fault)  # the canary lets the model answer
-            served.append(True)
+            ran.append("tuned")
             return run_tuned()
 
         def untouched() -> Any:
-            return run_untouched() if self._watched else self._watch(run_untouched)
+            ran.append("untouched")
+            of_model[:] = [run_untouched()]
+            return of_model[0]
 
-        result, verdict = self._canary.step(tuned, untouched, self._device, inputs)
+        def look() -> None:
+            found = watch.fault() if self._fault is None else None
+            if found is not None:
+                self._fault = found
+                if ran[-1:] == ["tuned"]:
+                    watch.undo()
+
+        result, verdict = self._canary.step(tuned, untouched, self._device, inputs, look)
+        look()
         if self._fault is not None:
-            return Outcome(result, True, self._fault, True, False)
+            # An answer that came before the model was put back is the right one.
+            answer = of_model[0] if of_model else run_untouched()
+            return Outcome(answer, True, self._fault, True, False)
         if verdict is None:
-            return Outcome(result, False, tuned=bool(served))
+            return Outcome(result, False, tuned="tuned" in ran)
         fault = None if verdict.kept else verdict.reason
         return Outcome(result, True, fault, False, verdict.kept, verdict)
-
-    def _watch(self, run_untouched: Run) -> Any:
-        state, draws = State([self._model]), Draws(self._device)
-        result = run_untouched()
-        if self._weights.changed():
-            self._fault = WRITES
-        elif state.changed():
-            self._fault = KEEPS_STATE
-        elif draws.happened():
-            self._fault = DRAWS
-        self._watched = True
-        return result

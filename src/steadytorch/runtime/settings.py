@@ -23,7 +23,7 @@ TURNS = RLock()
 """Held by every call while `needed`, and while executors are built and checked, one at a time.
 Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
 
-_THREAD_LOCAL = frozenset({"inference_mode", "threads"})
+_THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
 """Transforms whose scope is that of the calling thread alone."""
 
 

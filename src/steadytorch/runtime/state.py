@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ KEEPS_STATE = "the model keeps state between its calls"
 DRAWS = "the model draws random numbers when called"
 
 _PLAIN = (bool, int, float, complex, str, bytes)
+_KNOWN = ("torch.", "steadytorch.")
+_OF_ALL = frozenset(vars(nn.Module()))
 
 
 class State:
@@ -30,11 +35,8 @@ class State:
         self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
         self._before = [_attributes(module) for module in self._modules]
         self._seen = [{name: _seen(v) for name, v in found.items()} for found in self._before]
-        self._copies = (
-            [(b, b.detach().clone()) for m in self._modules for b in m.buffers(recurse=False)]
-            if keep
-            else []
-        )
+        kept = [t for found in self._before for t in _kept_in(found)] if keep else []
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in kept]
 
     def changed(self) -> bool:
         """Whether a call since left something behind."""
@@ -53,17 +55,18 @@ class State:
                             held[name] = value.clone()
 
     def restore(self) -> None:
-        """Puts back attributes and the contents of buffers; needs `keep`."""
+        """Puts back attributes and the contents of buffers and of these; needs `keep`."""
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
-                for registry in ("_buffers", "_parameters"):
-                    items = seen.get(registry)
-                    if items is not None:
-                        before[registry].update(zip(items[1], items[2], strict=True))
+                for name in _attributes(module).keys() - before.keys():
+                    del vars(module)[name]
                 vars(module).update(before)
+                for found in seen.values():
+                    if not _same(found, _seen(found[0])):
+                        _refill(found)
         with torch.no_grad():
-            for buffer, copy in self._copies:
-                buffer.copy_(copy)
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -91,6 +94,25 @@ def _seen(value: Any) -> tuple[Any, ...]:
     return value, None, [value], [_version(value)]
 
 
+def _kept_in(attributes: dict[str, Any]) -> list[Tensor]:
+    names = [name for name in attributes if name == "_buffers" or name not in _OF_ALL]
+    found = [t for name in names for t in _tensors_in(attributes[name])]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _refill(seen: tuple[Any, ...]) -> None:
+    """Gives a container the items that it had."""
+    value, keys, items, _ = seen
+    if isinstance(value, dict):
+        value.clear()
+        value.update(zip(keys, items, strict=True))
+    elif isinstance(value, list):
+        value[:] = items
+    elif isinstance(value, set):
+        value.clear()
+        value.update(items)
+
+
 def _version(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
@@ -105,6 +127,51 @@ def _alike(before: Any, after: Any) -> bool:
     if before is after:
         return True
     return type(before) is type(after) and isinstance(before, _PLAIN) and before == after
+
+
+def writes_of(copy: nn.Module) -> Callable[[], bool]:
+    """Makes a function that says whether a call of a copy of a model left something behind in it.
+
+    For every call, where `State` would take too long: modules of PyTorch's own classes are not
+    looked at. Their forward leaves nothing behind in evaluation mode, and in training mode (batch
+    norm) at the first call already.
+
+    Args:
+        copy: the modules that calls run; nobody else knows them.
+    """
+    modules = [m for m in copy.modules() if not type(m).__module__.startswith(_KNOWN)]
+    registries = [dict.values(m._buffers) for m in modules if isinstance(m._buffers, dict)]
+    homes = [vars(m) for m in modules]
+    places = [(home, name) for home in homes for name in home if name not in _OF_ALL]
+    tensors = [t for m in modules for t in m.buffers(recurse=False) if not t.is_inference()]
+    tensors += [t for home, name in places for t in _tensors_in(home[name])]
+    version, flatten = attrgetter("_version"), chain.from_iterable
+    held, versions, sizes = list(flatten(registries)), [*map(version, tensors)], [*map(len, homes)]
+    values = [_held(home[name]) for home, name in places]
+
+    def changed() -> bool:
+        try:
+            return not (
+                [*map(version, tensors)] == versions
+                and all(map(is_, flatten(registries), held))
+                and [home[name] for home, name in places] == values
+                and [*map(len, homes)] == sizes
+            )
+        except Exception:  # an attribute is gone, or cannot be compared with what it was
+            return True
+
+    return changed
+
+
+def _held(value: Any) -> Any:
+    """A container as it is now; anything else is compared by itself."""
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    items = value.values() if isinstance(value, dict) else value
+    found = items if type(value) in (list, tuple, dict) else [value]
+    return [t for t in found if isinstance(t, Tensor) and not t.is_inference()]
 
 
 class Draws:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.conversion import (
     HALF_TYPES,
     HalfName,
@@ -64,8 +65,10 @@ class Autocast(Transform):
         yield workload.with_model(AutocastModel(workload.model, device, dtype, outer))
 
 
-class AutocastModel:
+class AutocastModel(Scoped):
     """A model that runs under autocast and returns its outputs in the outer type.
+
+    Converted weights are kept for the time of one call: each reads them as they are.
 
     Args:
         model: the callable to run.
@@ -75,16 +78,13 @@ class AutocastModel:
     """
 
     def __init__(self, model: Any, device: str, dtype: torch.dtype, outer: torch.dtype) -> None:
-        self.model = model
-        self.device = device
+        super().__init__(model, partial(torch.autocast, device, dtype=dtype))
         self.dtype = dtype
         self.outer = outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; the conversion of outputs is outside of autocast."""
-        with torch.autocast(self.device, dtype=self.dtype):
-            output = self.model(*args, **kwargs)
-        return map_tensors(self._out, output)
+        return map_tensors(self._out, super().__call__(*args, **kwargs))
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor

@@ -66,7 +66,8 @@ class CastWeights(Transform):
         def to_half(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        model = CastModel(copy_with(workload.model, to_half), dtype, own_dtype(workload))
+        copied = copy_with(workload.model, to_half, apart=True)
+        model = CastModel(copied, dtype, own_dtype(workload))
         yield with_converted(workload, model, to_half)
 
 

@@ -72,7 +72,7 @@ class ChannelsLast(Transform):
         def converted(tensor: torch.Tensor) -> torch.Tensor:
             return to_channels_last(tensor) if id(tensor) in weights else tensor
 
-        model = ChannelsLastModel(copy_with(workload.model, converted))
+        model = ChannelsLastModel(copy_with(workload.model, converted, apart=True))
         yield with_converted(workload, model, to_channels_last)
 
 

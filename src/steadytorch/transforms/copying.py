@@ -12,7 +12,13 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def copy_with(model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor]) -> ModuleT:
+MOST_OWN_BYTES = 64 << 20
+"""Buffers of more than this in all are not copied: they are weights in disguise."""
+
+
+def copy_with(
+    model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor], apart: bool = False
+) -> ModuleT:
     """Copies the modules, and of their tensors only those that `convert` changes.
 
     A parameter that appears under several names is converted once, so that tied weights stay tied.
@@ -23,16 +29,21 @@ def copy_with(model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor]) -
         model: the module to copy; neither it nor its tensors are changed.
         convert: maps each parameter and buffer to its replacement of any shape, or to itself where
             it is to be shared. Runs without gradients.
+        apart: whether the copy is to have buffers of its own, up to `MOST_OWN_BYTES`: a forward
+            that writes to its buffers then does so in the copy alone.
 
     Returns:
         A module of the same class and in the same training mode.
     """
     # deepcopy looks up in the memo what an object has become: filled beforehand, it keeps ours.
     memo: dict[int, Any] = {}
+    own = _ids_of_buffers(model) if apart else set()
     with torch.inference_mode(False), torch.no_grad():
         for tensor in _tensors(model):
             if id(tensor) not in memo:
-                memo[id(tensor)] = _converted(tensor, convert)
+                converted = _converted(tensor, convert)
+                is_own = converted is tensor and id(tensor) in own
+                memo[id(tensor)] = tensor.clone() if is_own else converted
         for tensor in _computed(model):
             memo.setdefault(id(tensor), tensor)
         return copy.deepcopy(model, memo)
@@ -53,6 +64,11 @@ def twin(model: ModuleT) -> ModuleT:
             if registry in vars(own):
                 vars(mine)[registry] = vars(own)[registry]
     return copied
+
+
+def _ids_of_buffers(model: nn.Module) -> set[int]:
+    buffers = list(model.buffers())
+    return set(map(id, buffers)) if sum(b.nbytes for b in buffers) <= MOST_OWN_BYTES else set()
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

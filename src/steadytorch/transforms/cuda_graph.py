@@ -28,6 +28,7 @@ from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 _WARMUP_CALLS = 3
+_WRITES_INPUTS = "the model writes to its inputs, which a replay would do to its copies of them"
 
 
 class CudaGraph(Transform):
@@ -154,9 +155,12 @@ def _record(
         pool.stream.wait_stream(current)
         # This puts the stream back; torch.cuda.graph does not when recording fails.
         with torch.cuda.stream(pool.stream):
+            before = _versions(static)
             # It may compile. Memory is not the pool's yet, so that other graphs go on.
             for _ in range(_WARMUP_CALLS):
                 model(*static.args, **static.kwargs)
+            if _versions(static) != before:
+                raise UnsupportedError(_WRITES_INPUTS)
             try:
                 with pool.lock:
                     pool.follow()  # what proves links replays it, in memory that others use
@@ -179,6 +183,10 @@ def _record(
                 ) from error
         current.wait_stream(pool.stream)
     return graph, _Recorded(replay, linked, static, outputs, pool, model)
+
+
+def _versions(static: StaticInputs) -> list[int]:
+    return [tensor._version for tensor in tensors_of(tuple(static))]
 
 
 @contextmanager

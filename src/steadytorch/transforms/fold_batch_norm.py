@@ -57,7 +57,7 @@ class FoldBatchNorm(Transform):
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yields the workload on the folded copy; there is nothing to undo."""
-        folded = copy_with(workload.model, lambda tensor: tensor)
+        folded = copy_with(workload.model, lambda tensor: tensor, apart=True)
         for pair in foldable_pairs(workload):
             fold(folded, pair)
         yield workload.with_model(folded)
