@@ -33,6 +33,7 @@ class Lab:
     Attributes:
         faults: by engine, at which of its calls it raises what; 0 is when it is built.
         refusals: by engine, from which of its calls on it does not run.
+        factors: by engine, what its results are multiplied by.
         built: engines in the order they were built.
         clock_s: what the clock shows; a plan that is built takes `build_s`.
     """
@@ -40,6 +41,7 @@ class Lab:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faults: dict[str, tuple[int, Exception]] = {}
         self.refusals: dict[str, int] = {}
+        self.factors: dict[str, float] = {}
         self.built: list[str] = []
         self.clock_s, self.build_s = 0.0, 0.0
         self.excluded: dict[str, str] = {}
@@ -65,6 +67,7 @@ class Lab:
                 if self.calls > lab.refusals.get(self.engine, self.calls):
                     return False
                 result = operands(self.problem, CPU).by_pytorch()
+                result *= lab.factors.get(self.engine, 1.0)
                 dtype = DTYPES[self.problem.number]
                 made = empty(tuple(result.shape), dtype, CPU, self.problem.layout).copy_(result)
                 ctypes.memmove(pointers[OUTPUT], made.data_ptr(), made.nbytes)
@@ -142,6 +145,13 @@ def test_an_engine_that_runs_nothing_is_not_the_fastest(lab, at, reason):
     lab.refusals["eng1"] = at
     found = choose(PLAIN, CPU, WARM)
     assert (found.choice, left_out(found)) == ("eng2", {"eng1": reason})
+
+
+def test_in_float64_an_engine_may_add_up_in_another_order_and_not_in_float32(lab):
+    lab.factors = {"eng1": 1 + 1e-8, "eng2": 1 + 1e-14}
+    found = choose(parse(PLAIN.key.replace("fp32", "fp64")), CPU, WARM)
+    assert (found.choice, found.chosen.error) == ("eng2", pytest.approx(1e-14, rel=0.1))
+    assert left_out(found) == {"eng1": "relative error 1.0e-08 exceeds 1.0e-13"}
 
 
 def test_several_engines_may_raise_in_one_race(lab):
@@ -236,7 +246,12 @@ def test_few_channels_are_padded():
 
 @pytest.mark.parametrize(
     "key",
-    [STEM.replace("x3x", "x64x"), STEM.replace("last", "first"), STEM.replace("fp16", "fp32")],
+    [
+        STEM.replace("x3x", "x64x"),
+        STEM.replace("last", "first"),
+        STEM.replace("fp16", "fp32"),
+        STEM.replace("fp16", "fp64"),
+    ],
 )
 def test_others_are_not_padded(key):
     assert len(list(variants(parse(key), Options()))) == 1
