@@ -222,6 +222,28 @@ def test_without_time_the_first_engine_that_is_sound_is_taken(lab):
     assert left_out(found) == {"eng1": "over the cap", "eng2": "RuntimeError: boom"}
 
 
+@pytest.mark.parametrize(("sound", "chosen"), [(True, "eng3"), (False, "eng1")])
+def test_without_time_what_was_chosen_before_is_taken_if_it_is_sound(lab, sound, chosen):
+    lab.factors = {} if sound else {"eng3": 2.0}
+    found = first_sound(PLAIN, CPU, incumbent=read_choice("eng3"))
+    assert (found.choice, found.chosen_ns) == (chosen, None)
+    assert lab.built == (["eng3"] if sound else ["eng3", "eng1"])
+    assert ("eng3" in left_out(found)) is not sound
+
+
+def test_what_was_chosen_before_for_padded_channels_is_tried_so(lab):
+    stem = parse("fprop/bias/tf32/last/i1x3x4x4/w8x3x1x1/s1x1/p0x0/d1x1/g1")
+    found = first_sound(stem, CPU, incumbent=read_choice("c4:eng3"))
+    # Plans of the lab have operands of their own: what they compute is right unpadded alone.
+    assert next(iter(left_out(found))) == "c4:eng3"
+
+
+def test_without_time_an_earlier_choice_that_may_not_be_used_is_not_taken(lab):
+    lab.excluded["eng3"] = "gives other bits from run to run"
+    assert first_sound(PLAIN, CPU, incumbent=read_choice("eng3")).choice == "eng1"
+    assert "eng3" not in lab.built
+
+
 def test_where_none_is_sound_there_is_none_to_take(lab):
     lab.faults = {name: (VERIFIED, RuntimeError("boom")) for name in MEDIANS_NS}
     with pytest.raises(UnsupportedError, match="no engine of cuDNN is sound"):

@@ -40,8 +40,8 @@ ERROR_FACTOR = 2.0
 for class `same`; also where it computes in the other 16-bit type."""
 ERROR_FLOOR = 1e-13
 """Relative L2 error that is allowed in any case. In float64 PyTorch's own result is the reference,
-and its error 0. This is 900 unit roundoffs (2**-53); a sum of n products in another order differs by
-about 0.3 * sqrt(n) of them, 300 for the million that a gradient by the weight sums up."""
+and its error 0. This is 900 unit roundoffs (2**-53); a sum of n products in another order differs
+by about 0.3 * sqrt(n) of them, 300 for the million that a gradient by the weight sums up."""
 _UNPADDED = ("fp32", "fp64")
 """Of the tensor cores, which want whole groups of channels, these make no use."""
 BUILDING = 0.5
@@ -160,14 +160,18 @@ def choose(
 
 
 def first_sound(
-    problem: ConvProblem, device: torch.device, options: Options | None = None
+    problem: ConvProblem,
+    device: torch.device,
+    options: Options | None = None,
+    incumbent: Choice | None = None,
 ) -> Outcome:
-    """The first engine of cuDNN's list that builds and verifies, nothing timed.
+    """The first engine that builds and verifies, in cuDNN's order, nothing timed.
 
     Args:
         problem: what is to be computed.
         device: a CUDA device.
         options: which engines may be used, and the seed of operands.
+        incumbent: chosen before, which is tried first.
 
     Raises:
         UnsupportedError: there is none, the frontend or cuDNN is missing.
@@ -177,7 +181,7 @@ def first_sound(
     given = operands(problem, device, options.seed)
     own_error = given.error_of(given.by_pytorch())
     excluded: list[Measured] = []
-    for tried in _engines(problem, Choice(), given, own_error, options):
+    for tried in _field(problem, given, own_error, options, incumbent):
         if isinstance(tried, Arm):
             took = time.perf_counter() - start
             engines = (tried.found, *excluded)
