@@ -35,6 +35,7 @@ class Lab:
         refusals: by engine, from which of its calls on it does not run.
         factors: by engine, what its results are multiplied by.
         built: engines in the order they were built.
+        flushes: what each block that is timed is given to flush the cache.
         clock_s: what the clock shows; a plan that is built takes `build_s`.
     """
 
@@ -43,6 +44,7 @@ class Lab:
         self.refusals: dict[str, int] = {}
         self.factors: dict[str, float] = {}
         self.built: list[str] = []
+        self.flushes: list[Any] = []
         self.clock_s, self.build_s = 0.0, 0.0
         self.excluded: dict[str, str] = {}
         lab = self
@@ -74,6 +76,7 @@ class Lab:
                 return True
 
         def block_ns(arm: Any, flush: object) -> float:
+            lab.flushes.append(flush)
             arm.run()
             return MEDIANS_NS.get(arm.found.choice, 2000.0)
 
@@ -249,6 +252,22 @@ def test_where_none_is_sound_there_is_none_to_take(lab):
     with pytest.raises(UnsupportedError, match="no engine of cuDNN is sound"):
         first_sound(PLAIN, CPU)
     assert lab.built == list(MEDIANS_NS)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_the_cache_is_flushed_of_all_but_the_input_where_the_network_is_cold(
+    lab, monkeypatch, cold
+):
+    properties = SimpleNamespace(L2_cache_size=2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    choose(PLAIN, CPU, Options(cold=cold))
+    assert len(lab.flushes) > 4 * len(MEDIANS_NS)
+    (flush,) = set(lab.flushes)
+    if cold:
+        assert isinstance(flush, timing.Flush)
+        assert torch.equal(flush._kept, operands(PLAIN, CPU).first)
+    else:
+        assert flush is None
 
 
 @pytest.mark.parametrize(("count", "cold"), [(1, False), (2, False), (3, True)])

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from steadytorch.conv.choices import HEURISTIC
+from steadytorch.conv.denylist import denied
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT, Graph, list_engines
+from steadytorch.conv.frontend import version
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.problem import EPILOGUES, ConvProblem, Layout, Number
 from steadytorch.errors import UnsupportedError, one_line
@@ -184,7 +186,7 @@ class Plan:
         workspace_bytes: scratch memory of a call.
 
     Raises:
-        UnsupportedError: there is no such plan here, or it does not build.
+        UnsupportedError: there is no such plan here, it is faulty, or it does not build.
     """
 
     def __init__(self, problem: ConvProblem, engine: str, device: torch.device) -> None:
@@ -193,7 +195,11 @@ class Plan:
         with torch.cuda.device(device):
             if engine == HEURISTIC:
                 engine = _first(problem, device)
-            self._graph = Graph(problem, target(device), engine)
+            where = target(device)
+            # Names also come from stored and imported plans, and from other versions of cuDNN.
+            if (reason := denied(problem, engine, version(), where.capability)) is not None:
+                raise UnsupportedError(reason)
+            self._graph = Graph(problem, where, engine)
             if engine not in self._graph.names:
                 raise UnsupportedError(f"this cuDNN has no plan {engine} for {problem.key}")
             self._index = self._graph.names.index(engine)
