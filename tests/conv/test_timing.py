@@ -109,7 +109,7 @@ def test_each_run_is_timed_by_itself_after_a_flush_where_the_cache_is_to_be_cold
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
-            self.place = None
+            self.place = 0
 
         def record(self):
             seen.append("event")

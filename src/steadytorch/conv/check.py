@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
-from steadytorch.conv.operator import plain, plain_grad
+from steadytorch.conv.plain import plain, plain_grad
 from steadytorch.conv.plans import DTYPES, Geometry, Plan, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
