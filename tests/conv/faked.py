@@ -13,6 +13,7 @@ import torch
 
 from steadytorch.conv import plans
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
+from steadytorch.conv.frontend import Target
 from steadytorch.conv.problem import ConvProblem, strides
 from steadytorch.errors import UnsupportedError
 
@@ -42,7 +43,7 @@ class FakeGraph:
     runs: ClassVar[list[tuple[dict[int, int], int, int]]] = []
     ran: ClassVar[list[tuple[str, str]]] = []
 
-    def __init__(self, problem: ConvProblem, target: None, wanted: str) -> None:
+    def __init__(self, problem: ConvProblem, target: Target, wanted: str) -> None:
         if wanted == "eng_none":
             raise UnsupportedError(f"cuDNN has no engine for {problem}")
         self.problem, self.names = problem, () if wanted == GONE else (wanted,)
@@ -82,7 +83,8 @@ def fake(patch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """Plans are made of fake graphs, and tensors on the CPU pass for those on a GPU."""
     patch.setattr(plans, "MISSES", {})
     patch.setattr(plans, "handle", lambda device: FakeHandle())
-    patch.setattr(plans, "target", lambda device: None)
+    patch.setattr(plans, "target", lambda device: Target(get_ident(), None, "9.0"))
+    patch.setattr(plans, "version", lambda: 91900)
     patch.setattr(plans, "Graph", FakeGraph)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(torch.Tensor, "is_cuda", True, raising=False)

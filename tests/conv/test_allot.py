@@ -8,10 +8,10 @@ from msgspec import structs
 
 from steadytorch.conv import allot
 from steadytorch.conv.allot import LEAST_S, SPARE, Result, choose_all, share_s
-from steadytorch.conv.choices import Choice
+from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.choose import Options, Outcome
-from steadytorch.conv.engines import Filters
 from steadytorch.conv.problem import parse
+from steadytorch.conv.timing import Measured
 from steadytorch.errors import UnsupportedError
 
 CPU = torch.device("cpu")
@@ -27,6 +27,7 @@ class Bench:
         asked_s: seconds that each problem was given, in the order they were chosen for.
         takes_s: seconds that a problem takes whatever it was given.
         sound: problems that were given the first sound engine.
+        unsound: engines that do not verify.
         faults: what choosing raises, by problem.
         alive: whether the device answers.
     """
@@ -34,7 +35,7 @@ class Bench:
     def __init__(self, monkeypatch):
         self.clock_s, self.takes_s = 100.0, None
         self.asked_s, self.sound, self.faults, self.incumbents = {}, [], {}, {}
-        self.alive, self.deadly = True, None
+        self.alive, self.deadly, self.unsound = True, None, ()
         monkeypatch.setattr(allot, "time", SimpleNamespace(perf_counter=lambda: self.clock_s))
         monkeypatch.setattr(allot, "choose", self.choose)
         monkeypatch.setattr(allot, "first_sound", self.first_sound)
@@ -49,12 +50,14 @@ class Bench:
             raise self.faults[problem]
         return Outcome(problem.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
 
-    def first_sound(self, problem, device, options):
+    def first_sound(self, problem, device, options, incumbent):
         self.clock_s += 0.1
         self.sound.append(problem)
         if problem in self.faults:
             raise self.faults[problem]
-        return Outcome(problem.key, "eng7", None, None, None, (), 0.1)
+        keeps = incumbent is not None and incumbent.engine not in self.unsound
+        name = str(incumbent) if keeps else "eng7"
+        return Outcome(problem.key, name, None, None, None, (Measured(name),), 0.1)
 
     def run(self, seconds=40.0, before=None, grace_s=1.0, problems=PROBLEMS, **options):
         given = {problem: Options(**options) for problem in problems}
@@ -133,15 +136,37 @@ def test_where_none_is_sound_both_reasons_are_told(bench):
     assert bench.run()[2] == Result(None, None, "the time ran out before, and none is sound")
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_was_chosen_before_stays_where_it_is_not_reached(bench, deterministic):
-    bench.takes_s = 20.3
-    before = {problem.key: Choice("eng3") for problem in PROBLEMS}
-    found = bench.run(before=before, filters=Filters(deterministic=deterministic))
+@pytest.mark.parametrize(
+    ("unsound", "kept", "words"),
+    [
+        ((), "eng3", "this is the engine chosen earlier, which verifies"),
+        (("eng3",), "eng7", "first"),
+    ],
+)
+def test_what_was_chosen_before_stays_where_it_is_not_reached_and_verifies(
+    bench, unsound, kept, words
+):
+    bench.takes_s, bench.unsound = 20.3, unsound
+    found = bench.run(before={problem.key: Choice("eng3") for problem in PROBLEMS})
     assert bench.incumbents == dict.fromkeys(PROBLEMS[:2], Choice("eng3"))
-    # Whether one that was chosen without the filter is deterministic is not known.
-    assert found[3].choice == Choice("eng7" if deterministic else "eng3")
-    assert ("chosen earlier is kept" in found[3].reason) is not deterministic
+    assert bench.sound == PROBLEMS[2:]
+    for one in found[2:]:
+        assert one.choice == Choice(kept)
+        assert one.outcome.chosen == Measured(kept)
+        assert words in one.reason
+
+
+def test_where_it_is_too_late_to_verify_what_was_chosen_before_pytorch_runs_it(bench):
+    bench.takes_s = 50.0
+    found = bench.run(before={problem.key: Choice("eng3") for problem in PROBLEMS})
+    assert found[1:] == [Result(None, None, "the time ran out before")] * 3
+    assert bench.sound == []
+
+
+def test_pytorchs_own_that_was_chosen_before_stays_unverified(bench):
+    bench.takes_s = 50.0
+    found = bench.run(before={problem.key: Choice(ATEN) for problem in PROBLEMS})
+    assert found[1:] == [Result(Choice(ATEN), None, "the time ran out before")] * 3
 
 
 @pytest.mark.parametrize(
@@ -166,8 +191,8 @@ def test_a_device_that_is_lost_ends_choosing_and_what_was_chosen_stays(bench):
     bench.deadly = PROBLEMS[1]
     bench.faults = {PROBLEMS[1]: RuntimeError("illegal memory access")}
     found = bench.run(before={PROBLEMS[3].key: Choice("eng3")})
-    assert [one.choice for one in found] == [Choice("eng1"), None, None, Choice("eng3")]
+    assert [one.choice for one in found] == [Choice("eng1"), None, None, None]
     assert found[1].reason == "RuntimeError: illegal memory access"
-    assert found[2].reason == "the device failed at another before"
+    assert [one.reason for one in found[2:]] == ["the device failed at another before"] * 2
     assert list(bench.asked_s) == PROBLEMS[:2]
     assert bench.sound == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from described import target
+from msgspec import structs
 
 from steadytorch.conv.denylist import DENYLIST, denied, engine_number
 from steadytorch.conv.engines import Engine, Filters, Graph, excluded, list_engines
@@ -25,8 +26,23 @@ HALF = parse(f"fprop/bias_relu/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1")
         "fprop/none/fp16/last/i8x64x28x28/w64x64x3x3/s1x1/p2x2/d2x2/g1",
         "fprop/bias/fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1",
         "fprop/bias_relu/fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1",
-        f"dgrad/none/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
-        f"wgrad/none/bf16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/none/fp64/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        f"fprop/add_bias_relu/fp64/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+        *(
+            f"{backward}/none/{rest}"
+            for backward in ("dgrad", "wgrad")
+            for rest in (
+                f"fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+                f"bf16/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+                f"fp32/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+                f"tf32/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+                f"fp64/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
+                f"fp16/last/i8x64x28x28/w64x16x3x3/{WINDOW}/g4",
+                "fp16/last/i8x64x28x28/w64x64x3x3/s1x1/p2x2/d2x2/g1",
+                "fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1",
+                "fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1",
+            )
+        ),
     ],
 )
 def test_plans_are_listed_without_a_gpu_and_one_builds(key):
@@ -165,21 +181,51 @@ def test_an_engine_without_objection_is_not_excluded():
     assert excluded(Engine("eng1", 0, None, ("TENSOR_CORE",)), HALF, Filters()) is None
 
 
+FLAT = parse("fprop/bias/fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1")
+SOLID = parse("fprop/none/fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1")
+DGRAD, WGRAD = (structs.replace(HALF, operation=o, epilogue="none") for o in ("dgrad", "wgrad"))
+SOLID_DGRAD = structs.replace(SOLID, operation="dgrad")
+
+
 @pytest.mark.parametrize(
-    ("name", "version", "capability", "refused"),
+    ("problem", "name", "version", "capability", "refused"),
     [
-        ("eng23_k2=1", 90800, "9.0", True),
-        ("eng23", 91502, "9.0", True),
-        ("eng23_k2=1", 91600, "9.0", False),
-        ("eng23_k2=1", 90701, "9.0", False),
-        ("eng230_k2=1", 90800, "9.0", False),
-        ("eng5_k2=1", 92301, "8.6", True),
-        ("eng5_k2=1", 92301, "9.0", False),
-        ("eng58", 92000, "12.0", True),
+        (HALF, "eng23_k2=1", 90799, "9.0", False),
+        (HALF, "eng23_k2=1", 90800, "9.0", True),
+        (HALF, "eng23", 91502, "8.6", True),
+        (HALF, "eng23_k2=1", 91600, "9.0", False),
+        (HALF, "eng230_k2=1", 90800, "9.0", False),
+        (FLAT, "eng23", 91500, "9.0", True),
+        (SOLID, "eng23", 80000, "9.0", True),
+        (SOLID, "eng23", 99900, "8.6", True),
+        (FLAT, "eng23", 99900, "9.0", False),
+        (DGRAD, "eng23_k2=1", 80000, "9.0", True),
+        (DGRAD, "eng23_k2=1", 99900, "8.6", True),
+        (SOLID_DGRAD, "eng23", 99900, "9.0", True),
+        (WGRAD, "eng23", 90800, "9.0", False),
+        (HALF, "eng5_k2=1", 92300, "8.6", False),
+        (HALF, "eng5_k2=1", 92301, "8.6", True),
+        (SOLID, "eng5", 92402, "8.6", True),
+        (HALF, "eng5_k2=1", 92500, "8.6", False),
+        (HALF, "eng5_k2=1", 92301, "9.0", False),
+        (DGRAD, "eng5_k2=1", 92301, "8.6", False),
+        *(
+            (problem, name, version, capability, refused)
+            for name in ("eng58", "eng63_k2=1")
+            for problem, version, capability, refused in (
+                (HALF, 80000, "12.0", True),
+                (SOLID, 99900, "12.0", True),
+                (HALF, 92000, "9.0", False),
+                (HALF, 92000, "12.1", False),
+                (DGRAD, 92000, "12.0", False),
+            )
+        ),
     ],
 )
-def test_the_denylist_goes_by_engine_version_and_device(name, version, capability, refused):
-    assert (denied(HALF, name, version, capability) is not None) == refused
+def test_the_denylist_goes_by_problem_engine_version_and_device(
+    problem, name, version, capability, refused
+):
+    assert (denied(problem, name, version, capability) is not None) == refused
 
 
 def test_every_denied_engine_has_a_source():

@@ -138,8 +138,9 @@ def right(x, w, b, z):
     return torch.relu(torch.conv2d(x, w, b, padding=1) + z)
 
 
-def test_an_engine_runs_what_it_was_made_for(cudnn):
-    given = posed()
+@pytest.mark.parametrize("dtype", plans.NUMBERS)
+def test_an_engine_runs_what_it_was_made_for(cudnn, dtype):
+    given = posed(dtype=dtype)
     torch.testing.assert_close([called(*given) for _ in range(3)], [right(*given)] * 3)
     assert len(cudnn.runs) == 3
     assert plans.MISSES == {}
@@ -160,11 +161,11 @@ def test_an_engine_that_is_gone_is_one_miss_and_the_other_still_runs(cudnn, capl
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda x, w, b, z: (x.double(), w.double(), b.double(), z.double()), "torch.float64"),
+        (lambda x, w, b, z: (x.long(), w.long(), b.long(), z.long()), "torch.int64"),
         (lambda x, w, b, z: (x, w, None, z), "bias False, add True"),
         (lambda x, w, b, z: (x, w, b, z[:1]), "(1, 6, 9, 9)"),
     ],
-    ids=["float64", "an add without bias", "a residual that broadcasts"],
+    ids=["integers", "an add without bias", "a residual that broadcasts"],
 )
 def test_what_no_engine_takes_is_a_miss_and_right(cudnn, caplog, change, reason):
     called(*posed())

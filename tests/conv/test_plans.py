@@ -9,10 +9,12 @@ from faked import GONE, HERE, fake_cudnn  # noqa: F401 - a fixture
 
 from steadytorch.conv import plans
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
+from steadytorch.conv.frontend import Target
 from steadytorch.conv.plans import Plan, check_operands, note_miss, planned
 from steadytorch.conv.problem import parse
 from steadytorch.errors import UnsupportedError
 
+FAULTY = "known to be faulty"
 KEY = "fprop/add_bias_relu/fp32/last/i2x8x9x9/w6x8x3x3/s1x1/p1x1/d1x1/g1"
 PROBLEM = parse(KEY)
 
@@ -133,6 +135,44 @@ def test_trying_an_engine_out_is_no_miss(plan, cudnn, caplog):
 def test_without_a_plan_pytorch_runs_it_and_the_reason_is_noted(cudnn, engine, reason):
     assert planned(PROBLEM, engine, HERE, by_pytorch) is by_pytorch
     assert reason in plans.MISSES[KEY]
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "capability", "runs"),
+    [
+        ("eng23_k2=4", 91500, "9.0", False),
+        ("eng23_k2=4", 91600, "9.0", True),
+        ("eng58", 91900, "12.0", False),
+        ("eng58", 91900, "9.0", True),
+    ],
+)
+def test_an_engine_on_the_denylist_is_not_made_by_its_name(
+    cudnn, monkeypatch, engine, version, capability, runs
+):
+    """Whoever named it: a stored plan, one that was imported, or one written by hand."""
+    monkeypatch.setattr(plans, "version", lambda: version)
+    monkeypatch.setattr(plans, "target", lambda device: Target(None, None, capability))
+    run = planned(PROBLEM, engine, HERE, by_pytorch)
+    torch.testing.assert_close(run(*operands()), by_pytorch(*operands()))
+    assert [name for _, name in cudnn.ran] == ([engine] if runs else [])
+    assert [r.split(":")[0] for r in plans.MISSES.values()] == ([] if runs else [FAULTY])
+
+
+def test_without_memory_for_its_workspace_a_call_falls_back_and_the_next_one_runs(
+    plan, cudnn, monkeypatch
+):
+    def no_memory(*size, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 bytes.\nmore")
+
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", no_memory)
+        y = plan.run(by_pytorch, *operands())
+    torch.testing.assert_close(y, by_pytorch(*operands()))
+    assert cudnn.runs == []
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 64 bytes."
+    assert {KEY: reason} == plans.MISSES
+    torch.testing.assert_close(plan.run(refused, *operands()), by_pytorch(*operands()))
+    assert len(cudnn.runs) == 1
 
 
 def test_what_is_noted_and_logged_has_an_end(cudnn, monkeypatch, caplog):

@@ -16,7 +16,7 @@ pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 from steadytorch.conv import plans
 from steadytorch.conv.choices import read_choices
 from steadytorch.conv.choose import Options, choose
-from steadytorch.conv.operator import plain_grad
+from steadytorch.conv.plain import plain_grad
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
 from steadytorch.transforms import ambient, create, set_ambient

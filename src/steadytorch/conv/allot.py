@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from steadytorch.conv.choices import Choice, read_choice
+from steadytorch.conv.choices import ATEN, Choice, read_choice
 from steadytorch.conv.choose import Options, Outcome, choose, first_sound
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import device_answers
@@ -72,7 +72,8 @@ def choose_all(
             )
         for problem in waiting:
             late = time.perf_counter() > end + grace_s
-            found[problem.key] = _unreached(problem, options_of[problem], before, device, late)
+            earlier = before.get(problem.key)
+            found[problem.key] = _unreached(problem, options_of[problem], earlier, device, late)
     return found
 
 
@@ -107,19 +108,19 @@ def _attempted(work: Callable[..., Outcome], *given: Any) -> Result:
 def _unreached(
     problem: ConvProblem,
     options: Options,
-    before: Mapping[str, Choice],
+    before: Choice | None,
     device: torch.device,
     late: bool,
 ) -> Result:
-    """What was chosen before, else the first engine that is sound if it is not too late for it."""
+    """What was chosen before if it is sound, else the first that is, if it is not too late."""
     alive = device_answers()
     reason = "the time ran out before" if alive else "the device failed at another before"
-    # Which engines are deterministic is seen only where they are listed.
-    if problem.key in before and not options.filters.repeatable:
-        return Result(before[problem.key], None, f"{reason}; the engine chosen earlier is kept")
-    if late or not alive:
-        return Result(None, None, reason)
-    result = _attempted(first_sound, problem, device, options)
+    own = before is not None and before.engine == ATEN
+    if own or late or not alive:
+        return Result(before if own else None, None, reason)
+    result = _attempted(first_sound, problem, device, options, before)
     if result.outcome is None:
         return result._replace(reason=f"{reason}, and {result.reason}")
-    return result._replace(reason=f"{reason}; this is the first of cuDNN's list that verifies")
+    kept = result.choice == before
+    what = "the engine chosen earlier, which" if kept else "the first of cuDNN's list that"
+    return result._replace(reason=f"{reason}; this is {what} verifies")

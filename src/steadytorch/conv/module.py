@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.conv.choices import ATEN, Choice
-from steadytorch.conv.operator import conv_engine_eagerly, plain
+from steadytorch.conv.operator import conv_engine_eagerly, observed
+from steadytorch.conv.plain import plain
 from steadytorch.conv.plans import DTYPES, Geometry
 from steadytorch.conv.problem import ConvProblem
+from steadytorch.conv.repeated import Repeated
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -59,6 +61,7 @@ class EngineConv(nn.Module):
         Padding of channels and another element type are done to the weights here, once.
         """
         self.choice = choice
+        self._call = Repeated(self.geometry, self.relu, choice.engine)
         weight, bias = self.weight.detach(), self.bias
         if choice.channels is not None and self.groups == 1:
             self._added_channels = max(0, choice.channels - weight.shape[1])
@@ -77,19 +80,21 @@ class EngineConv(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Maps (N, C, spatial) to (N, K, spatial), in the element type of `x`."""
+        weight, bias = self.weight, self.bias
         if self.choice.engine == ATEN:
             # As PyTorch's own operators, which a compiler around this can fuse with others.
-            return plain(x, self.weight, self.bias, other, self.relu, self.geometry)
-        outer, dtype = x.dtype, self.weight.dtype
+            return plain(x, weight, bias, other, self.relu, self.geometry)
+        outer, dtype = x.dtype, weight.dtype
         if outer != dtype:
             x, other = x.to(dtype), None if other is None else other.to(dtype)
         if self._added_channels:
             x = pad_channels(x, self._added_channels)
-        geometry: Any = self.geometry
-        y = conv_engine_eagerly(
-            *(x, self.weight, self.bias, other, *geometry, self.relu),
-            *(self.choice.engine, ATEN, ATEN),
-        )
+        if observed(x, weight) or torch.is_grad_enabled():
+            geometry: Any = self.geometry
+            engines = (self.choice.engine, ATEN, ATEN)
+            y = conv_engine_eagerly(x, weight, bias, other, *geometry, self.relu, *engines)
+        else:
+            y = self._call(x, weight, bias, other)
         return y if outer == dtype else y.to(outer)
 
 

@@ -17,6 +17,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import _profiler_enabled
 
 from steadytorch.conv.choices import ATEN
+from steadytorch.conv.plain import plain, plain_grad
 from steadytorch.conv.plans import (
     RUNNERS,
     Geometry,
@@ -33,7 +34,7 @@ from steadytorch.conv.plans import (
 from steadytorch.conv.problem import ConvProblem, Layout, Operation
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
 
-_FITTING = "engines take fp16, bf16 or float32, no broadcasting, and a bias with any add or ReLU"
+_FITTING = "engines take floats of 16, 32 or 64 bits, no broadcasting, and a bias with add or ReLU"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -52,23 +53,6 @@ _LIBRARY.define(
 )
 
 
-def plain(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    other: Tensor | None,
-    relu: bool,
-    geometry: Geometry,
-) -> Tensor:
-    """The same convolution, add and ReLU by PyTorch's own operators."""
-    stride, padding, dilation, groups = geometry
-    zeros = [0] * len(stride)
-    y = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
-    if other is not None:
-        y = y + other
-    return y.relu() if relu else y
-
-
 def _impl(
     x: Tensor,
     weight: Tensor,
@@ -83,19 +67,41 @@ def _impl(
     dgrad: str,
     wgrad: str,
 ) -> Tensor:
+    geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    return runner_of(x, weight, bias, other, geometry, relu, engine)(x, weight, bias, other)
+
+
+def runner_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    geometry: Geometry,
+    relu: bool,
+    engine: str,
+) -> Runner:
+    """What runs a call on this thread, and every one whose tensors are laid out alike.
+
+    Args:
+        x: the input.
+        weight: that it is convolved with.
+        bias: where there is one.
+        other: the residual, where there is one.
+        geometry: stride, padding and dilation as tuples, and groups.
+        relu: whether negative results become zero.
+        engine: the plan's name, or ATEN or HEURISTIC.
+    """
     key = (
-        *(engine, relu, groups, number_of(x.dtype) or x.dtype, x.device, x.shape, x.stride()),
-        *(weight.dtype, weight.device, weight.shape, weight.stride()),
-        *((None, None) if bias is None else (bias.dtype, bias.shape)),
-        *((None, None) if other is None else (other.dtype, other.shape)),
-        *(tuple(stride), tuple(padding), tuple(dilation)),
+        *(engine, relu, geometry, number_of(x.dtype) or x.dtype, x.device, x.shape, x.stride()),
+        *(weight.dtype, weight.get_device(), weight.shape, weight.stride()),
+        *((None, None, None) if bias is None else (bias.dtype, bias.get_device(), bias.shape)),
+        *((None, None, None) if other is None else (other.dtype, other.get_device(), other.shape)),
     )
     runner = RUNNERS.known.get(key)
     if runner is None:
-        geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
         runner = _runner(x, weight, bias, other, relu, geometry, engine)
         RUNNERS.known[key] = runner
-    return runner(x, weight, bias, other)
+    return runner
 
 
 def _runner(
@@ -193,31 +199,6 @@ def _grad_runner(
         note_miss(f"{operation} of {shapes}, {first.dtype},", engine, one_line(error), _FITTING)
         return fallback
     return planned(problem, engine, first.device, fallback)
-
-
-def plain_grad(
-    first: Tensor,
-    second: Tensor,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    geometry: Geometry,
-    operation: Operation,
-    layout: Layout,
-) -> Tensor:
-    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
-
-    PyTorch takes its layout from the operand that is not needed, and would copy one whose elements
-    share memory: a dense tensor stands in for it, of which nothing is read.
-    """
-    stride, padding, dilation, groups = geometry
-    by_input = operation == "dgrad"
-    grad = first if by_input else second
-    missing = empty(shapes[0 if by_input else 1], grad.dtype, grad.device, layout)
-    x, weight = (missing, second) if by_input else (first, missing)
-    found = torch.ops.aten.convolution_backward(
-        *(grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups),
-        [by_input, not by_input, False],
-    )
-    return found[0] if by_input else found[1]
 
 
 def _grad_fake(
@@ -329,22 +310,28 @@ class _Directly(torch.autograd.Function):
         )
 
 
+def observed(x: Tensor, weight: Tensor) -> bool:
+    """Whether something looks at the operators of a call on these.
+
+    That is: a compiler, a mode, a transform of functions, a profiler, or tensors of other types.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or not (type(x) in _PLAIN and type(weight) in _PLAIN)
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or _profiler_enabled()
+    )
+
+
 def conv_engine_eagerly(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """As `conv_engine`, sooner where nothing looks at its operators.
-
-    That is: no compiler, mode, transform of functions or profiler, and no tensors of other types.
 
     Args:
         x: the input.
         weight: that it is convolved with.
         rest: the operator's other arguments.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not (type(x) in _PLAIN and type(weight) in _PLAIN)
-        or _len_torch_dispatch_stack()
-        or peek_interpreter_stack() is not None
-        or _profiler_enabled()
-    ):
+    if observed(x, weight):
         return conv_engine(x, weight, *rest)
     return (_Directly.apply if torch.is_grad_enabled() else _impl)(x, weight, *rest)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from threading import Lock, local
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 
 from steadytorch.conv.choices import HEURISTIC
+from steadytorch.conv.denylist import denied
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT, Graph, list_engines
+from steadytorch.conv.frontend import version
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.problem import EPILOGUES, ConvProblem, Layout, Number
 from steadytorch.errors import UnsupportedError, one_line
@@ -24,12 +25,14 @@ NUMBERS: dict[torch.dtype, Number] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
 }
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "tf32": torch.float32,
+    "fp64": torch.float64,
 }
 MISSES: dict[str, str] = {}
 """Problems that fell back to PyTorch in this process, by key, each with the first reason."""
@@ -182,7 +185,7 @@ class Plan:
         workspace_bytes: scratch memory of a call.
 
     Raises:
-        UnsupportedError: there is no such plan here, or it does not build.
+        UnsupportedError: there is no such plan here, it is faulty, or it does not build.
     """
 
     def __init__(self, problem: ConvProblem, engine: str, device: torch.device) -> None:
@@ -191,7 +194,11 @@ class Plan:
         with torch.cuda.device(device):
             if engine == HEURISTIC:
                 engine = _first(problem, device)
-            self._graph = Graph(problem, target(device), engine)
+            where = target(device)
+            # Names also come from stored and imported plans, and from other versions of cuDNN.
+            if (reason := denied(problem, engine, version(), where.capability)) is not None:
+                raise UnsupportedError(reason)
+            self._graph = Graph(problem, where, engine)
             if engine not in self._graph.names:
                 raise UnsupportedError(f"this cuDNN has no plan {engine} for {problem.key}")
             self._index = self._graph.names.index(engine)
@@ -201,6 +208,7 @@ class Plan:
         self._output = _output_shape(problem)
         self._format = _memory_format(layout, len(self._output))
         self._strides = empty(self._output, self._dtype, torch.device("meta"), layout).stride()
+        self._spare: list[dict[int, int]] = []
 
     def run(
         self,
@@ -214,25 +222,32 @@ class Plan:
         form = self._format
         first = first.contiguous(memory_format=form)
         second = second.contiguous(memory_format=form)
-        pointers = {INPUT: first.data_ptr(), WEIGHT: second.data_ptr()}
-        if bias is not None:
-            bias = bias.contiguous()
-            pointers[BIAS] = bias.data_ptr()
-        if other is not None:
-            other = other.contiguous(memory_format=form)
-            pointers[OTHER] = other.data_ptr()
-        if reduce(or_, pointers.values()) % ALIGNMENT:
-            return self._missed(_UNALIGNED, _ALIGN, fallback, first, second, bias, other)
+        bias = None if bias is None else bias.contiguous()
+        other = None if other is None else other.contiguous(memory_format=form)
         # By strides: two thirds of the time that it takes by memory format.
         y = torch.empty_strided(self._output, self._strides, dtype=self._dtype, device=self._device)
-        pointers[OUTPUT] = y.data_ptr()
+        refused = self._refused(first, second, bias, other, y)
+        if refused is None:
+            return y
+        note_miss(self.problem.key, self.name, *refused)
+        return fallback(first, second, bias, other)
+
+    def _refused(
+        self, first: Tensor, second: Tensor, bias: Tensor | None, other: Tensor | None, y: Tensor
+    ) -> tuple[str, str] | None:
+        """Runs it; where that cannot be, the reason and what to do."""
+        # Kept from call to call; one amid another, as of a finalizer, finds none and makes its own.
+        pointers = self._spare.pop() if self._spare else {}
         try:
+            if _place(pointers, first, second, bias, other, y) % ALIGNMENT:
+                return _UNALIGNED, _ALIGN
             scratch = self._scratch()
             self._execute(pointers, 0 if scratch is None else scratch.data_ptr())
         except Exception as error:  # whatever cuDNN says, the model must run
-            why = one_line(error)
-            return self._missed(why, TUNE_AGAIN, fallback, first, second, bias, other)
-        return y
+            return one_line(error), TUNE_AGAIN
+        finally:
+            self._spare.append(pointers)
+        return None
 
     def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
         """Runs on the current stream; False where cuDNN refuses.
@@ -262,15 +277,26 @@ class Plan:
             return None
         return torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
 
-    def _missed(
-        self,
-        reason: str,
-        remedy: str,
-        fallback: Runner,
-        *operands: Any,
-    ) -> Tensor:
-        note_miss(self.problem.key, self.name, reason, remedy)
-        return fallback(*operands)
+
+def _place(
+    pointers: dict[int, int],
+    first: Tensor,
+    second: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    y: Tensor,
+) -> int:
+    """Writes addresses by tensor of the graph, always of the same; returns all of their bits."""
+    pointers[INPUT], pointers[WEIGHT] = first.data_ptr(), second.data_ptr()
+    pointers[OUTPUT] = y.data_ptr()
+    bits = pointers[INPUT] | pointers[WEIGHT]
+    if bias is not None:
+        pointers[BIAS] = bias.data_ptr()
+        bits |= pointers[BIAS]
+    if other is not None:
+        pointers[OTHER] = other.data_ptr()
+        bits |= pointers[OTHER]
+    return bits
 
 
 def planned(problem: ConvProblem, engine: str, device: torch.device, fallback: Runner) -> Runner:

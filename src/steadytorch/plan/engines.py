@@ -1,7 +1,7 @@
 """Engines of cuDNN that were chosen before: those of stored plans, and those kept without one.
 
-What is read here is where the next choice starts from, no more: an engine is verified and timed
-again before it is used, and a better one takes its place.
+What is read here is where the next choice starts from, no more: an engine is verified again before
+it is used, timed wherever the time reaches, and a better one takes its place.
 """
 
 from __future__ import annotations

@@ -246,7 +246,8 @@ def choose_engines(
         prefix: transforms under which the engines are to run: element type and layout decide.
         device: a CUDA device.
         deadline_s: seconds of choosing; convolutions that were not reached keep what was chosen
-            before, or get the first engine that verifies. One that raises keeps PyTorch's own.
+            before if it verifies, or get the first engine that does. One that raises is left to
+            PyTorch.
         deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
             They must anyway where `torch.backends.cudnn.deterministic` is set, or
             `torch.use_deterministic_algorithms`. Those that differ between two runs are left out

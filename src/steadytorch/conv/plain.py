@@ -1,0 +1,51 @@
+"""The same convolutions and gradients by PyTorch's own operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from steadytorch.conv.plans import Geometry, empty
+from steadytorch.conv.problem import Layout, Operation
+
+
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    other: Tensor | None,
+    relu: bool,
+    geometry: Geometry,
+) -> Tensor:
+    """The same convolution, add and ReLU by PyTorch's own operators."""
+    stride, padding, dilation, groups = geometry
+    zeros = [0] * len(stride)
+    y = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
+    if other is not None:
+        y = y + other
+    return y.relu() if relu else y
+
+
+def plain_grad(
+    first: Tensor,
+    second: Tensor,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    geometry: Geometry,
+    operation: Operation,
+    layout: Layout,
+) -> Tensor:
+    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
+
+    PyTorch takes its layout from the operand that is not needed, and would copy one whose elements
+    share memory: a dense tensor stands in for it, of which nothing is read.
+    """
+    stride, padding, dilation, groups = geometry
+    by_input = operation == "dgrad"
+    grad = first if by_input else second
+    missing = empty(shapes[0 if by_input else 1], grad.dtype, grad.device, layout)
+    x, weight = (missing, second) if by_input else (first, missing)
+    found = torch.ops.aten.convolution_backward(
+        *(grad, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups),
+        [by_input, not by_input, False],
+    )
+    return found[0] if by_input else found[1]
