@@ -68,8 +68,8 @@ def test_an_unknown_transform_is_refused(loaded):
 def test_a_candidate_is_applied_and_undone(loaded):
     loaded.set_up(EAGER)
     inputs = loaded._workload.inputs
-    assert loaded._model(*inputs).is_inference()
-    assert not loaded._workload.model(*inputs).is_inference()
+    assert not loaded._model(*inputs).requires_grad
+    assert loaded._workload.model(*inputs).requires_grad
 
 
 @pytest.mark.parametrize("ask", ["set_up", "block", "characterise"])
