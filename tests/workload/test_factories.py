@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
+import cloudpickle
 import pytest
 import torch
 
@@ -213,6 +216,30 @@ def test_files_next_to_it_can_be_imported_even_late(folder: Folder):
     folder.write("def make(): return nn.ReLU()", "steady_test_late.py")
     code = "def factory():\n    import steady_test_late as s\n    return s.make(), torch.ones(1)"
     assert folder.call(code).name == "model.py:factory"
+
+
+def test_threads_that_load_one_file_take_turns_and_both_travel_by_value(folder, monkeypatch):
+    meeting = Barrier(2)
+    monkeypatch.setattr(sys, "met", [], raising=False)
+
+    def inside():
+        try:
+            meeting.wait(0.2)
+            sys.met.append(True)  # type: ignore[attr-defined]
+        except BrokenBarrierError:
+            meeting.reset()
+
+    monkeypatch.setattr(sys, "inside", inside, raising=False)
+    spec = folder.write(
+        "import sys\nsys.inside()\nclass Own(nn.Linear):\n    pass\n"
+        "def factory():\n    return Own(2, 2), torch.ones(1, 2)\n"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call_factory, f"{spec}:factory", None, False) for _ in range(2)]
+        workloads = [call.result() for call in calls]
+    assert sys.met == []  # type: ignore[attr-defined]
+    for workload in workloads:
+        assert workload.model.__class__.__module__ in cloudpickle.list_registry_pickle_by_value()
 
 
 def test_the_search_path_is_as_it_was(folder: Folder):

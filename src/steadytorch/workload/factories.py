@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from steadytorch.workload.workload import Workload
 
 _RETURNS = "a factory returns a Workload, or a tuple (model, inputs)"
 _SHOWN_FRAMES = 6
+_IMPORTING = RLock()  # a factory may load another workload
 
 
 def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
@@ -173,19 +175,23 @@ def _workload(result: Any, spec: str, train: bool) -> Workload:
 
 @contextlib.contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Lets code be imported from a folder, and pickles by value what came from there alone."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(directory))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # the code may have removed it
-            sys.path.remove(str(directory))
-        for name in set(sys.modules) - before:
-            module = sys.modules[name]
-            if _only_from(directory, module):
-                cloudpickle.register_pickle_by_value(module)
+    """Lets code be imported from a folder, and pickles by value what came from there alone.
+
+    Threads take turns: what one imports would pass for imported before with another.
+    """
+    with _IMPORTING:
+        before = set(sys.modules)
+        sys.path.insert(0, str(directory))
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # the code may have removed it
+                sys.path.remove(str(directory))
+            for name in set(sys.modules) - before:
+                module = sys.modules[name]
+                if _only_from(directory, module):
+                    cloudpickle.register_pickle_by_value(module)
 
 
 def _only_from(directory: Path, module: ModuleType) -> bool:
