@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.runtime import probation
 from steadytorch.runtime.canary import Canary
 from steadytorch.runtime.executors import build
 from steadytorch.runtime.probation import WRITES, FirstCall, OnTrial
-from steadytorch.runtime.state import DRAWS, KEEPS_STATE
+from steadytorch.runtime.state import DRAWS, KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import TransformSpec
 
@@ -62,7 +63,9 @@ def watched(model, candidate, canary=None):
     if canary is None:
         watch = FirstCall(executor, weights, CPU)
     else:
-        watch = OnTrial(executor, weights, CPU, canary)
+        _, *copies = executor.modules
+        outdated = writes_of(copies[-1]) if copies else None
+        watch = OnTrial(executor, weights, CPU, canary, outdated)
 
     def answer():
         with torch.no_grad():
@@ -143,6 +146,23 @@ def test_on_trial_a_live_executor_between_probes_leaves_a_write_once():
     assert model.total == 1
 
 
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_on_trial_only_calls_that_both_answer_are_watched(candidate, monkeypatch):
+    begun = []
+
+    class Watch(probation._Watch):
+        def __init__(self, *given):
+            super().__init__(*given)
+            begun.append(True)
+
+    monkeypatch.setattr(probation, "_Watch", Watch)
+    answer, watches = watched(Base().eval(), candidate, Canary(1e-4, spacing=3)), []
+    for _ in range(8):
+        assert answer().fault is None
+        watches.append(len(begun))
+    assert watches == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
 def test_on_trial_it_goes_on_until_the_canary_has_found_something():
     answer = watched(Base().eval(), COPY, Canary(1e-4, looks=(12,), spacing=1))
     outcomes = [answer() for _ in range(13)]
@@ -156,7 +176,7 @@ def test_what_is_wrong_is_answered_by_the_model():
     executor = build(model, (X,), {}, LIVE)
     weights = Weights(model)
     weights.remember()
-    trial = OnTrial(executor, weights, CPU, Canary(1e-4))
+    trial = OnTrial(executor, weights, CPU, Canary(1e-4), None)
     outcome = trial.answer(lambda: model(X) + 1, lambda: model(X), [X])
     assert torch.equal(outcome.result, model(X))
     assert outcome.fault.startswith("wrong")

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from msgspec import convert
 from stored import make_plan, store_plan
-from torch import Tensor, nn
+from torch import nn
 
 from steadytorch import transforms
 from steadytorch.conv import allot, frontend
@@ -19,10 +17,8 @@ from steadytorch.plan.engines import known_engines
 from steadytorch.plan.store import Store
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import conv
 from steadytorch.tune.conv import (
-    ConvHandler,
     ConvReport,
     Layer,
     _beyond_fp16,
@@ -36,10 +32,12 @@ from steadytorch.tune.select import Options as SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
+from .choosing import chooser, workload
 
-def workload() -> Workload:
-    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
-    return Workload(nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8))
+
+@pytest.fixture
+def handler(monkeypatch, tmp_path):
+    return chooser(monkeypatch, tmp_path)
 
 
 def test_equal_convolutions_are_one_problem_with_the_names_of_all():
@@ -117,29 +115,6 @@ def test_where_values_are_large_fp16_is_no_choice(factor, layers):
 FAULT = "OutOfMemoryError: CUDA out of memory."
 
 
-def loaded(given: Workload, folder: Path) -> ConvHandler:
-    save_payload(given, folder)
-    made = ConvHandler(folder)
-    made.load("cpu", transforms.ambient())
-    return made
-
-
-@pytest.fixture
-def handler(monkeypatch, tmp_path):
-    """One that chooses on this machine; `bias_relu`, the larger problem, is out of memory."""
-
-    def chosen(problem, device, options, incumbent):
-        if problem.epilogue == "bias_relu":
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return Outcome(problem.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
-
-    monkeypatch.setattr(allot, "choose", chosen)
-    monkeypatch.setattr(frontend, "version", lambda: 91900)
-    monkeypatch.setattr(conv, "is_cold", lambda counts, device: False)
-    monkeypatch.setattr(conv, "_rates", lambda problem, device: (1.0, 1.0))
-    return loaded(workload(), tmp_path)
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_a_convolution_that_fails_keeps_pytorchs_own_and_the_others_their_engines(handler, known):
     failed, well = (problem.key for problem in _found(workload(), ()).problems)
@@ -159,83 +134,6 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
     assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
     keys = [problem.key for problem in _found(workload(), ()).problems]
     assert read_choices(report.choices) == dict.fromkeys(keys, Choice(ATEN))
-
-
-class Several(nn.Module):
-    """Convolutions of many kinds, one of which engines can run; `dtype` is that of `other`."""
-
-    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.plain = nn.Conv2d(3, 4, 3)
-        self.reflect = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
-        self.uneven = nn.Conv2d(4, 4, 2, padding="same")
-        self.up = nn.ConvTranspose2d(4, 4, 2)
-        self.up_again = nn.ConvTranspose2d(4, 4, 2)
-        self.other = nn.Conv1d(4, 4, 1, bias=False)
-        self.other.weight = nn.Parameter(torch.ones(4, 4, 1).to(dtype), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.up_again(self.up(self.uneven(self.reflect(self.plain(x)))))
-        z = y.mean(-1) + self.plain(x)[0].mean(-1)[:, :1]
-        return self.other(z.to(self.dtype)).to(x.dtype)
-
-
-OF_LAYERS = {
-    ("reflect",): "padding_mode 'reflect': engines pad with zeros",
-    ("uneven",): "another padding on either side of a dimension",
-    ("up", "up_again"): "a ConvTranspose2d: engines are for Conv1d, Conv2d and Conv3d",
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.usefixtures("handler")
-def test_convolutions_that_no_engine_can_run_are_named_with_the_reason(training, tmp_path):
-    model, inputs = Several(torch.int32), torch.randn(2, 3, 8, 8)
-    given = Workload(model.eval(), inputs)
-    if training:
-        optimizer = torch.optim.SGD([model.plain.weight], lr=0.1)
-        given = Workload.training(model.train(), inputs, torch.Tensor.sum, optimizer)
-    answer = loaded(given, tmp_path).choose([], 60.0, {}, {})
-    report = convert(answer, ConvReport)
-    assert {name for layer in report.layers for name in layer.names} == {"plain"}
-    found = {left.names: left.reason for left in report.left_out}
-    assert "no engines for torch.int32" in found.pop(("other",))
-    assert found == OF_LAYERS
-
-
-class Called(nn.Module):
-    """Convolutions that are called in unusual ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unbatched, self.hooked = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-        self.hooked.register_forward_hook(kept)
-
-    def forward(self, x: Tensor) -> Tensor:
-        called = nn.functional.conv2d(x, self.hooked.weight)
-        return self.unbatched(x[0]) + self.hooked(x) + called
-
-
-def kept(module: nn.Module, inputs: object, output: Tensor) -> None:
-    return None
-
-
-@pytest.mark.usefixtures("handler")
-def test_where_nothing_can_be_chosen_every_convolution_is_named(tmp_path):
-    given = Workload(Called().eval(), torch.randn(2, 3, 8, 8))
-    report = convert(loaded(given, tmp_path).choose([], 60.0, {}, {}), ConvReport)
-    assert report.layers == ()
-    assert {left.names: left.reason for left in report.left_out} == {
-        ("unbatched",): "an input of 3 dimensions: engines need 4",
-        ("hooked",): "a hook",
-        ("conv2d",): "a call of a function: engines are for layers",
-    }
-
-
-def test_where_engines_can_run_all_none_is_left_out(handler):
-    assert convert(handler.choose([], 60.0, {}, {}), ConvReport).left_out == ()
 
 
 @pytest.fixture

@@ -2,42 +2,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from steadytorch import transforms
-from steadytorch.device.facts import DeviceFacts
 from steadytorch.explain.finding import Finding
 from steadytorch.transforms.base import TransformSpec
-from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
-from steadytorch.tune.moves import Moves, describe, engine_prefix, recut, stem_of, suggested_by
+from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.tune.moves import Moves, describe, recut, stem_of, suggested_by
 from steadytorch.workload.workload import Workload
 
-GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
-CPU = DeviceFacts(device="cpu", cores_physical=8, cores_logical=16)
-ALL = list(dict.fromkeys(t.spec for facts in (GPU, CPU) for t in transforms.all_variants(facts)))
-WORKLOAD = Workload(nn.Linear(2, 2), torch.zeros(1, 2))
-REGIMES = ("launch-bound", "memory-bound", "compute-bound")
-
-subsets = st.lists(st.sampled_from(ALL), unique=True)
-precisions = st.sampled_from(PRECISIONS)
-
-
-def _single(name, **parameters):
-    (found,) = [s for s in ALL if s.name == name and dict(s.parameters) == parameters]
-    return found
-
-
-GRAPH, LAYOUT = _single("cuda_graph"), _single("channels_last")
-BF16, FP16 = (_single("cast_weights", dtype=dtype) for dtype in ("bf16", "fp16"))
-
-
-def _assert_sound(candidates, available):
-    assert len(set(candidates)) == len(candidates)
-    for candidate in candidates:
-        assert candidate
-        assert set(candidate) <= set(available)
-        assert candidate == transforms.order(candidate)
-        assert transforms.conflict(candidate, WORKLOAD) is None
+from .moving import (
+    ALL,
+    BF16,
+    FP16,
+    GRAPH,
+    LAYOUT,
+    REGIMES,
+    WORKLOAD,
+    assert_sound,
+    precisions,
+    single,
+    subsets,
+)
 
 
 @settings(deadline=None)
@@ -45,7 +30,7 @@ def _assert_sound(candidates, available):
 def test_seeds_are_sound_and_within_the_allowed_precision(available, precision, regime):
     moves = Moves(available, WORKLOAD, precision, regime)
     seeds = [*moves.seeds(), *moves.late()]
-    _assert_sound(seeds, available)
+    assert_sound(seeds, available)
     assert all(precision_of(candidate) in ALLOWED[precision] for candidate in seeds)
 
 
@@ -55,7 +40,7 @@ def test_neighbours_are_sound_allowed_and_one_step_away(available, precision, da
     moves = Moves(available, WORKLOAD, precision, "memory-bound")
     start = data.draw(st.sampled_from([(), *moves.seeds()]))
     neighbours = moves.neighbours(start)
-    _assert_sound(neighbours, available)
+    assert_sound(neighbours, available)
     for candidate in neighbours:
         assert candidate != start
         assert precision_of(candidate) in ALLOWED[precision]
@@ -68,7 +53,7 @@ def test_beyond_holds_only_what_is_not_allowed(available, precision, data):
     moves = Moves(available, WORKLOAD, precision, "memory-bound")
     leader = data.draw(st.sampled_from([(), *moves.seeds()]))
     beyond = moves.beyond(leader)
-    _assert_sound(beyond, available)
+    assert_sound(beyond, available)
     assert not any(precision_of(candidate) in ALLOWED[precision] for candidate in beyond)
 
 
@@ -113,8 +98,8 @@ def _fused(config="", **asked):
     return TransformSpec("fused_kernels", tuple(asked.items()))
 
 
-ENGINES = _single("cudnn_engines", choices="")
-FOLD = _single("fold_batch_norm")
+ENGINES = single("cudnn_engines", choices="")
+FOLD = single("fold_batch_norm")
 WITH_STEM = [_fused(), _fused(stem=True), _fused(stem=True, residual=True), _fused(residual=True)]
 
 
@@ -127,7 +112,7 @@ def test_a_stem_is_fused_before_engines_take_the_rest(regime):
     assert (FOLD, FP16, LAYOUT, ENGINES, GRAPH) in seeds[:3]
 
 
-FROZEN = _single("compile", mode="default", freezing=True)
+FROZEN = single("compile", mode="default", freezing=True)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -141,8 +126,8 @@ def test_engines_are_tried_without_a_graph_where_graphs_do_not_apply(regime, ste
     assert {transforms.order([*seed, GRAPH]) for seed in tried} <= set(with_graph)
 
 
-EAGER, REDUCE = _single("inference_mode"), _single("compile", mode="reduce-overhead", freezing=True)
-PLAIN = _single("compile", mode="default", freezing=False)
+EAGER, REDUCE = single("inference_mode"), single("compile", mode="reduce-overhead", freezing=True)
+PLAIN = single("compile", mode="default", freezing=False)
 TIMED = [regime for regime in REGIMES if regime != "memory-bound"]
 """Regimes of which there are records on GPUs."""
 
@@ -161,7 +146,7 @@ def test_where_graphs_apply_engines_are_tried_without_one_later(regime):
 
 @pytest.mark.parametrize("regime", TIMED)
 def test_what_never_came_near_the_best_is_late(regime):
-    autocast = _single("autocast", dtype="bf16")
+    autocast = single("autocast", dtype="bf16")
     available = [BF16, LAYOUT, ENGINES, FROZEN, PLAIN, REDUCE, autocast, EAGER, GRAPH]
     moves = Moves(available, WORKLOAD, "bf16", regime)
     strong, weak = set(moves.seeds()), set(moves.late())
@@ -202,12 +187,12 @@ def test_where_there_are_no_such_records_nothing_is_late(regime, available):
 
 
 def _attention(backend):
-    return _single("attention_backend", backend=backend)
+    return single("attention_backend", backend=backend)
 
 
 def test_attention_layout_and_compiler_are_varied_first():
     attention = [_attention(backend) for backend in ("flash", "cudnn")]
-    others = [FOLD, _single("cudnn_deterministic"), _single("gc_freeze")]
+    others = [FOLD, single("cudnn_deterministic"), single("gc_freeze")]
     available = [*others, BF16, LAYOUT, FROZEN, PLAIN, *attention, GRAPH]
     leader = (BF16, FROZEN, GRAPH)
     found = Moves(available, WORKLOAD, "bf16", "compute-bound").neighbours(leader)
@@ -251,55 +236,15 @@ def test_engines_and_fused_sums_are_never_tried_together():
 
 
 def test_engines_are_tried_alone_where_nothing_that_goes_with_them_applies():
-    engines, autocast = _single("cudnn_engines", choices=""), _single("autocast", dtype="bf16")
+    engines, autocast = single("cudnn_engines", choices=""), single("autocast", dtype="bf16")
     model = WORKLOAD.model
     training = Workload.training(model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
     seeds = Moves([engines, autocast], training, "same", "compute-bound").seeds()
     assert seeds == [(engines,)]
 
 
-TRAINING = Workload.training(WORKLOAD.model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
-TRAINABLE = ("channels_last", "autocast", "tf32", "cudnn_engines", "threads", "gc_freeze")
-COMPILED = _single("compile", mode="default", freezing=False)
-AUTOCAST = _single("autocast", dtype="bf16")
-OF_TRAINING = [*(s for s in ALL if s.name in TRAINABLE), COMPILED]
-
-
-@settings(deadline=None)
-@given(available=subsets, precision=precisions, regime=st.sampled_from(REGIMES))
-def test_seeds_of_training_are_sound_and_within_the_allowed_precision(available, precision, regime):
-    seeds = Moves(available, TRAINING, precision, regime).seeds()
-    _assert_sound(seeds, available)
-    assert all(precision_of(candidate) in ALLOWED[precision] for candidate in seeds)
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_training_begins_with_layout_compiler_and_mixed_precision_together(regime):
-    available = [s for s in OF_TRAINING if s.name != "cudnn_engines"]
-    seeds = Moves(available, TRAINING, "bf16", regime).seeds()
-    assert seeds[0] == transforms.order([LAYOUT, COMPILED, AUTOCAST])
-    singles = [c for c in seeds if len(c) == 1]
-    assert singles == [(AUTOCAST,), (COMPILED,), (LAYOUT,)]
-
-
-def test_training_at_its_own_precision_lowers_nothing():
-    seeds = Moves(OF_TRAINING, TRAINING, "same", "memory-bound").seeds()
-    assert {spec.name for c in seeds for spec in c} <= {"channels_last", "cudnn_engines", "compile"}
-
-
-def test_training_in_tf32_is_tried_where_that_is_allowed():
-    seeds = Moves(OF_TRAINING, TRAINING, "tf32", "compute-bound").seeds()
-    assert any(spec.name == "tf32" for spec in seeds[0])
-
-
-def test_engines_of_training_are_chosen_under_autocast():
-    prefix = engine_prefix([LAYOUT, AUTOCAST, BF16, COMPILED], "bf16", training=True)
-    assert prefix == transforms.order([LAYOUT, AUTOCAST])
-    assert engine_prefix([LAYOUT, AUTOCAST, BF16], "bf16") == transforms.order([LAYOUT, BF16])
-
-
 def test_beyond_drops_the_leaders_own_lower_precision():
-    tf32 = _single("tf32")
+    tf32 = single("tf32")
     moves = Moves([tf32, BF16, LAYOUT], WORKLOAD, "tf32", "memory-bound")
     assert moves.beyond((LAYOUT, tf32)) == [(BF16, LAYOUT)]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from steadytorch.errors import UsageError
 
@@ -189,17 +190,11 @@ def strides(shape: Sequence[int], layout: Layout) -> list[int]:
 
 def _seen(size: int, taps: int, stride: int, padding: int, dilation: int, outputs: int) -> int:
     """Positions along an axis of the input that are under a tap of the kernel for some output."""
-    count = 0
-    unseen: dict[int, int] = {}
+    under = np.zeros(size, bool)
     for tap in range(taps):
         first = tap * dilation - padding
-        # Of taps that meet the same positions, each meets them further on than the one before.
-        rest = first % stride
-        begin = max(first, unseen.get(rest, rest))
-        new = range(begin, min(first + outputs * stride, size), stride)
-        count += len(new)
-        unseen[rest] = begin + len(new) * stride
-    return count
+        under[max(first, first % stride) : max(first + outputs * stride, 0) : stride] = True
+    return int(under.sum())
 
 
 def _joined(numbers: Sequence[int]) -> str:

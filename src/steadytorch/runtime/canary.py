@@ -116,7 +116,7 @@ class Canary:
         run_untouched: Run,
         device: torch.device | str,
         inputs: Sequence[torch.Tensor] = (),
-        between: Callable[[], None] = lambda: None,
+        look: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Verdict | None]:
         """Answers one call.
 
@@ -128,7 +128,7 @@ class Canary:
             run_untouched: runs the model on them, as it would be served without the plan.
             device: where the work is done; on CUDA its current stream is synchronised.
             inputs: the tensors among the inputs; without them, writing to inputs goes unseen.
-            between: is called where both run, when one has and the other is yet to; not timed.
+            look: is called where both run, before the one and before the other; not timed.
 
         Returns:
             The result, and the verdict once there is one.
@@ -141,9 +141,9 @@ class Canary:
             if self._verdict is not None:  # another thread's, since we looked
                 return self._plain(run_tuned, run_untouched)
             if not self._verified:
-                result = self._first(run_tuned, run_untouched, inputs, between)
+                result = self._first(run_tuned, run_untouched, inputs, look)
             else:
-                result = self._probe(run_tuned, run_untouched, torch.device(device), between)
+                result = self._probe(run_tuned, run_untouched, torch.device(device), look)
             return result, self._verdict
         finally:
             self._lock.release()
@@ -165,9 +165,10 @@ class Canary:
         run_tuned: Run,
         run_untouched: Run,
         inputs: Sequence[torch.Tensor],
-        between: Callable[[], None],
+        look: Callable[[], None],
     ) -> Any:
         """Untouched first: whatever the executor does to the process, an answer is there."""
+        look()
         try:
             saved = [tensor.detach().clone() for tensor in inputs]
         except Exception as error:
@@ -175,7 +176,7 @@ class Canary:
             return run_untouched()
         expected = run_untouched()
         self._probes += 1
-        between()
+        look()
         try:
             if _differ(inputs, saved):
                 raise _Found("cannot be verified: the untouched model writes to its inputs")
@@ -218,12 +219,13 @@ class Canary:
         run_tuned: Run,
         run_untouched: Run,
         device: torch.device,
-        between: Callable[[], None],
+        look: Callable[[], None],
     ) -> Any:
-        tuned_first = self._rng.random() < 0.5
-        tuned = self._try(run_tuned, device) if tuned_first else None
-        if tuned_first:
-            between()
+        look()
+        tuned = None
+        if self._rng.random() < 0.5:
+            tuned = self._try(run_tuned, device)
+            look()
         try:
             expected, untouched_ns = self._timed(run_untouched, device)
         except Exception:
@@ -234,9 +236,9 @@ class Canary:
             self._settle(True, "not timed: beside a tuned result the untouched model raised")
             return expected
         self._probes += 1
-        if not tuned_first:
-            between()
-        tuned = tuned or self._try(run_tuned, device)
+        if tuned is None:
+            look()
+            tuned = self._try(run_tuned, device)
         try:
             if isinstance(tuned, _Found):
                 raise tuned

@@ -270,7 +270,7 @@ class Entries:
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        return OnTrial(executor, self.weights, device, canary)
+        return OnTrial(executor, self.weights, device, canary, entry.outdated)
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
         # Training reads weights as they are, at each call.

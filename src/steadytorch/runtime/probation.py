@@ -100,21 +100,30 @@ class FirstCall:
 class OnTrial:
     """Has the canary check and time the executor against the model on the first calls.
 
-    Each of these calls is watched: a model that leaves something behind in one of its branches may
-    take that one late.
+    A model that leaves something behind in one of its branches may take that one late. So a call
+    that both answer is watched, each time; one that the executor alone answers is looked at as are
+    all calls later on.
 
     Args:
         executor: to be watched.
         weights: of the model, as they were when it was built.
         device: where it runs.
         canary: for this executor.
+        outdated: whether a call was of other weights, or left something behind in a copy; None
+            where the executor runs the model itself.
     """
 
     def __init__(
-        self, executor: Executor, weights: Weights, device: torch.device, canary: Canary
+        self,
+        executor: Executor,
+        weights: Weights,
+        device: torch.device,
+        canary: Canary,
+        outdated: Callable[[], bool] | None,
     ) -> None:
         self._watched = executor, weights, device
-        self._device, self._canary = device, canary
+        self._weights, self._device, self._canary = weights, device, canary
+        self._outdated = outdated
         self._is_first = True
         self._fault: str | None = None
 
@@ -124,34 +133,73 @@ class OnTrial:
         Raises:
             Exception: of the untouched model, or of the executor in a call that is no probe.
         """
-        watch, ran, of_model = _Watch(*self._watched, self._is_first), [], []
-        self._is_first = False
-
-        def tuned() -> Any:
-            if self._fault is not None:
-                raise RuntimeError(self._fault)  # the canary lets the model answer
-            ran.append("tuned")
-            return run_tuned()
-
-        def untouched() -> Any:
-            ran.append("untouched")
-            of_model[:] = [run_untouched()]
-            return of_model[0]
-
-        def look() -> None:
-            found = watch.fault() if self._fault is None else None
-            if found is not None:
-                self._fault = found
-                if ran[-1:] == ["tuned"]:
-                    watch.undo()
-
-        result, verdict = self._canary.step(tuned, untouched, self._device, inputs, look)
-        look()
-        if self._fault is not None:
+        call = _Sides(run_tuned, run_untouched, self._watching, self._fault)
+        result, verdict = self._canary.step(
+            call.tuned, call.untouched, self._device, inputs, call.look
+        )
+        if call.watch is not None:
+            call.look()
+        elif call.ran == ["tuned"]:
+            if self._weights.changed():  # by this call, once
+                State(self._watched[0].modules[:1]).mend()
+                return Outcome(result, True, WRITES, True)
+            if self._outdated is not None and self._outdated():
+                call.fault = KEEPS_STATE
+        self._fault = call.fault
+        if call.fault is not None:
             # An answer that came before the model was put back is the right one.
-            answer = of_model[0] if of_model else run_untouched()
-            return Outcome(answer, True, self._fault, True, False)
+            answer = call.of_model[0] if call.of_model else run_untouched()
+            return Outcome(answer, True, call.fault, True, False)
         if verdict is None:
-            return Outcome(result, False, tuned="tuned" in ran)
+            return Outcome(result, False, tuned="tuned" in call.ran)
         fault = None if verdict.kept else verdict.reason
         return Outcome(result, True, fault, False, verdict.kept, verdict)
+
+    def _watching(self) -> _Watch:
+        is_first, self._is_first = self._is_first, False
+        return _Watch(*self._watched, is_first)
+
+
+class _Sides:
+    """One call on trial: which side ran, and what that left behind.
+
+    Args:
+        run_tuned: the executor's side.
+        run_untouched: the model's.
+        watching: begins to watch.
+        fault: found before, or None; then the executor does not run.
+
+    Attributes:
+        ran: the sides that did, in order.
+        of_model: the model's answer, once there is one.
+        watch: of a call that both answer.
+    """
+
+    def __init__(
+        self, run_tuned: Run, run_untouched: Run, watching: Callable[[], _Watch], fault: str | None
+    ) -> None:
+        self._run_tuned, self._run_untouched, self._watching = run_tuned, run_untouched, watching
+        self.fault = fault
+        self.watch: _Watch | None = None
+        self.ran: list[str] = []
+        self.of_model: list[Any] = []
+
+    def tuned(self) -> Any:
+        if self.fault is not None:
+            raise RuntimeError(self.fault)  # the canary lets the model answer
+        self.ran.append("tuned")
+        return self._run_tuned()
+
+    def untouched(self) -> Any:
+        self.ran.append("untouched")
+        self.of_model = [self._run_untouched()]
+        return self.of_model[0]
+
+    def look(self) -> None:
+        """Begins to watch, and then says what the sides left; puts back what the tuned one did."""
+        if self.watch is None:
+            self.watch = self._watching()
+        elif self.fault is None:
+            self.fault = self.watch.fault()
+            if self.fault is not None and self.ran[-1:] == ["tuned"]:
+                self.watch.undo()
