@@ -150,11 +150,11 @@ def test_an_engine_that_runs_nothing_is_not_the_fastest(lab, at, reason):
     assert (found.choice, left_out(found)) == ("eng2", {"eng1": reason})
 
 
-def test_in_float64_an_engine_may_add_up_in_another_order_and_not_in_float32(lab):
-    lab.factors = {"eng1": 1 + 1e-8, "eng2": 1 + 1e-14}
-    found = choose(parse(PLAIN.key.replace("fp32", "fp64")), CPU, WARM)
-    assert (found.choice, found.chosen.error) == ("eng2", pytest.approx(1e-14, rel=0.1))
-    assert left_out(found) == {"eng1": "relative error 1.0e-08 exceeds 1.0e-13"}
+def test_an_engine_that_computes_something_else_is_left_out_with_its_error(lab):
+    lab.factors = {"eng1": 1 + 1e-3}
+    found = choose(PLAIN, CPU, WARM)
+    assert found.choice == "eng2"
+    assert left_out(found)["eng1"].startswith("relative error 1.0e-03 exceeds ")
 
 
 def test_several_engines_may_raise_in_one_race(lab):
@@ -287,12 +287,7 @@ def test_few_channels_are_padded():
 
 @pytest.mark.parametrize(
     "key",
-    [
-        STEM.replace("x3x", "x64x"),
-        STEM.replace("last", "first"),
-        STEM.replace("fp16", "fp32"),
-        STEM.replace("fp16", "fp64"),
-    ],
+    [STEM.replace("x3x", "x64x"), STEM.replace("last", "first"), STEM.replace("fp16", "fp32")],
 )
 def test_others_are_not_padded(key):
     assert len(list(variants(parse(key), Options()))) == 1

@@ -26,8 +26,6 @@ HALF = parse(f"fprop/bias_relu/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1")
         "fprop/none/fp16/last/i8x64x28x28/w64x64x3x3/s1x1/p2x2/d2x2/g1",
         "fprop/bias/fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1",
         "fprop/bias_relu/fp16/last/i2x16x8x8x8/w32x16x3x3x3/s1x1x1/p1x1x1/d1x1x1/g1",
-        f"fprop/none/fp64/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
-        f"fprop/add_bias_relu/fp64/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
         *(
             f"{backward}/none/{rest}"
             for backward in ("dgrad", "wgrad")
@@ -36,7 +34,6 @@ HALF = parse(f"fprop/bias_relu/fp16/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1")
                 f"bf16/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
                 f"fp32/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
                 f"tf32/last/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
-                f"fp64/first/i8x64x28x28/w64x64x3x3/{WINDOW}/g1",
                 f"fp16/last/i8x64x28x28/w64x16x3x3/{WINDOW}/g4",
                 "fp16/last/i8x64x28x28/w64x64x3x3/s1x1/p2x2/d2x2/g1",
                 "fp16/first/i8x16x100/w32x16x5/s1/p2/d1/g1",

@@ -224,19 +224,12 @@ def test_layers_of_another_kind_are_left_alone(layer, asked):
     assert asked == []
 
 
-@pytest.mark.parametrize("given", [image()[0], image()[:0]])
+@pytest.mark.parametrize("given", [image()[0], image()[:0], image().double()])
 def test_what_engines_do_not_take_is_run_by_pytorch(given, asked):
     own = nn.Conv2d(3, 8, 3, dtype=given.dtype)
     expected = own(given)
     torch.testing.assert_close(equip(own, Engines({}))(given), expected)
     assert asked == []
-
-
-def test_float64_has_engines_of_its_own(asked):
-    layer = nn.Conv2d(3, 8, 3, dtype=torch.float64)
-    expected = layer(image().double())
-    torch.testing.assert_close(equip(layer, Engines({}))(image().double()), expected)
-    assert len(asked) == 1
 
 
 def test_what_pytorch_refuses_it_refuses_in_the_same_words():

@@ -69,13 +69,7 @@ _KNOBS = {
 }
 """The frontend's knobs by their numbers in plan names, which are those of `cudnnBackendKnobType_t`
 in cuDNN's header cudnn_graph.h; it has none for those that are deprecated there."""
-_TYPES = {
-    "fp16": "HALF",
-    "bf16": "BFLOAT16",
-    "fp32": "FLOAT",
-    "tf32": "FLOAT",
-    "fp64": "DOUBLE",
-}
+_TYPES = {"fp16": "HALF", "bf16": "BFLOAT16", "fp32": "FLOAT", "tf32": "FLOAT"}
 
 
 class Filters(msgspec.Struct, frozen=True):
@@ -151,13 +145,10 @@ class Graph:
     def _begin(self, target: Target) -> None:
         """Writes the problem down as a graph without plans."""
         cudnn = frontend()
-        computed = (
-            cudnn.data_type.DOUBLE if self.problem.number == "fp64" else cudnn.data_type.FLOAT
-        )
         settings: dict[str, Any] = {
             "io_data_type": self._number,
-            "intermediate_data_type": computed,
-            "compute_data_type": computed,
+            "intermediate_data_type": cudnn.data_type.FLOAT,
+            "compute_data_type": cudnn.data_type.FLOAT,
         }
         place = (
             {"handle": target.handle}

@@ -34,7 +34,7 @@ from steadytorch.conv.plans import (
 from steadytorch.conv.problem import ConvProblem, Layout, Operation
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
 
-_FITTING = "engines take floats of 16, 32 or 64 bits, no broadcasting, and a bias with add or ReLU"
+_FITTING = "engines take fp16, bf16 or float32, no broadcasting, and a bias with any add or ReLU"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -25,14 +25,12 @@ NUMBERS: dict[torch.dtype, Number] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
-    torch.float64: "fp64",
 }
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "tf32": torch.float32,
-    "fp64": torch.float64,
 }
 MISSES: dict[str, str] = {}
 """Problems that fell back to PyTorch in this process, by key, each with the first reason."""

@@ -14,7 +14,7 @@ from steadytorch.errors import UsageError
 
 Operation = Literal["fprop", "dgrad", "wgrad"]
 Epilogue = Literal["none", "bias", "bias_relu", "add_bias", "add_bias_relu"]
-Number = Literal["fp16", "bf16", "fp32", "tf32", "fp64"]
+Number = Literal["fp16", "bf16", "fp32", "tf32"]
 Layout = Literal["last", "first"]
 
 EPILOGUES: dict[tuple[bool, bool, bool], Epilogue] = {
@@ -30,13 +30,13 @@ _NUMBERS = r"[1-9]\d{0,9}(?:x[1-9]\d{0,9})*"
 _PADS = r"\d{1,10}(?:x\d{1,10})*"
 _GRAMMAR = re.compile(
     r"(?P<operation>fprop|dgrad|wgrad)/(?P<epilogue>none|bias|bias_relu|add_bias|add_bias_relu)"
-    r"/(?P<number>fp16|bf16|fp32|tf32|fp64)/(?P<layout>last|first)"
+    r"/(?P<number>fp16|bf16|fp32|tf32)/(?P<layout>last|first)"
     rf"/i(?P<input>{_NUMBERS})/w(?P<weight>{_NUMBERS})"
     rf"/s(?P<stride>{_NUMBERS})/p(?P<padding>{_PADS})/d(?P<dilation>{_NUMBERS})"
     r"/g(?P<groups>[1-9]\d{0,9})",
     re.ASCII,
 )
-_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4, "fp64": 8}
+_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 _MOST_SPATIAL = 3
 
 
@@ -46,8 +46,8 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         operation: forward, or the gradient by the input (dgrad) or by the weight (wgrad).
         epilogue: what is fused behind it, in this order: residual add, bias, ReLU.
-        number: element type of input, weight and output, accumulated in float32, or in float64 for
-            `fp64`; `tf32` is float32 data that may be rounded to TF32.
+        number: element type of input, weight and output, accumulated in float32; `tf32` is float32
+            data that may be rounded to TF32.
         layout: channels `last` or `first`; the same for input, weight and output.
         input: N, C and 1 to 3 spatial sizes, of the forward input whatever the operation.
         weight: K, C / groups and the kernel's sizes.
