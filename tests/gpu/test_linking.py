@@ -74,6 +74,24 @@ def test_results_are_the_models_and_stay_whatever_the_addresses(net, half):
         assert len({result.data_ptr() for result in found}) == len(inputs)
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_nothing_is_written_but_the_output_where_larger_tensors_lay_before(net, half):
+    x = images(1)[0]
+    model, x = (net.half(), x.half()) if half else (net, x)
+    with torch.no_grad():
+        graph, recorded = made(model, x)
+        (pointer,), result = recorded.linked.outputs, recorded.outputs
+        assert pointer is not None
+        memory = torch.full((1 << 20,), 7.0, dtype=result.dtype, device="cuda")
+        middle = memory[1 << 19 :][: result.numel()]
+        assert pointer.point(middle.data_ptr())
+        recorded.replay()
+        torch.testing.assert_close(middle.view_as(result), model(x), rtol=1e-3, atol=1e-3)
+        middle.fill_(7.0)
+        assert bool((memory == 7.0).all())
+    graph.reset()
+
+
 def test_addresses_that_are_not_aligned_are_copied():
     long = torch.randn(1001, device="cuda")
     with CudaGraph().applied(Workload(lambda x: x * 2, (long[:1000].clone(),), {})) as workload:

@@ -7,10 +7,10 @@ from steadytorch.transforms import linking, pointers
 from steadytorch.transforms.linking import (
     PointerNode,
     is_read_through,
-    is_written_through,
     link,
     placer,
     rest,
+    written_through,
 )
 from steadytorch.transforms.pointers import Pointer, kernels_of
 
@@ -40,13 +40,16 @@ class Recording:
         outputs = [self.y] if outputs is None else outputs
         return is_read_through(pointer, self.x, self.graph.replay, outputs)
 
-    def written(self, *others):
-        pointer = Pointer(self.kernels, 2, self.y)
-        return is_written_through(pointer, self.y, self.graph.replay, [self.y, *others])
+    def written(self, *others, room=1 << 12):
+        def pointer(static, kernels):
+            return Pointer(kernels, 2, static)
 
-    def link(self, monkeypatch, is_own=lambda tensor: True):
+        outputs = [self.y, *others]
+        return written_through(self.kernels, pointer, self.y, self.graph.replay, outputs, room)
+
+    def link(self, monkeypatch, room=1 << 12):
         monkeypatch.setattr(linking, "cuda_driver", lambda: self.driver)
-        return link(self.graph, self.graph.replay, [self.x], [self.y], is_own)
+        return link(self.graph, self.graph.replay, [self.x], [self.y], lambda tensor: room)
 
 
 def test_what_kernels_alone_use_needs_no_copy_and_is_as_before_after_the_proof():
@@ -65,16 +68,87 @@ def test_what_another_node_reads_has_to_be_copied():
     assert found.x.tolist() == [1, 2, 3, 4]
 
 
-def test_what_another_node_writes_has_to_be_copied_out():
+@pytest.mark.parametrize("last", [False, True])
+def test_what_another_node_writes_last_has_to_be_copied_out(last):
     def zero(address, count):
         float_at(address[0], count[0])[:] = [0.0] * count[0]
 
     y = torch.zeros(4)
-    before = Node(zero, "Qi", [(y.data_ptr(),), (1,)], COPY)
+    other = Node(zero, "Qi", [(y.data_ptr(),), (1,)], COPY)
     found = Recording()
-    found.graph.nodes = (before, adding(found.x, y))
+    nodes = (adding(found.x, y), other)
+    found.graph.nodes = nodes if last else nodes[::-1]
     found.y, found.kernels = y, kernels_of(found.driver, 1)
+    assert (found.written() is None) is last
+
+
+def summing(x, y, count=4):
+    """The node for `y += x`."""
+
+    def add(source, target, number):
+        for i, value in enumerate(float_at(source[0], number[0])):
+            float_at(target[0], number[0])[i] += value
+
+    return Node(add, "QQi", [(x.data_ptr(),), (y.data_ptr(),), (count,)])
+
+
+class Reused(Recording):
+    """`y = x[:4] + 2`, where `x + 1` lay in eight numbers before of which `y` takes half."""
+
+    def __init__(self):
+        super().__init__(x=torch.arange(1.0, 9.0))
+        memory, z = torch.zeros(8), torch.zeros(8)
+        self.y, self.z = memory[:4], z
+        self.graph.nodes = (adding(self.x, memory), adding(memory, z), adding(z[:4], self.y))
+        self.kernels = kernels_of(self.driver, 1)
+
+
+def test_kernels_that_use_what_lay_there_before_keep_it(monkeypatch):
+    found = Reused()
+    (_, (pointer,)) = found.link(monkeypatch)
+    memory = torch.full((16,), 99.0)
+    before = found.driver.puts
+    assert pointer.point(memory[4:8].data_ptr())
+    assert found.driver.puts == before + 1
+    found.graph.replay()
+    assert memory[4:8].tolist() == [4, 5, 6, 7]
+    assert set(memory[:4].tolist() + memory[8:].tolist()) == {99}
+
+
+def test_an_output_whose_kernels_write_past_its_end_has_to_be_copied_out():
+    found = Recording()
+    memory = torch.zeros(8)
+    found.y = memory[:4]
+    found.graph.nodes = (adding(torch.arange(8.0), memory), summing(found.x, found.y))
+    found.kernels = kernels_of(found.driver, 1)
     assert not found.written()
+    found.graph.nodes = (adding(found.x, found.y), summing(found.x, found.y))
+    found.kernels = kernels_of(found.driver, 1)
+    assert found.written()
+
+
+@pytest.mark.parametrize("kind", [0, COPY])
+def test_what_is_added_to_follows_with_what_was_there(kind):
+    """Were it left behind, a sum with bytes that make a tiny number would pass for right."""
+    x, y = torch.arange(1.0, 5.0), torch.zeros(4)
+    found = Recording(x=x)
+    found.graph.nodes = (adding(x, y, kind), summing(x, y))
+    found.y, found.kernels = y, kernels_of(found.driver, 1)
+    pointer = found.written()
+    assert (pointer is None) is (kind == COPY)
+    assert pointer is None or len(pointer._kernels) == 2
+
+
+def test_without_memory_to_try_it_the_output_is_copied_out(monkeypatch):
+    found = Recording()
+
+    def refuse(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as without:
+        without.setattr(torch, "empty", refuse)
+        assert found.written() is None
+    assert found.written() is not None
 
 
 def test_an_output_that_a_later_kernel_reads_follows_for_both():
@@ -147,7 +221,7 @@ def test_memory_of_others_is_never_written_over_for_a_proof(monkeypatch):
     seen = []
     replay = found.graph.replay
     found.graph.replay = lambda: (seen.append(found.y.tolist()), replay())
-    _, (pointer,) = found.link(monkeypatch, is_own=lambda tensor: False)
+    _, (pointer,) = found.link(monkeypatch, room=0)
     assert pointer is None
     assert [3.0] * 4 in seen
     assert all(len(set(each)) == 1 or each == [2, 3, 4, 5] for each in seen)
@@ -159,7 +233,7 @@ def test_small_outputs_and_those_that_share_memory_are_copied_out(monkeypatch):
     assert found.link(monkeypatch).outputs == [None]
     monkeypatch.setattr(linking, "LEAST_BYTES", 16)
     monkeypatch.setattr(linking, "cuda_driver", lambda: found.driver)
-    twice = link(found.graph, found.graph.replay, [found.x], [found.y, found.y], lambda t: True)
+    twice = link(found.graph, found.graph.replay, [found.x], [found.y, found.y], lambda t: 99)
     assert twice.outputs == [None, None]
 
 
@@ -167,7 +241,7 @@ def test_without_the_driver_everything_is_copied(monkeypatch):
     found = Recording()
     monkeypatch.setattr(linking, "cuda_driver", lambda: None)
     monkeypatch.setattr(linking, "add_copy_nodes", lambda graph, targets: [])
-    linked = link(found.graph, found.graph.replay, [found.x], [found.y], lambda tensor: True)
+    linked = link(found.graph, found.graph.replay, [found.x], [found.y], lambda tensor: 99)
     assert linked == ([], [None])
     assert found.graph.instantiated == 1
 

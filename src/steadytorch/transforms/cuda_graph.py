@@ -110,14 +110,15 @@ class _Pool:
         self.last_address: int | None = None
         self.last: torch.cuda.Stream | None = None
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
+    def room(self, tensor: torch.Tensor) -> int:
+        """Bytes from where a tensor starts to the end of its segment; 0 if it lies elsewhere."""
         at = tensor.data_ptr()
-        return any(
-            tuple(segment["segment_pool_id"]) == tuple(self.handle)
-            and segment["address"] <= at < segment["address"] + segment["total_size"]
+        ends = (
+            segment["address"] + segment["total_size"]
             for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self.handle) and segment["address"] <= at
         )
+        return next((end - at for end in ends if at < end), 0)
 
     def follow(self) -> None:
         """Makes replays run on the current stream, after what the last one was given."""
@@ -175,7 +176,7 @@ def _record(
                     ):
                         outputs = model(*static.args, **static.kwargs)
                     linked = link(
-                        graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.owns
+                        graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.room
                     )
             except Exception as error:
                 raise UnsupportedError(

@@ -3,7 +3,9 @@
 A static input need not be copied to, nor an output copied out, if every kernel that uses it is
 given another address (`pointers`). Which these are is found by looking for addresses within the
 tensor among all parameters, and is believed only after replays have shown it: with the tensor
-elsewhere results are the same bits, and the place it was recorded at is neither read nor written.
+elsewhere results are the same bits. An input's own place is neither read nor written then. An
+output's may be: before the output was made other tensors lay there, larger ones too, and the
+kernels that use those keep it.
 
 What a descriptor hides, or a node that is no kernel uses, fails that proof, and is copied: inputs
 by nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
@@ -19,13 +21,18 @@ from torch import Tensor
 
 from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes, cuda_driver
 from steadytorch.transforms.input_nodes import InputNode
-from steadytorch.transforms.pointers import Pointer, kernels_of
+from steadytorch.transforms.pointers import Kernel, Pointer, kernels_of
 from steadytorch.transforms.static_buffers import Placer
 
 LEAST_BYTES = 1 << 20
 """Outputs below this are copied out: the host would be busy with their place before the replay, and
 is not with a copy after it."""
-_SENTINEL = 0xA5
+_SENTINELS = (0xFF, 0x7B)
+"""Bytes of NaN, and of a large number, in each floating-point type: what is added to shows."""
+_GUARD_BYTES = 1 << 16
+"""Before and after an output that is tried elsewhere; a multiple of how addresses are aligned."""
+_MOST_WRITERS = 16
+"""Kernels that are tried as those that use an output: each more costs two replays."""
 
 
 class PointerNode(InputNode):
@@ -55,7 +62,7 @@ def placer(pointer: Pointer, static: Tensor) -> Placer:
     """Has the next replay write an output to new memory.
 
     Args:
-        pointer: of the output, shown to be sound by `is_written_through`.
+        pointer: of the output, from `written_through`.
         static: the output as recorded.
 
     Returns:
@@ -101,7 +108,7 @@ def link(
     replay: Callable[[], None],
     inputs: list[Tensor],
     outputs: list[Tensor],
-    is_own: Callable[[Tensor], bool],
+    room: Callable[[Tensor], int],
 ) -> Linked:
     """Instantiates a recorded graph, and finds out what need not be copied.
 
@@ -110,14 +117,15 @@ def link(
         replay: runs it once; done a few times.
         inputs: the static inputs.
         outputs: what the recording returned.
-        is_own: whether a tensor lies in memory of the graph's own, where nobody else looks.
+        room: bytes from where a tensor starts to the end of memory that is the graph's own, where
+            nobody else looks; 0 for a tensor elsewhere.
     """
     driver = cuda_driver()
     graph.instantiate()
     kernels = [] if driver is None else kernels_of(driver, graph.raw_cuda_graph())
 
-    def pointer(static: Tensor) -> Pointer:
-        return Pointer(kernels, graph.raw_cuda_graph_exec(), static)
+    def pointer(static: Tensor, writers: Sequence[Kernel] = kernels) -> Pointer:
+        return Pointer(writers, graph.raw_cuda_graph_exec(), static)
 
     known = bool(kernels) and all(map(is_dense, [*inputs, *outputs]))
     read = [
@@ -125,11 +133,9 @@ def link(
         for each in inputs
     ]
     written = [
-        known
-        and _is_large(each)
-        and _is_alone(each, outputs)
-        and is_own(each)
-        and is_written_through(pointer(each), each, replay, outputs)
+        written_through(kernels, pointer, each, replay, outputs, room(each))
+        if known and _is_large(each) and _is_alone(each, outputs)
+        else None
         for each in outputs
     ]
     copied = [each for each, through in zip(inputs, read, strict=True) if not through]
@@ -139,10 +145,7 @@ def link(
         for each, through in zip(inputs, read, strict=True)
     ]
     linked = [node for node in nodes if node is not None]
-    return Linked(
-        linked if len(linked) == len(inputs) else [],
-        [pointer(e) if through else None for e, through in zip(outputs, written, strict=True)],
-    )
+    return Linked(linked if len(linked) == len(inputs) else [], written)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -197,28 +200,73 @@ def is_read_through(
         pointer.point(pointer.own)
 
 
-def is_written_through(
-    pointer: Pointer, static: Tensor, replay: Callable[[], None], outputs: Sequence[Tensor]
-) -> bool:
-    """Whether replays put an output where it points, whole, and touch nothing where it was.
+def written_through(
+    kernels: Sequence[Kernel],
+    pointer: Callable[[Tensor, Sequence[Kernel]], Pointer],
+    static: Tensor,
+    replay: Callable[[], None],
+    outputs: Sequence[Tensor],
+    room: int,
+) -> Pointer | None:
+    """What has replays put an output elsewhere, whole, and touch nothing else there.
+
+    The kernels that use the output come after all that use what lay in its memory before. So these
+    are the last few, and the fewest with which replays give the same bits.
 
     Args:
-        pointer: of the output.
+        kernels: of the graph, in the order in which they were recorded.
+        pointer: makes one of a tensor for some of them.
         static: the output, dense; it has the results of a replay when this returns.
         replay: runs the graph once.
         outputs: all of the graph's, `static` among them.
+        room: bytes, see `link`.
+
+    Returns:
+        None where it has to be copied out.
     """
-    if not pointer.is_used:
-        return False
-    expected, elsewhere = _after(replay, outputs), torch.empty_like(static)
+    start, size = static.data_ptr(), static.numel() * static.element_size()
+    users = [kernel for kernel in kernels if kernel.cells_within(start, size)]
+    if not room:
+        return None
+    try:
+        # Those that use what lay there before may write up to the end of what is the graph's own.
+        memory = torch.empty(
+            2 * _GUARD_BYTES + max(room, size), dtype=torch.uint8, device=static.device
+        )
+    except torch.OutOfMemoryError:
+        return None
+    for count in range(1, min(len(users), _MOST_WRITERS) + 1):
+        found = pointer(static, users[-count:])
+        if found.is_used and all(
+            _is_whole(found, static, replay, outputs, memory, sentinel) for sentinel in _SENTINELS
+        ):
+            return found
+    return None
+
+
+def _is_whole(
+    pointer: Pointer,
+    static: Tensor,
+    replay: Callable[[], None],
+    outputs: Sequence[Tensor],
+    memory: Tensor,
+    sentinel: int,
+) -> bool:
+    """Whether a replay whose pointer leads into other memory gives the same bits, and no more."""
+    expected, size = _after(replay, outputs), static.numel() * static.element_size()
+    inner = memory[_GUARD_BYTES : _GUARD_BYTES + size].view(static.dtype)
+    elsewhere = inner.as_strided(static.shape, static.stride())
     results = [elsewhere if output is static else output for output in outputs]
     try:
-        for memory in (static, elsewhere):
-            as_bytes(memory).fill_(_SENTINEL)
+        as_bytes(static).fill_(sentinel)
+        memory.fill_(sentinel)
         if not pointer.point(elsewhere.data_ptr()):
             return False
         found = _after(replay, results)
-        return all(map(same_bits, found, expected)) and bool((as_bytes(static) == _SENTINEL).all())
+        around = (memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :])
+        return all(map(same_bits, found, expected)) and all(
+            bool((zone == sentinel).all()) for zone in around
+        )
     finally:
         pointer.point(pointer.own)
         replay()
