@@ -44,7 +44,7 @@ class Node:
 
 
 class Graph:
-    """A recorded graph; its own handle is 1, its executable's is 2, and nodes count from 1."""
+    """A recorded graph; its own handle is 1, its first executable's 2, and nodes count from 1."""
 
     def __init__(self, *nodes: Node) -> None:
         self.nodes, self.instantiated = nodes, 0
@@ -58,7 +58,7 @@ class Graph:
         return 1
 
     def raw_cuda_graph_exec(self) -> int:
-        return 2
+        return max(2, 1 + self.instantiated)
 
     def replay(self) -> None:
         for node in self.nodes:
@@ -93,7 +93,7 @@ class Driver:
         return 0
 
     def cuGraphExecKernelNodeSetParams_v2(self, executable: Any, node: Any, given: Any) -> int:  # noqa: N802
-        assert executable.value == 2
+        assert executable.value == self.graph.raw_cuda_graph_exec()
         self.puts += 1
         if "put" in self.refuses:
             return 1

@@ -10,7 +10,7 @@ from steadytorch.transforms.linking import (
     link,
     placer,
     rest,
-    written_through,
+    writers_of,
 )
 from steadytorch.transforms.pointers import Pointer, kernels_of
 
@@ -45,7 +45,7 @@ class Recording:
             return Pointer(kernels, 2, static)
 
         outputs = [self.y, *others]
-        return written_through(self.kernels, pointer, self.y, self.graph.replay, outputs, room)
+        return writers_of(self.y, self.kernels, pointer, self.graph.replay, outputs, room)
 
     def link(self, monkeypatch, room=1 << 12):
         monkeypatch.setattr(linking, "cuda_driver", lambda: self.driver)
@@ -79,7 +79,7 @@ def test_what_another_node_writes_last_has_to_be_copied_out(last):
     nodes = (adding(found.x, y), other)
     found.graph.nodes = nodes if last else nodes[::-1]
     found.y, found.kernels = y, kernels_of(found.driver, 1)
-    assert (found.written() is None) is last
+    assert bool(found.written()) is not last
 
 
 def summing(x, y, count=4):
@@ -134,9 +134,7 @@ def test_what_is_added_to_follows_with_what_was_there(kind):
     found = Recording(x=x)
     found.graph.nodes = (adding(x, y, kind), summing(x, y))
     found.y, found.kernels = y, kernels_of(found.driver, 1)
-    pointer = found.written()
-    assert (pointer is None) is (kind == COPY)
-    assert pointer is None or len(pointer._kernels) == 2
+    assert len(found.written()) == (0 if kind == COPY else 2)
 
 
 def test_without_memory_to_try_it_the_output_is_copied_out(monkeypatch):
@@ -147,8 +145,8 @@ def test_without_memory_to_try_it_the_output_is_copied_out(monkeypatch):
 
     with monkeypatch.context() as without:
         without.setattr(torch, "empty", refuse)
-        assert found.written() is None
-    assert found.written() is not None
+        assert not found.written()
+    assert found.written()
 
 
 def test_an_output_that_a_later_kernel_reads_follows_for_both():
@@ -235,6 +233,18 @@ def test_small_outputs_and_those_that_share_memory_are_copied_out(monkeypatch):
     monkeypatch.setattr(linking, "cuda_driver", lambda: found.driver)
     twice = link(found.graph, found.graph.replay, [found.x], [found.y, found.y], lambda t: 99)
     assert twice.outputs == [None, None]
+
+
+def test_outputs_are_linked_to_the_graph_that_copies_inputs(monkeypatch):
+    found = Recording()
+    monkeypatch.setattr(linking, "is_read_through", lambda *args: False)
+    monkeypatch.setattr(linking, "add_copy_nodes", lambda graph, targets: graph.instantiate() or [])
+    _, (pointer,) = found.link(monkeypatch)
+    assert found.graph.instantiated == 2
+    elsewhere = torch.zeros(4)
+    assert pointer.point(elsewhere.data_ptr())
+    found.graph.replay()
+    assert elsewhere.tolist() == [2, 3, 4, 5]
 
 
 def test_without_the_driver_everything_is_copied(monkeypatch):

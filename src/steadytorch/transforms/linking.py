@@ -62,7 +62,7 @@ def placer(pointer: Pointer, static: Tensor) -> Placer:
     """Has the next replay write an output to new memory.
 
     Args:
-        pointer: of the output, from `written_through`.
+        pointer: of the output, of its `writers_of`.
         static: the output as recorded.
 
     Returns:
@@ -132,10 +132,10 @@ def link(
         known and len(inputs) <= MOST and is_read_through(pointer(each), each, replay, outputs)
         for each in inputs
     ]
-    written = [
-        written_through(kernels, pointer, each, replay, outputs, room(each))
+    writers = [
+        writers_of(each, kernels, pointer, replay, outputs, room(each))
         if known and _is_large(each) and _is_alone(each, outputs)
-        else None
+        else ()
         for each in outputs
     ]
     copied = [each for each, through in zip(inputs, read, strict=True) if not through]
@@ -145,7 +145,11 @@ def link(
         for each, through in zip(inputs, read, strict=True)
     ]
     linked = [node for node in nodes if node is not None]
-    return Linked(linked if len(linked) == len(inputs) else [], written)
+    # Made now, because the graph was instantiated anew where nodes were added.
+    return Linked(
+        linked if len(linked) == len(inputs) else [],
+        [pointer(e, found) if found else None for e, found in zip(outputs, writers, strict=True)],
+    )
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -200,48 +204,47 @@ def is_read_through(
         pointer.point(pointer.own)
 
 
-def written_through(
+def writers_of(
+    static: Tensor,
     kernels: Sequence[Kernel],
     pointer: Callable[[Tensor, Sequence[Kernel]], Pointer],
-    static: Tensor,
     replay: Callable[[], None],
     outputs: Sequence[Tensor],
     room: int,
-) -> Pointer | None:
-    """What has replays put an output elsewhere, whole, and touch nothing else there.
+) -> Sequence[Kernel]:
+    """The kernels that have to be pointed elsewhere for an output to be put there.
 
-    The kernels that use the output come after all that use what lay in its memory before. So these
-    are the last few, and the fewest with which replays give the same bits.
+    Those that use the output come after all that use what lay in its memory before. So they are the
+    last few, and the fewest with which replays give the same bits and touch nothing else there.
 
     Args:
+        static: the output, dense; it has the results of a replay when this returns.
         kernels: of the graph, in the order in which they were recorded.
         pointer: makes one of a tensor for some of them.
-        static: the output, dense; it has the results of a replay when this returns.
         replay: runs the graph once.
         outputs: all of the graph's, `static` among them.
         room: bytes, see `link`.
 
     Returns:
-        None where it has to be copied out.
+        None at all where the output has to be copied out.
     """
     start, size = static.data_ptr(), static.numel() * static.element_size()
     users = [kernel for kernel in kernels if kernel.cells_within(start, size)]
     if not room:
-        return None
+        return ()
+    # Those that use what lay there before may write up to the end of what is the graph's own.
+    length = 2 * _GUARD_BYTES + max(room, size)
     try:
-        # Those that use what lay there before may write up to the end of what is the graph's own.
-        memory = torch.empty(
-            2 * _GUARD_BYTES + max(room, size), dtype=torch.uint8, device=static.device
-        )
+        memory = torch.empty(length, dtype=torch.uint8, device=static.device)
     except torch.OutOfMemoryError:
-        return None
+        return ()
     for count in range(1, min(len(users), _MOST_WRITERS) + 1):
         found = pointer(static, users[-count:])
         if found.is_used and all(
             _is_whole(found, static, replay, outputs, memory, sentinel) for sentinel in _SENTINELS
         ):
-            return found
-    return None
+            return users[-count:]
+    return ()
 
 
 def _is_whole(
