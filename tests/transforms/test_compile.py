@@ -57,6 +57,40 @@ class TestCompiling:
             torch.testing.assert_close(compiled.model(transposed), made.model(transposed))
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
+    def test_attributes_of_the_models_own_modules_are_seen_and_frozen_again(self, frozen_graphs):
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.factor = nn.Linear(4, 4), 2.0
+
+            def forward(self, x):
+                return self.factor * self.layer(x)
+
+        made = Workload(Scaled().eval(), torch.randn(2, 4))
+        with variant(freezing=True).applied(made) as compiled:
+            for factor in (2.0, 3.0):
+                made.model.factor = factor
+                expected = made.model(*made.inputs)
+                torch.testing.assert_close(compiled.model(*made.inputs), expected)
+        assert [len(kept) for kept in frozen_graphs] == [1, 1]
+
+    def test_frozen_calls_look_at_no_module_of_pytorchs(self, monkeypatch):
+        seen = []
+
+        def spy(guards, original=torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe):
+            kept = original(guards)
+            seen.append((len(kept), sum(kept)))
+            return kept
+
+        monkeypatch.setattr(torch.compiler, "skip_guard_on_inbuilt_nn_modules_unsafe", spy)
+        made = linear()
+        for freezing in (True, False):
+            with variant(freezing=freezing).applied(made) as compiled:
+                compiled.model(*made.inputs)
+        (guards, kept), *others = seen
+        assert kept < guards
+        assert others == []
+
     def test_freezing_leaves_the_process_wide_switch_off(self):
         from torch._inductor import config
 

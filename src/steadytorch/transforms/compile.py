@@ -32,7 +32,9 @@ class Compile(Transform):
     """`torch.compile` for the shapes at hand, with the weights as constants where `freezing`.
 
     Freezing runs without gradients and takes the weights as they are at the first call: later
-    changes to them are not seen. The first call compiles, which takes seconds to minutes.
+    changes to them are not seen, nor are those to attributes of PyTorch's own modules, such as a
+    convolution's stride. To look at each of these takes a good part of a short call: 0.3 of 4.4 ms
+    for MobileNetV3 on a CPU of two cores. The first call compiles, which takes seconds to minutes.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +96,13 @@ def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
     from torch._dynamo.eval_frame import remove_from_cache
 
     entry = _private_entry(model)
-    compiled = torch.compile(entry, backend=_backend(parameters), dynamic=False)
+    unseen: Any = {"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
+    compiled = torch.compile(
+        entry,
+        backend=_backend(parameters),
+        dynamic=False,
+        options=unseen if parameters.freezing else None,
+    )
     call: Any = _Frozen(compiled) if parameters.freezing else compiled
     try:
         yield _Recorded(call) if parameters.mode == "reduce-overhead" else call
