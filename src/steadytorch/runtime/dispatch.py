@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _set_grad_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from steadytorch.runtime.executors import Executor, without_gradients
+from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
@@ -258,7 +258,14 @@ def runner(detours: Detours) -> Run:
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs)
         try:
-            result = without_gradients(call, args, kwargs)
+            if entry.is_replay or not is_grad_enabled():
+                result = call(*args, **kwargs)
+            else:  # `without_gradients`, without a call
+                _set_grad_enabled(False)
+                try:
+                    result = call(*args, **kwargs)
+                finally:
+                    _set_grad_enabled(True)
         except Exception as error:
             return failed(entry, error, args, kwargs)
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
@@ -268,23 +275,6 @@ def runner(detours: Detours) -> Run:
         return result
 
     return run
-
-
-def _stopper(
-    gate: Gate, attributes: dict[str, Any]
-) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """Makes the function that says whether something keeps a call from being served tuned."""
-
-    def stopped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return (
-            gate.off is not None
-            or attributes["training"] is not gate.mode
-            or _is_any_autocast_enabled()
-            or forward_ad._current_level >= 0
-            or (is_grad_enabled() and _needs_gradient(args, kwargs))
-        )
-
-    return stopped
 
 
 def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours) -> Serve:
@@ -300,44 +290,36 @@ def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: De
         detours: what answers otherwise.
     """
     attributes, get, run = vars(model), found.get, runner(detours)
-    with_care, failed, stale = detours
+    with_care = detours.with_care
     if "training" not in attributes:  # a scripted model
         return with_care
-    stopped = _stopper(gate, attributes)
 
     def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
                 a = args[0]
                 entry = get((a.shape, a.stride(), a.dtype, a.device, a.layout))
+                needs_gradient = a.requires_grad and is_grad_enabled()
             else:
                 entry = get(quick_key(args, kwargs))
+                needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
         except Exception:  # no signature
             return with_care(args, kwargs)
         if (
             entry is None
             or not entry.is_proved
+            or needs_gradient
+            or gate.off is not None
+            or attributes["training"] is not gate.mode
             or needed.alive
-            # `_is_transformed`, without calls: exporting shows in the stack.
+            # `obstacle`, without calls: exporting shows in the stack.
+            or _is_any_autocast_enabled()
+            or forward_ad._current_level >= 0
             or _len_torch_dispatch_stack()
             or peek_interpreter_stack() is not None
             or is_dynamo_compiling()
         ):
             return with_care(args, kwargs)
-        call = entry.call
-        if call is None or not entry.is_replay:
-            return with_care(args, kwargs) if stopped(args, kwargs) else run(entry, args, kwargs)
-        # A recording is the same in whatever mode it is replayed, and a GPU idles until it is
-        # launched. So what makes its result no answer to this call is looked at afterwards.
-        try:
-            result = call(*args, **kwargs)
-        except Exception as error:
-            return failed(entry, error, args, kwargs)
-        if stopped(args, kwargs):
-            return with_care(args, kwargs)
-        if (outdated := entry.outdated) is not None and outdated():
-            return stale(entry, args, kwargs)
-        entry.hits.tick()
-        return result
+        return run(entry, args, kwargs)
 
     return serve
