@@ -257,6 +257,7 @@ def main() -> None:
     print(text)
     if options.out is not None:
         name = f"dispatch_{short(found['device'])}_{date.today()}.json"
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / name).write_text(text + "\n")
 
 

@@ -294,6 +294,7 @@ def main() -> None:
             found["cases"].append(matmul(options.rounds))
     print(markdown(found))
     if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         options.out.with_suffix(".md").write_text(markdown(found))
 

@@ -176,6 +176,7 @@ def main() -> None:
     found["transform"] = [as_transform(m, given.processes) for m in ("period", "latency")]
     print(markdown(found))
     if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         given.out.with_suffix(".md").write_text(markdown(found))
 
