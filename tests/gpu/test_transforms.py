@@ -36,6 +36,7 @@ FROZEN = spec("compile", mode="default", freezing=True)
 COMPILED = (
     FROZEN,
     spec("compile", mode="default", freezing=False),
+    spec("compile", mode="coordinate-descent", freezing=True),
     spec("compile", mode="reduce-overhead", freezing=True),
 )
 STACKS = {

@@ -6,12 +6,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable
-from steadytorch.transforms.compile import Compile
+from steadytorch.transforms.compile import Compile, _options
 from steadytorch.workload.workload import Workload
 
+MODES = ("default", "coordinate-descent")
 compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
 
 
@@ -143,9 +145,17 @@ class TestCompiling:
             compiled.model(torch.ones(1))
 
 
-def test_reduce_overhead_needs_a_gpu(cpu, conv_workload):
-    answer = variant("reduce-overhead").applies_to(conv_workload, cpu)
-    assert answer.reason == "reduce-overhead needs a CUDA device"
+@pytest.mark.parametrize("mode", ["coordinate-descent", "reduce-overhead"])
+def test_what_is_for_gpus_needs_one(cpu, gpu, conv_workload, mode):
+    answer = variant(mode).applies_to(conv_workload, cpu)
+    assert answer.reason == f"{mode} needs a CUDA device"
+    assert variant(mode).applies_to(conv_workload, gpu) == Applicable()
+
+
+def test_coordinate_descent_is_the_default_and_that():
+    plain, descent = (_options(variant(mode, True).parameters) for mode in MODES)
+    assert descent == {**plain, "coordinate_descent_tuning": True}
+    assert config.coordinate_descent_tuning is False
 
 
 def test_reduce_overhead_is_not_for_hooked_models(gpu, conv_workload):

@@ -24,7 +24,8 @@ from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 # Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
-_MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
+_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "coordinate-descent": "default"}
+_FOR_GPUS = ("coordinate-descent", "reduce-overhead")
 _HOOKED = "the model has hooks, and what they keep would be overwritten by the next call"
 
 
@@ -38,9 +39,16 @@ class Compile(Transform):
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Inductor's mode, and whether weights become constants of the compiled code."""
+        """Inductor's mode, and whether weights become constants of the compiled code.
 
-        mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+        `coordinate-descent` is the default with configurations of Triton kernels searched one
+        coordinate at a time, at up to twice the set-up; `max-autotune` does that too, and tries
+        programs for matrix products besides.
+        """
+
+        mode: Literal["default", "coordinate-descent", "reduce-overhead", "max-autotune"] = (
+            "default"
+        )
         freezing: bool = False
 
     name = "compile"
@@ -48,10 +56,10 @@ class Compile(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """The cheap ones first; reduce-overhead on CUDA only."""
+        """The cheap ones first; what is for GPUs on CUDA only."""
         found = [cls.Parameters("default", True), cls.Parameters("default", False)]
         if facts.device == "cuda":
-            found.append(cls.Parameters("reduce-overhead", True))
+            found += [cls.Parameters(mode, True) for mode in _FOR_GPUS]
         return (*found, cls.Parameters("max-autotune", True), cls.Parameters("max-autotune", False))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
@@ -64,7 +72,10 @@ class Compile(Transform):
         freezable = not (no_weights or training_mode or workload.is_training)
         return decide(
             *_missing_compiler(facts),
-            (graphs and facts.device != "cuda", "reduce-overhead needs a CUDA device"),
+            (
+                self.parameters.mode in _FOR_GPUS and facts.device != "cuda",
+                f"{self.parameters.mode} needs a CUDA device",
+            ),
             (graphs and workload.is_training, "reduce-overhead is for inference"),
             (graphs and hooked(workload)[0], _HOOKED),
             (freezing and no_weights, "a plain callable has no weights to freeze"),
@@ -144,7 +155,10 @@ def _options(parameters: Any) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     mode = _MODES.get(parameters.mode, parameters.mode)
-    return {**list_mode_options(mode), "freezing": parameters.freezing}
+    options = {**list_mode_options(mode), "freezing": parameters.freezing}
+    if parameters.mode == "coordinate-descent":
+        options["coordinate_descent_tuning"] = True
+    return options
 
 
 def _backend(parameters: Any) -> Callable[..., Any]:
