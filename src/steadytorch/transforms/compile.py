@@ -35,8 +35,9 @@ class Compile(Transform):
 
     Freezing runs without gradients and takes the weights as they are at the first call: later
     changes to them are not seen, nor are those to attributes of PyTorch's own modules, such as a
-    convolution's stride. To look at each of these takes a good part of a short call: 0.3 of 4.4 ms
-    for MobileNetV3 on a CPU of two cores. The first call compiles, which takes seconds to minutes.
+    convolution's stride, in a model that is compiled in one piece. To look at each of these takes a
+    good part of a short call: 0.3 of 4.4 ms for MobileNetV3 on a CPU of two cores. The first call
+    compiles, which takes seconds to minutes. No parameter may be an input: it would be frozen too.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
