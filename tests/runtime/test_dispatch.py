@@ -108,6 +108,13 @@ def test_a_sparse_tensor_is_not_taken_for_an_expanded_one():
         full_key(signature((dense,)), (X.to_sparse(),), {})
 
 
+def test_a_parameter_has_no_key_since_freezing_would_make_it_a_constant():
+    parameter = nn.Parameter(X)
+    for args in ((parameter,), (X, [parameter])):
+        with pytest.raises(TypeError, match="Parameter"):
+            quick_key(args, {})
+
+
 def test_ticks_of_many_threads_are_all_counted():
     ticks = Ticks()
     threads = [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from torch import nn
 from torch._inductor import config
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms import compile as compiling
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.compile import Compile, _options
 from steadytorch.workload.workload import Workload
 
 MODES = ("default", "coordinate-descent")
+_GLOBAL: dict[str, nn.Module] = {}
+
 compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
 
 
@@ -77,21 +81,76 @@ class TestCompiling:
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
     def test_frozen_calls_look_at_no_module_of_pytorchs(self, monkeypatch):
-        seen = []
+        kept = []
 
-        def spy(guards, original=torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe):
-            kept = original(guards)
-            seen.append((len(kept), sum(kept)))
-            return kept
+        def spy(guards, original=compiling._looked_at):
+            found = original(guards)
+            kept.append([g.name for g, keep in zip(guards, found, strict=True) if keep])
+            return found
 
-        monkeypatch.setattr(torch.compiler, "skip_guard_on_inbuilt_nn_modules_unsafe", spy)
+        monkeypatch.setattr(compiling, "_looked_at", spy)
         made = linear()
         for freezing in (True, False):
             with variant(freezing=freezing).applied(made) as compiled:
                 compiled.model(*made.inputs)
-        (guards, kept), *others = seen
-        assert kept < guards
-        assert others == []
+        (names,) = kept
+        assert "args[0]" in names
+        assert not [name for name in names if "_modules['0']" in name]
+
+    def test_modules_of_one_class_keep_their_weights_where_the_graph_breaks(self):
+        """Each is compiled by itself then, and by the same code."""
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def forward(self, x):
+                x = self.layer(x)
+                torch._dynamo.graph_break()
+                return x + 1
+
+        made = Workload(nn.Sequential(Block(), Block()).eval(), torch.randn(2, 4))
+        with variant(freezing=True).applied(made) as compiled:
+            for _ in range(2):
+                expected = made.model(*made.inputs)
+                torch.testing.assert_close(compiled.model(*made.inputs), expected)
+
+    def test_what_the_model_sets_on_a_module_of_pytorchs_is_seen_behind_a_graph_break(self):
+        class Sloped(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.activation = nn.LeakyReLU(0.5)
+
+            def forward(self, x):
+                self.activation.negative_slope = 0.5 if x.sum() < 0 else 0.1
+                torch._dynamo.graph_break()
+                return self.activation(x)
+
+        made = Workload(Sloped().eval(), torch.tensor([-2.0, 1.0]))
+        with variant(freezing=True).applied(made) as compiled:
+            for x in (torch.tensor([-2.0, 1.0]), torch.tensor([-2.0, 3.0])):
+                torch.testing.assert_close(compiled.model(x), made.model(x))
+
+    @pytest.mark.parametrize("kept", ["in a list", "by the class", "globally"])
+    def test_modules_that_the_model_does_not_register_are_frozen_again(self, kept):
+        class Listing(nn.Module):
+            others: ClassVar = {}
+
+            def __init__(self):
+                super().__init__()
+                self.listed = [nn.Linear(4, 4)]
+
+            def forward(self, x):
+                if kept == "in a list":
+                    return self.listed[0](x)
+                return (self.others["one"] if kept == "by the class" else _GLOBAL["one"])(x)
+
+        made = Workload(Listing().eval(), torch.randn(2, 4))
+        with variant(freezing=True).applied(made) as compiled:
+            for _ in range(2):
+                made.model.listed[0] = Listing.others["one"] = _GLOBAL["one"] = nn.Linear(4, 4)
+                torch.testing.assert_close(compiled.model(*made.inputs), made.model(*made.inputs))
 
     def test_freezing_leaves_the_process_wide_switch_off(self):
         from torch._inductor import config

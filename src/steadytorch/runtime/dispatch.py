@@ -173,11 +173,12 @@ def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """The signature with the devices that it leaves out; the same for any order of keywords.
 
     Raises:
-        TypeError: one of the tensors is sparse, or of a class of its own, which may mean anything.
+        TypeError: one of the tensors is sparse, or of a class of its own, which may mean anything
+            (of parameters, freezing makes constants).
     """
     tensors = tensors_of((args, {name: kwargs[name] for name in sorted(kwargs)}))
     for tensor in tensors:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
             raise TypeError(f"one of the inputs is a {tensor.layout} {type(tensor).__name__}")
     return found, tuple([tensor.device for tensor in tensors])
 

@@ -61,7 +61,8 @@ class TunedModule(StandIn):
     Weights that are written to, moved or replaced after a plan was applied end the use of what was
     made from them, and so do submodules that are replaced, hooked or switched between train and
     eval; `refresh` serves tuned again. Out of sight are the writes that `Weights` names (through
-    `.data`, NumPy and others), and other attributes of submodules: call `refresh` after them.
+    `.data`, NumPy and others), and other attributes of the model and its submodules, `forward`
+    among them: call `refresh` after them.
 
     A deep copy serves the plan too, with executors of its own. One that is pickled serves untouched
     where it is opened: what the plan needs was not checked there.

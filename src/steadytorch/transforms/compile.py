@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import shutil
 import sys
 import types
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import prebuilt
@@ -34,8 +36,9 @@ class Compile(Transform):
 
     Freezing runs without gradients and takes the weights as they are at the first call: later
     changes to them are not seen, nor are those to attributes of PyTorch's own modules, such as a
-    convolution's stride. To look at each of these takes a good part of a short call: 0.3 of 4.4 ms
-    for MobileNetV3 on a CPU of two cores. The first call compiles, which takes seconds to minutes.
+    convolution's stride, in a model that is compiled in one piece. To look at each of these takes a
+    good part of a short call: 0.3 of 4.4 ms for MobileNetV3 on a CPU of two cores. The first call
+    compiles, which takes seconds to minutes. No parameter may be an input: it would be frozen too.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +110,7 @@ def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
     from torch._dynamo.eval_frame import remove_from_cache
 
     entry = _private_entry(model)
-    unseen: Any = {"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
+    unseen: Any = {"guard_filter_fn": _looked_at}
     compiled = torch.compile(
         entry,
         backend=_backend(parameters),
@@ -131,20 +134,50 @@ def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
     return ((shutil.which(compiler) is None, f"no C++ compiler found: {compiler} is not on PATH"),)
 
 
-def _private_entry(model: Any) -> Callable[..., Any]:
+def _private_entry(steadytorch_model: Any) -> Callable[..., Any]:
     """A function that calls the model, with a code object and globals of its own.
 
     Dynamo keeps what it compiles at the code object. A shared one would count the compilations of
-    other callers against the same limit, and could not be dropped without dropping theirs.
+    other callers against the same limit, and could not be dropped without dropping theirs. The
+    name of the argument is that of the model in guards, and no other code's.
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return steadytorch_model(*args, **kwargs)
 
     space = {"__builtins__": builtins, "__name__": __name__}
     return types.FunctionType(
         entry.__code__.replace(), space, entry.__name__, None, entry.__closure__
     )
+
+
+_REGISTERED = re.compile(r"steadytorch_model(\._modules\['[^']*'\])*")
+"""How Dynamo writes the way from `_private_entry` to a module of the model's tree."""
+
+
+def _looked_at(guards: Sequence[Any]) -> list[bool]:
+    """Which guards frozen code keeps: all but those of PyTorch's own modules in the model's tree.
+
+    Nothing else may go. Where Dynamo does not trace the model in one piece, its code and that of
+    its submodules is compiled by itself, once for all modules of a class: which one is at hand, and
+    whose weights are the constants, shows in these guards alone. And modules that are not in the
+    tree (global ones, those in a list) are watched by nothing else.
+    """
+    kept = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe(guards)
+    ways = [_REGISTERED.match(guard.name) for guard in guards]
+    unseen = {
+        guard.name
+        for guard, way, keep in zip(guards, ways, kept, strict=True)
+        if not (keep or way is None) and way.group() == guard.name and _is_pytorchs(guard.value)
+    }
+    return [
+        keep or way is None or way.group() not in unseen
+        for way, keep in zip(ways, kept, strict=True)
+    ]
+
+
+def _is_pytorchs(found: Any) -> bool:
+    return isinstance(found, nn.Module) and type(found).__module__.startswith("torch.")
 
 
 class _NotFreezingError(Exception):
