@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from steadytorch.errors import UsageError
 from steadytorch.runtime.benchmark_mode import CHURN, benchmark_mode, why_not
@@ -136,6 +137,19 @@ def test_compiled_layers_are_compiled_once(monkeypatch):
         for _ in range(10):  # more often than anything is compiled anew
             torch.testing.assert_close(called(x), torch.conv2d(x, layer.weight, layer.bias))
     assert len(compiled) == 1
+    assert mode.report().convolutions == 0
+
+
+def test_a_tracer_with_symbols_for_sizes_passes_and_is_not_counted(monkeypatch):
+    layer, x = nn.Conv2d(1, 1, 1), torch.ones(2, 1, 4, 4)
+    with switched_on(monkeypatch) as mode:
+
+        def called(x):
+            mode._seen(layer, x)
+            return layer(x)
+
+        traced = make_fx(called, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    torch.testing.assert_close(traced(x), layer(x))
     assert mode.report().convolutions == 0
 
 

@@ -116,9 +116,12 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
     def _seen(self, module: nn.Module, x: Tensor) -> None:
         if torch.compiler.is_compiling():
             return  # counts that change from call to call would have it compiled at each
+        try:
+            self._shapes.add((id(module), x.shape, x.dtype))
+        except Exception:  # sizes that are symbols have no hash: a tracer's, which are no call
+            return
         self._calls += 1
         self._layers.add(id(module))
-        self._shapes.add((id(module), x.shape, x.dtype))
         if self._churns() and not self._warned:
             self._warned = True
             warnings.warn(
