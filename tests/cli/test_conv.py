@@ -21,6 +21,12 @@ def test_without_a_gpu_it_says_what_it_needs(steady):
     assert "needs a CUDA device" in only_line(shown.err)
 
 
+def test_a_budget_that_is_no_time_is_refused_before_anything_is_said(steady):
+    shown = steady("conv", "resnet18", "--budget", "soon")
+    assert (shown.code, shown.out) == (2, "")
+    assert "'soon' is not a time" in only_line(shown.err)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_gpu_that_is_not_there_is_refused(steady):
     shown = steady("conv", "resnet18", "--device", "cuda")

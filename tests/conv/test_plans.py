@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from threading import Barrier, Thread
 
 import pytest
@@ -173,6 +175,67 @@ def test_without_memory_for_its_workspace_a_call_falls_back_and_the_next_one_run
     assert {KEY: reason} == plans.MISSES
     torch.testing.assert_close(plan.run(refused, *operands()), by_pytorch(*operands()))
     assert len(cudnn.runs) == 1
+
+
+def test_a_call_that_falls_back_has_given_up_its_own_output(plan, cudnn, monkeypatch):
+    """Where memory is short there is none for two."""
+    made, empty_strided = [], torch.empty_strided
+
+    def noted(*given, **options):
+        y = empty_strided(*given, **options)
+        made.append(weakref.ref(y))
+        return y
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def fallback(*given):
+        assert [y() for y in made] == [None]
+        return by_pytorch(*given)
+
+    cudnn.on_execute = staticmethod(fail)
+    monkeypatch.setattr(torch, "empty_strided", noted)
+    torch.testing.assert_close(plan.run(fallback, *operands()), by_pytorch(*operands()))
+
+
+@pytest.mark.parametrize(("current", "switched"), [(0, [1]), (1, [])])
+def test_a_plan_runs_with_its_own_device_current(cudnn, monkeypatch, current, switched):
+    """cuDNN and its default stream go by the current device, PyTorch's own operators do not."""
+    now, entered, seen = [current], [], []
+
+    @contextlib.contextmanager
+    def device(index):
+        entered.append(index)
+        before, now[0] = now[0], index
+        yield
+        now[0] = before
+
+    made = Plan(PROBLEM, "eng1", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    cudnn.on_execute = staticmethod(lambda: seen.append(now[0]))
+    x, w, b, z = operands()
+    y, scratch = torch.empty_like(z), torch.empty(64, dtype=torch.uint8)
+    tensors = {INPUT: x, WEIGHT: w, BIAS: b, OTHER: z, OUTPUT: y}
+    assert made.enqueue({uid: t.data_ptr() for uid, t in tensors.items()}, scratch.data_ptr())
+    torch.testing.assert_close(y, by_pytorch(x, w, b, z))
+    assert (seen, entered, now) == ([1], switched, [current])
+
+
+def test_where_no_engine_can_run_at_all_one_line_says_so(cudnn, monkeypatch, caplog):
+    def missing():
+        raise UnsupportedError("choosing cuDNN engines needs it: pip install 'it'")
+
+    monkeypatch.setattr(plans, "version", missing)
+    keys = [KEY, KEY.replace("/i2x", "/i3x")]
+    for key in keys:
+        assert planned(parse(key), "eng1", HERE, refused) is refused
+    assert list(plans.MISSES) == keys
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "PyTorch runs every convolution in place of its engine: choosing cuDNN engines needs it: "
+        "pip install 'it'; results are right, the gain is lost"
+    )
 
 
 def test_what_is_noted_and_logged_has_an_end(cudnn, monkeypatch, caplog):

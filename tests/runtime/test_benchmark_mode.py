@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from steadytorch.errors import UsageError
 from steadytorch.runtime.benchmark_mode import CHURN, benchmark_mode, why_not
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -113,6 +115,53 @@ def test_the_same_shape_again_counts_once(monkeypatch):
         for _ in range(3):
             mode._seen(layer, x)
     assert (mode.report().convolutions, mode.report().shapes) == (3, 1)
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
+def test_compiled_layers_are_compiled_once(monkeypatch):
+    layer, x, compiled = nn.Conv2d(1, 1, 1), torch.ones(1, 1, 4, 4), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    def count(self, module, args):
+        # As on a GPU, which is what the mode looks for.
+        if isinstance(module, nn.Conv2d):
+            self._seen(module, args[0])
+
+    monkeypatch.setattr(benchmark_mode, "_count", count)
+    with switched_on(monkeypatch) as mode, torch.no_grad():
+        called = torch.compile(layer, backend=backend, fullgraph=True)
+        for _ in range(10):  # more often than anything is compiled anew
+            torch.testing.assert_close(called(x), torch.conv2d(x, layer.weight, layer.bias))
+    assert len(compiled) == 1
+    assert mode.report().convolutions == 0
+
+
+def test_a_tracer_with_symbols_for_sizes_passes_and_is_not_counted(monkeypatch):
+    layer, x = nn.Conv2d(1, 1, 1), torch.ones(2, 1, 4, 4)
+    with switched_on(monkeypatch) as mode:
+
+        def called(x):
+            mode._seen(layer, x)
+            return layer(x)
+
+        traced = make_fx(called, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    torch.testing.assert_close(traced(x), layer(x))
+    assert mode.report().convolutions == 0
+
+
+@pytest.mark.parametrize("limit", [-1, 2.5, "10", None, True])
+def test_a_limit_that_is_no_number_of_engines_is_refused_before_anything_is_switched(
+    monkeypatch, limit
+):
+    cudnn, hooks = torch.backends.cudnn, nn.modules.module._global_forward_pre_hooks
+    before = (cudnn.benchmark, cudnn.benchmark_limit, len(hooks))
+    with pytest.raises(UsageError, match="or 0 for all"):
+        switched_on(monkeypatch, limit=limit)
+    assert (cudnn.benchmark, cudnn.benchmark_limit, len(hooks)) == before
 
 
 def test_nothing_is_counted_after_it_is_left(monkeypatch):

@@ -58,6 +58,7 @@ def conv(
     from steadytorch.report.documents import conv_document
     from steadytorch.tune.conv import choose_and_keep
 
+    budget_s = parse_duration(budget)
     resolved = resolve_device(device)
     if not resolved.startswith("cuda"):
         raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
@@ -74,7 +75,7 @@ def conv(
             Store(store),
             prefix=prefix,
             device=resolved,
-            deadline_s=parse_duration(budget),
+            deadline_s=budget_s,
             deterministic=deterministic,
         )
     except WorkerFault as fault:

@@ -36,7 +36,8 @@ MISSES: dict[str, str] = {}
 """Problems that fell back to PyTorch in this process, by key, each with the first reason."""
 MOST_MISSES = 1000
 """That are kept and logged: where every call has other shapes, the rest says nothing new."""
-TUNE_AGAIN = "results are right, the gain is lost: tune again here"
+_RIGHT = "results are right, the gain is lost"
+TUNE_AGAIN = f"{_RIGHT}: tune again here"
 
 _log = logging.getLogger("steadytorch")
 _NOTING = Lock()
@@ -59,7 +60,9 @@ RUNNERS = _Runners()
 """What runs a call, by all that decides it; of each thread its own, as handles of cuDNN are."""
 
 
-def note_miss(problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN) -> None:
+def note_miss(
+    problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN, of_all: bool = False
+) -> None:
     """Notes that PyTorch runs a convolution in place of its engine, and logs it the first time.
 
     Args:
@@ -67,13 +70,17 @@ def note_miss(problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN) 
         engine: that was to run it.
         reason: why it did not.
         remedy: what to do.
+        of_all: whether the reason holds for every convolution; it is then logged once for all.
     """
     with _NOTING:
         if problem in MISSES or len(MISSES) >= MOST_MISSES:
             return
+        told = of_all and reason in MISSES.values()
         MISSES[problem] = reason
-    wanted = engine or "cuDNN's first suggestion"
-    _log.warning("PyTorch runs %s in place of %s: %s; %s", problem, wanted, reason, remedy)
+    if told:
+        return
+    named = ("every convolution" if of_all else problem, engine or "cuDNN's first suggestion")
+    _log.warning("PyTorch runs %s in place of %s: %s; %s", *named, reason, remedy)
 
 
 def memory_layout(*tensors: Tensor) -> Layout:
@@ -203,7 +210,7 @@ class Plan:
             self.workspace_bytes = self._graph.build(self._index)
         self.name = engine
         self._dtype, layout = DTYPES[problem.number], problem.layout
-        self._output = _output_shape(problem)
+        self._output = problem.result
         self._format = _memory_format(layout, len(self._output))
         self._strides = empty(self._output, self._dtype, torch.device("meta"), layout).stride()
         self._spare: list[dict[int, int]] = []
@@ -228,6 +235,7 @@ class Plan:
         if refused is None:
             return y
         note_miss(self.problem.key, self.name, *refused)
+        del y  # PyTorch makes its own, perhaps for want of memory
         return fallback(first, second, bias, other)
 
     def _refused(
@@ -261,6 +269,11 @@ class Plan:
         return True
 
     def _execute(self, pointers: dict[int, int], workspace: int) -> None:
+        own = self._device.index
+        if own is not None and own != torch.cuda.current_device():
+            with torch.cuda.device(own):  # cuDNN launches on the one that is current
+                self._execute(pointers, workspace)
+            return
         number = self._handle.on_current_stream()
         self._graph.execute(self._index, pointers, workspace, number)
 
@@ -300,6 +313,11 @@ def _place(
 def planned(problem: ConvProblem, engine: str, device: torch.device, fallback: Runner) -> Runner:
     """What runs a problem by an engine, and by `fallback` where that cannot be."""
     try:
+        version()
+    except Exception as error:  # the frontend or cuDNN is missing: so it is for all
+        note_miss(problem.key, "its engine", one_line(error), _RIGHT, of_all=True)
+        return fallback
+    try:
         return partial(Plan(problem, engine, device).run, fallback)
     except Exception as error:  # whatever cuDNN says, the model must run
         note_miss(problem.key, engine, one_line(error))
@@ -311,12 +329,6 @@ def _first(problem: ConvProblem, device: torch.device) -> str:
         if engine.excluded is None:
             return engine.name
     raise UnsupportedError(f"every plan for {problem.key} is excluded")
-
-
-def _output_shape(problem: ConvProblem) -> tuple[int, ...]:
-    return {"fprop": problem.output, "dgrad": problem.input, "wgrad": problem.weight}[
-        problem.operation
-    ]
 
 
 def empty(

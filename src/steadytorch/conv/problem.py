@@ -98,6 +98,12 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.input[0], self.weight[0], *spatial)
 
     @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of what is computed: of the output, or of the gradient that is asked for."""
+        computed = {"fprop": self.output, "dgrad": self.input, "wgrad": self.weight}
+        return computed[self.operation]
+
+    @property
     def operations(self) -> int:
         """Multiplications and additions, two per product."""
         return 2 * math.prod(self.output) * math.prod(self.weight[1:])

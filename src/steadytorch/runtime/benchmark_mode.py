@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from steadytorch.errors import UsageError
+
 LIMIT = 10
 """PyTorch's own: how many engines it times per convolution."""
 CHURN = 8
@@ -45,14 +47,19 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
     Where there is no CUDA or cuDNN it does nothing and says so in a warning. It also warns where
     convolutions have run in this process before: for their shapes PyTorch keeps the engine that it
     chose then, and the mode has no effect. While it is on, the shapes of convolution layers are
-    counted (not those of functional calls), and a warning says when they churn.
+    counted (not those of functional calls or in compiled code), and a warning says when they churn.
 
     Args:
         on: whether to switch it on or off.
         limit: engines to time per convolution; 0 for all.
+
+    Raises:
+        UsageError: the limit is no whole number, or below 0; nothing was switched.
     """
 
     def __init__(self, on: bool = True, *, limit: int = LIMIT) -> None:
+        if type(limit) is not int or limit < 0:
+            raise UsageError(f"limit {limit!r}: use a number of engines such as 10, or 0 for all")
         cudnn: Any = torch.backends.cudnn
         self._found = (cudnn.benchmark, cudnn.benchmark_limit)
         self._hook: RemovableHandle | None = None
@@ -107,9 +114,14 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
             self._seen(module, x)
 
     def _seen(self, module: nn.Module, x: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return  # counts that change from call to call would have it compiled at each
+        try:
+            self._shapes.add((id(module), x.shape, x.dtype))
+        except Exception:  # sizes that are symbols have no hash: a tracer's, which are no call
+            return
         self._calls += 1
         self._layers.add(id(module))
-        self._shapes.add((id(module), x.shape, x.dtype))
         if self._churns() and not self._warned:
             self._warned = True
             warnings.warn(
