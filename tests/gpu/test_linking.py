@@ -149,3 +149,22 @@ def test_random_numbers_are_not_taken_for_proof():
         first, second = workload.model(x), workload.model(x)
         assert not torch.equal(first, second)
         assert {0.0, 2.0} == set(first.unique().tolist())
+
+
+def test_what_fills_an_output_follows_though_the_recorded_places_cover_all_of_it():
+    def model(x, places):
+        return torch.zeros_like(x).scatter_(0, places, x)
+
+    x, places = torch.ones(1000, device="cuda"), torch.arange(1000, device="cuda")
+    with CudaGraph().applied(Workload(model, (x, places), {})) as workload:
+        for found in (places, places // 2, places, places // 3):
+            torch.full((1000,), 99.0, device="cuda")  # what new memory holds
+            assert torch.equal(workload.model(x, found), model(x, found))
+
+
+def test_an_aliased_output_can_be_the_next_input():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).cuda()
+    x = torch.randn(512, 64, device="cuda")
+    with torch.no_grad(), CudaGraph().applied(Workload(model, (x,), {})) as workload:
+        own = workload.model.aliasing(x)
+        torch.testing.assert_close(workload.model.aliasing(own), model(model(x)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from steadytorch.transforms.copy_nodes import _Copy
+from steadytorch.transforms.copy_nodes import DescribedCopy
 
 
 class Driver:
@@ -17,13 +17,13 @@ class Driver:
     def __init__(self, *refuses: str) -> None:
         self.refuses, self.changes = refuses, 0
         self.is_on = True
-        self.planned: _Copy | None = None
+        self.planned: DescribedCopy | None = None
 
     def cuGraphExecMemcpyNodeSetParams(self, executable, node, copy, context):  # noqa: N802
         self.changes += 1
         if "point" in self.refuses:
             return 1
-        self.planned = _Copy.from_buffer_copy(copy._obj)
+        self.planned = DescribedCopy.from_buffer_copy(copy._obj)
         return 0
 
     def cuGraphNodeSetEnabled(self, executable, node, on):  # noqa: N802

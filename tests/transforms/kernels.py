@@ -7,9 +7,10 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from steadytorch.transforms.pointers import _Parameters
+from steadytorch.transforms.copy_nodes import DescribedCopy
+from steadytorch.transforms.pointers import _Parameters, _Set
 
-KERNEL, COPY = 0, 1
+KERNEL, COPY, SET, HOST, GRAPH = range(5)
 
 
 class Node:
@@ -19,7 +20,8 @@ class Node:
         work: takes the parameters, unpacked.
         formats: of each parameter, as `struct` has them.
         values: of each parameter, a sequence of numbers.
-        kind: of node; only kernels have parameters that can be read.
+        kind: of node. Copies are given source, target and how many values of four bytes; what sets
+            memory, target and how many.
     """
 
     def __init__(
@@ -38,6 +40,17 @@ class Node:
     def describe(self, into: _Parameters, number: int) -> None:
         into.function = number
         into.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
+
+    def describe_copy(self, into: DescribedCopy) -> None:
+        (into.source,), (into.target,), (count,) = self._given()
+        into.width_bytes, into.height, into.depth = 4 * count, 1, 1
+
+    def describe_set(self, into: _Set) -> None:
+        (into.target,), (count,) = self._given()
+        into.element_bytes, into.width, into.height = 4, count, 1
+
+    def _given(self) -> list[tuple[int, ...]]:
+        return [struct.unpack(f, v) for f, v in zip(self.formats, self.recorded, strict=True)]
 
     def run(self) -> None:
         self.work(*[struct.unpack(f, v) for f, v in zip(self.formats, self.now, strict=True)])
@@ -85,6 +98,14 @@ class Driver:
         self.graph.nodes[node.value - 1].describe(found._obj, node.value)
         return int("cuGraphKernelNodeGetParams_v2" in self.refuses)
 
+    def cuGraphMemcpyNodeGetParams(self, node: Any, found: Any) -> int:  # noqa: N802
+        self.graph.nodes[node.value - 1].describe_copy(found._obj)
+        return int("cuGraphMemcpyNodeGetParams" in self.refuses)
+
+    def cuGraphMemsetNodeGetParams(self, node: Any, found: Any) -> int:  # noqa: N802
+        self.graph.nodes[node.value - 1].describe_set(found._obj)
+        return int("cuGraphMemsetNodeGetParams" in self.refuses)
+
     def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:  # noqa: N802
         packed = self.graph.nodes[function.value - 1].recorded
         if index.value >= len(packed):
@@ -113,6 +134,16 @@ def add_one(source: tuple[int], target: tuple[int], count: tuple[int]) -> None:
     """A kernel of two pointers and a number: writes each value and one."""
     read, written = float_at(source[0], count[0]), float_at(target[0], count[0])
     written[:] = [value + 1 for value in read]
+
+
+def zero(target: tuple[int], count: tuple[int]) -> None:
+    """A kernel of a pointer and a number: sets values to zero."""
+    float_at(target[0], count[0])[:] = [0.0] * count[0]
+
+
+def zeroing(y: Any, kind: int = KERNEL) -> Node:
+    """The node for `y = 0`."""
+    return Node(zero, "Qi", [(y.data_ptr(),), (y.numel(),)], kind)
 
 
 def adding(x: Any, y: Any, kind: int = KERNEL) -> Node:

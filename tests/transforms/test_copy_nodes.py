@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from steadytorch.transforms.copy_nodes import CopyNode, _Copy, add_copy_nodes
+from steadytorch.transforms.copy_nodes import CopyNode, DescribedCopy, add_copy_nodes
 
 from .driver import Driver
 
@@ -23,9 +23,17 @@ def computed(driver, node, x):
 
 
 def test_the_description_of_a_copy_is_laid_out_as_the_driver_reads_it():
-    offsets = _Copy.source_kind.offset, _Copy.source.offset, _Copy.target_kind.offset
+    offsets = (
+        DescribedCopy.source_kind.offset,
+        DescribedCopy.source.offset,
+        DescribedCopy.target_kind.offset,
+    )
     assert offsets == (32, 48, 120)
-    assert (_Copy.target.offset, _Copy.width_bytes.offset, ctypes.sizeof(_Copy)) == (136, 176, 200)
+    assert (
+        DescribedCopy.target.offset,
+        DescribedCopy.width_bytes.offset,
+        ctypes.sizeof(DescribedCopy),
+    ) == (136, 176, 200)
 
 
 def test_each_tensor_is_what_the_replay_computes_with():

@@ -15,6 +15,7 @@ from steadytorch.transforms.cuda_graph import (
     CudaGraph,
     _collector_paused,
     _first_cause,
+    _Memory,
     _Recorded,
     _replayer,
 )
@@ -100,6 +101,24 @@ def test_the_garbage_collector_is_as_before_after_recording(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable() if before else gc.disable()
+
+
+def test_memory_of_a_pool_is_told_from_that_of_others_and_grows(monkeypatch):
+    def segments(*found):
+        names = ("segment_pool_id", "address", "total_size")
+        made = [dict(zip(names, each, strict=True)) for each in found]
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: made)
+
+    memory = _Memory((0, 3))
+    assert memory.around(150) is None
+    segments(((0, 3), 300, 100), ((0, 0), 200, 100), ((0, 3), 100, 100))
+    memory.look()
+    found = {at: memory.around(at) for at in (99, 100, 199, 200, 299, 300, 399, 400)}
+    low, high = range(100, 200), range(300, 400)
+    assert found == dict(zip(found, (None, low, low, None, None, high, high, None), strict=True))
+    segments(((0, 3), 400, 100))
+    memory.look()
+    assert memory.around(450) == range(400, 500)
 
 
 # -- calls of what was recorded, with the host in the place of the device -----------------------

@@ -28,7 +28,7 @@ _DEVICE_MEMORY = 2
 """`CU_MEMORYTYPE_DEVICE`."""
 
 
-class _Copy(ctypes.Structure):
+class DescribedCopy(ctypes.Structure):
     """The driver's description of a copy, `CUDA_MEMCPY3D`."""
 
     _fields_ = (
@@ -66,10 +66,10 @@ class CopyNode(InputNode):
         super().__init__(target)
         self._driver = driver
         size = target.numel() * target.element_size()
-        self._copy = _Copy(width_bytes=size, height=1, depth=1)
+        self._copy = DescribedCopy(width_bytes=size, height=1, depth=1)
         self._copy.source_kind = self._copy.target_kind = _DEVICE_MEMORY
         self._copy.source = self._copy.target = self._own
-        self._cell = ctypes.c_uint64.from_buffer(self._copy, _Copy.source.offset)
+        self._cell = ctypes.c_uint64.from_buffer(self._copy, DescribedCopy.source.offset)
         self.handle = ctypes.c_void_p()
         self._args: tuple[Any, ...] = (ctypes.byref(self._copy), context)
         self._is_on = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import own_device
-from steadytorch.transforms.linking import Linked, link, placer, rest
+from steadytorch.transforms.linking import Linked, link, placer
+from steadytorch.transforms.pointers import rest
 from steadytorch.transforms.static_buffers import (
     Results,
     StaticInputs,
@@ -89,6 +91,34 @@ class CudaGraph(Transform):
                 graph.reset()
 
 
+class _Memory:
+    """Where the memory of a pool lies.
+
+    Args:
+        handle: of the pool.
+    """
+
+    def __init__(self, handle: tuple[int, int]) -> None:
+        self._handle = tuple(handle)
+        self._starts: list[int] = []
+        self._segments: list[range] = []
+
+    def look(self) -> None:
+        """Finds out where it is now: a recording may make it larger."""
+        self._segments = [
+            range(segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == self._handle
+        ]
+        self._segments.sort(key=lambda segment: segment.start)
+        self._starts = [segment.start for segment in self._segments]
+
+    def around(self, address: int) -> range | None:
+        """The segment that an address lies in; None if it lies elsewhere."""
+        at = bisect_right(self._starts, address)
+        return self._segments[at - 1] if at and address in self._segments[at - 1] else None
+
+
 class _Pool:
     """Memory that the graphs of one model share, and the order of their replays.
 
@@ -103,22 +133,13 @@ class _Pool:
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(index)
         self.graphs = 0
+        self.memory = _Memory(self.handle)
         self.lock = threading.Lock()
         # A stream's address, where `torch.cuda.current_stream` would make an object at each call.
         self.address: Callable[[int], int] = _cuda_getCurrentRawStream
         self.is_recording: Callable[[], bool] = _cuda_isCurrentStreamCapturing
         self.last_address: int | None = None
         self.last: torch.cuda.Stream | None = None
-
-    def room(self, tensor: torch.Tensor) -> int:
-        """Bytes from where a tensor starts to the end of its segment; 0 if it lies elsewhere."""
-        at = tensor.data_ptr()
-        ends = (
-            segment["address"] + segment["total_size"]
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == tuple(self.handle) and segment["address"] <= at
-        )
-        return next((end - at for end in ends if at < end), 0)
 
     def follow(self) -> None:
         """Makes replays run on the current stream, after what the last one was given."""
@@ -175,9 +196,9 @@ def _record(
                         ),
                     ):
                         outputs = model(*static.args, **static.kwargs)
-                    linked = link(
-                        graph, replay, tensors_of(tuple(static)), tensors_of(outputs), pool.room
-                    )
+                    pool.memory.look()
+                    inputs, around = tensors_of(tuple(static)), pool.memory.around
+                    linked = link(graph, replay, inputs, tensors_of(outputs), around)
             except Exception as error:
                 raise UnsupportedError(
                     f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"

@@ -7,32 +7,30 @@ elsewhere results are the same bits. An input's own place is neither read nor wr
 output's may be: before the output was made other tensors lay there, larger ones too, and the
 kernels that use those keep it.
 
-What a descriptor hides, or a node that is no kernel uses, fails that proof, and is copied: inputs
-by nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
+What a node that is no kernel uses, or a descriptor hides from that proof, is copied: inputs by
+nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes, cuda_driver
 from steadytorch.transforms.input_nodes import InputNode
-from steadytorch.transforms.pointers import Kernel, Pointer, kernels_of
+from steadytorch.transforms.pointers import Fixed, Kernel, Pointer, nodes_of, rest
+from steadytorch.transforms.proofs import Around, bytes_of, is_read_through, writers_of
 from steadytorch.transforms.static_buffers import Placer
 
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = (1 << 20) + 1
 """Outputs below this are copied out: the host would be busy with their place before the replay, and
-is not with a copy after it."""
-_SENTINELS = (0xFF, 0x7B)
-"""Bytes of NaN, and of a large number, in each floating-point type: what is added to shows."""
-_GUARD_BYTES = 1 << 16
-"""Before and after an output that is tried elsewhere; a multiple of how addresses are aligned."""
-_MOST_WRITERS = 16
-"""Kernels that are tried as those that use an output: each more costs two replays."""
+is not with a copy after it. PyTorch keeps what is larger apart from small tensors, so that there
+were no semaphores and tables of addresses in such memory before."""
+_T = TypeVar("_T")
 
 
 class PointerNode(InputNode):
@@ -41,16 +39,19 @@ class PointerNode(InputNode):
     Args:
         pointer: of the target, shown to be sound by `is_read_through`.
         target: the static input.
+        around: see `link`. What lies in the graph's own memory, an aliased output say, is copied:
+            a replay may write over it before all of it is read.
     """
 
-    __slots__ = ("_pointer",)
+    __slots__ = ("_around", "_pointer")
 
-    def __init__(self, pointer: Pointer, target: Tensor) -> None:
+    def __init__(self, pointer: Pointer, target: Tensor, around: Around) -> None:
         super().__init__(target)
         self._pointer, self.source, self._is_open = pointer, pointer.address, True
+        self._around = around
 
     def _point(self, address: int) -> bool:
-        self._is_on = self._pointer.point(address)
+        self._is_on = self._around(address) is None and self._pointer.point(address)
         return self._is_on
 
     def _rest(self) -> bool:
@@ -81,16 +82,6 @@ def placer(pointer: Pointer, static: Tensor) -> Placer:
     return place
 
 
-def rest(pointer: Pointer) -> None:
-    """Has the next replay use the memory that was recorded.
-
-    Raises:
-        RuntimeError: the driver refuses; the graph must not be replayed.
-    """
-    if pointer.address != pointer.own and not pointer.point(pointer.own):
-        raise RuntimeError("the CUDA driver refuses to give a graph its own output back")
-
-
 class Linked(NamedTuple):
     """How callers' tensors reach an instantiated graph, and its results them.
 
@@ -108,7 +99,7 @@ def link(
     replay: Callable[[], None],
     inputs: list[Tensor],
     outputs: list[Tensor],
-    room: Callable[[Tensor], int],
+    around: Around,
 ) -> Linked:
     """Instantiates a recorded graph, and finds out what need not be copied.
 
@@ -117,38 +108,46 @@ def link(
         replay: runs it once; done a few times.
         inputs: the static inputs.
         outputs: what the recording returned.
-        room: bytes from where a tensor starts to the end of memory that is the graph's own, where
-            nobody else looks; 0 for a tensor elsewhere.
+        around: of memory that is the graph's own, or another's of its pool.
     """
     driver = cuda_driver()
     graph.instantiate()
-    kernels = [] if driver is None else kernels_of(driver, graph.raw_cuda_graph())
+    nodes = [] if driver is None else nodes_of(driver, graph.raw_cuda_graph())
 
-    def pointer(static: Tensor, writers: Sequence[Kernel] = kernels) -> Pointer:
-        return Pointer(writers, graph.raw_cuda_graph_exec(), static)
+    def pointer(static: Tensor, some: Sequence[Kernel | Fixed] = nodes) -> Pointer:
+        return Pointer(some, graph.raw_cuda_graph_exec(), static)
 
-    known = bool(kernels) and all(map(is_dense, [*inputs, *outputs]))
+    def shown(proof: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return proof()
+        except RuntimeError:  # no memory for it, or the driver does not take an address back
+            graph.instantiate()
+            return otherwise
+
+    known = bool(nodes) and all(map(is_dense, [*inputs, *outputs]))
     read = [
-        known and len(inputs) <= MOST and is_read_through(pointer(each), each, replay, outputs)
+        known
+        and len(inputs) <= MOST
+        and shown(partial(is_read_through, pointer(each), each, replay, outputs), False)
         for each in inputs
     ]
     writers = [
-        writers_of(each, kernels, pointer, replay, outputs, room(each))
+        shown(partial(writers_of, each, nodes, pointer, replay, outputs, around), ())
         if known and _is_large(each) and _is_alone(each, outputs)
         else ()
         for each in outputs
     ]
     copied = [each for each, through in zip(inputs, read, strict=True) if not through]
     copies = iter(add_copy_nodes(graph, copied) if copied else [])
-    nodes: list[InputNode | None] = [
-        PointerNode(pointer(each), each) if through else next(copies, None)
+    found: list[InputNode | None] = [
+        PointerNode(pointer(each), each, around) if through else next(copies, None)
         for each, through in zip(inputs, read, strict=True)
     ]
-    linked = [node for node in nodes if node is not None]
+    linked = [node for node in found if node is not None]
     # Made now, because the graph was instantiated anew where nodes were added.
     return Linked(
         linked if len(linked) == len(inputs) else [],
-        [pointer(e, found) if found else None for e, found in zip(outputs, writers, strict=True)],
+        [pointer(each, of) if of else None for each, of in zip(outputs, writers, strict=True)],
     )
 
 
@@ -161,145 +160,18 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether a copy costs more than to change where it is written."""
-    return tensor.numel() * tensor.element_size() >= LEAST_BYTES
+    """Whether a copy costs more than to change where it is written.
+
+    Integers are left out: kernels that take them for indices must not meet those of a proof.
+    """
+    return tensor.is_floating_point() and bytes_of(tensor) >= LEAST_BYTES
 
 
 def _is_alone(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether no other output shares its memory."""
-    address = tensor.untyped_storage().data_ptr()
-    return sum(other.untyped_storage().data_ptr() == address for other in outputs) == 1
+    """Whether it is all of its memory, and no other output shares that.
 
-
-def is_read_through(
-    pointer: Pointer, static: Tensor, replay: Callable[[], None], outputs: Sequence[Tensor]
-) -> bool:
-    """Whether replays take an input from where it points and leave that unchanged.
-
-    Args:
-        pointer: of the input.
-        static: the input; it has its own values again when this returns.
-        replay: runs the graph once.
-        outputs: of the graph, dense.
-
-    Returns:
-        False also where nothing can be told: all values are alike, or two replays differ.
+    Kernels may write to what is around a part in some calls, to what is around new memory in none.
     """
-    given, elsewhere, moved = static.clone(), static.clone(), _others(static)
-    if not pointer.is_used or same_bits(moved, given):
-        return False
-    expected = _after(replay, outputs)
-    try:
-        static.copy_(moved)
-        if not pointer.point(elsewhere.data_ptr()):
-            return False
-        found = _after(replay, outputs)
-        return (
-            all(map(same_bits, found, expected))
-            and same_bits(elsewhere, given)
-            and same_bits(static, moved)
-        )
-    finally:
-        static.copy_(given)
-        pointer.point(pointer.own)
-
-
-def writers_of(
-    static: Tensor,
-    kernels: Sequence[Kernel],
-    pointer: Callable[[Tensor, Sequence[Kernel]], Pointer],
-    replay: Callable[[], None],
-    outputs: Sequence[Tensor],
-    room: int,
-) -> Sequence[Kernel]:
-    """The kernels that have to be pointed elsewhere for an output to be put there.
-
-    Those that use the output come after all that use what lay in its memory before. So they are the
-    last few, and the fewest with which replays give the same bits and touch nothing else there.
-
-    Args:
-        static: the output, dense; it has the results of a replay when this returns.
-        kernels: of the graph, in the order in which they were recorded.
-        pointer: makes one of a tensor for some of them.
-        replay: runs the graph once.
-        outputs: all of the graph's, `static` among them.
-        room: bytes, see `link`.
-
-    Returns:
-        None at all where the output has to be copied out.
-    """
-    start, size = static.data_ptr(), static.numel() * static.element_size()
-    users = [kernel for kernel in kernels if kernel.cells_within(start, size)]
-    if not room:
-        return ()
-    # Those that use what lay there before may write up to the end of what is the graph's own.
-    length = 2 * _GUARD_BYTES + max(room, size)
-    try:
-        memory = torch.empty(length, dtype=torch.uint8, device=static.device)
-    except torch.OutOfMemoryError:
-        return ()
-    for count in range(1, min(len(users), _MOST_WRITERS) + 1):
-        found = pointer(static, users[-count:])
-        if found.is_used and all(
-            _is_whole(found, static, replay, outputs, memory, sentinel) for sentinel in _SENTINELS
-        ):
-            return users[-count:]
-    return ()
-
-
-def _is_whole(
-    pointer: Pointer,
-    static: Tensor,
-    replay: Callable[[], None],
-    outputs: Sequence[Tensor],
-    memory: Tensor,
-    sentinel: int,
-) -> bool:
-    """Whether a replay whose pointer leads into other memory gives the same bits, and no more."""
-    expected, size = _after(replay, outputs), static.numel() * static.element_size()
-    inner = memory[_GUARD_BYTES : _GUARD_BYTES + size].view(static.dtype)
-    elsewhere = inner.as_strided(static.shape, static.stride())
-    results = [elsewhere if output is static else output for output in outputs]
-    try:
-        as_bytes(static).fill_(sentinel)
-        memory.fill_(sentinel)
-        if not pointer.point(elsewhere.data_ptr()):
-            return False
-        found = _after(replay, results)
-        around = (memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :])
-        return all(map(same_bits, found, expected)) and all(
-            bool((zone == sentinel).all()) for zone in around
-        )
-    finally:
-        pointer.point(pointer.own)
-        replay()
-
-
-def _others(tensor: Tensor) -> Tensor:
-    """Other values: integers, which may be indices, are the same ones in other places."""
-    if tensor.is_floating_point():
-        return 1 - tensor
-    other = tensor.clone()
-    in_memory(other).copy_(in_memory(tensor).roll(1))
-    return other
-
-
-def _after(replay: Callable[[], None], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the outputs of a replay."""
-    replay()
-    return [output.clone() for output in outputs]
-
-
-def in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie, as a view."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order in which they lie, as a view."""
-    return in_memory(tensor).view(torch.uint8)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors of the same strides hold the same bits."""
-    return torch.equal(as_bytes(one), as_bytes(other))
+    storage = tensor.untyped_storage()
+    shared = sum(other.untyped_storage().data_ptr() == storage.data_ptr() for other in outputs)
+    return shared == 1 and storage.nbytes() == bytes_of(tensor)

@@ -1,22 +1,26 @@
 """Addresses among the parameters of recorded kernels, changed through the CUDA driver's interface.
 
 PyTorch has none for this. A recorded kernel keeps the addresses that it was recorded with, and the
-driver can give it others before a replay.
+driver can give it others before a replay. Nodes that copy or set memory are known by where they do.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from steadytorch.transforms.copy_nodes import DescribedCopy
 
 ALIGNMENT = 256
 """Bytes. Kernels are chosen and compiled for how their recorded addresses are aligned; none loads
 or stores more at once than a fraction of this."""
-_KERNEL = 0
-"""`CU_GRAPH_NODE_TYPE_KERNEL`."""
+_KERNEL, _COPY, _SET = 0, 1, 2
+"""Values of `CUgraphNodeType`."""
+_TOUCH_NOTHING = (3, 5, 6, 7, 10, 11)
+"""The same for functions of the host, empty nodes, events, and memory that is taken and given."""
 _WORD = 8
 """Bytes of an address."""
 
@@ -33,6 +37,33 @@ class _Parameters(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     )
+
+
+class _Set(ctypes.Structure):
+    """The driver's description of memory that is set, `CUDA_MEMSET_NODE_PARAMS`."""
+
+    _fields_ = (
+        ("target", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("element_bytes", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class Fixed(NamedTuple):
+    """A node that copies or sets memory, always the same.
+
+    Attributes:
+        spans: start and end of all that it may read or write.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+
+    def uses(self, start: int, size: int) -> bool:
+        """Whether it may read or write any of this memory."""
+        return any(first < start + size and start < end for first, end in self.spans)
 
 
 class Kernel:
@@ -65,6 +96,10 @@ class Kernel:
                     found.append((cell, cell.value - start))
         return found
 
+    def uses(self, start: int, size: int) -> bool:
+        """Whether its parameters hold an address of this memory."""
+        return bool(self.cells_within(start, size))
+
     def putter(self, executable: int) -> Callable[[], int]:
         """The function that hands the values to an instantiated graph; it returns 0 for success."""
         put = self._driver.cuGraphExecKernelNodeSetParams_v2
@@ -72,27 +107,68 @@ class Kernel:
         return lambda: put(*given)
 
 
-def kernels_of(driver: Any, graph: int) -> list[Kernel]:
-    """The kernels of a graph whose parameters can be read; others are left out.
+def nodes_of(driver: Any, graph: int) -> list[Kernel | Fixed]:
+    """What is known of a graph, in the order in which it was recorded.
+
+    Kernels whose parameters cannot be read are left out, as are nodes that touch no memory.
 
     Args:
         driver: of CUDA.
         graph: the driver's, not instantiated.
+
+    Returns:
+        Nothing for a graph with nodes of other kinds, graphs within it say, or before CUDA 12.4.
     """
+    if not hasattr(driver, "cuFuncGetParamInfo"):
+        return []
     handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
     if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
         return []
     nodes = (ctypes.c_void_p * count.value)()
     if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
         return []
-    found = (_kernel(driver, node) for node in nodes if node is not None)
-    return [kernel for kernel in found if kernel is not None]
+    known = {_KERNEL: _kernel, _COPY: _copied, _SET: _set}
+    found: list[Kernel | Fixed] = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        if node is None or driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
+            return []
+        if kind.value in _TOUCH_NOTHING:
+            continue
+        described = known[kind.value](driver, node) if kind.value in known else None
+        if described is not None:
+            found.append(described)
+        elif kind.value != _KERNEL:
+            return []
+    return found
+
+
+def _copied(driver: Any, node: int) -> Fixed | None:
+    of = DescribedCopy()
+    if driver.cuGraphMemcpyNodeGetParams(ctypes.c_void_p(node), ctypes.byref(of)):
+        return None
+    spans: list[tuple[int, int]] = []
+    for side in ("source", "target"):
+        x, y, z, pitch, height = (
+            getattr(of, f"{side}_{name}") for name in ("x", "y", "z", "pitch", "height")
+        )
+        rows = (z + max(of.depth, 1) - 1) * max(height, of.height) + y + max(of.height, 1) - 1
+        # Which of the two counts depends on the kind of memory.
+        starts = (getattr(of, side), getattr(of, f"{side}_host") or 0)
+        spans += [(start, start + rows * pitch + x + of.width_bytes) for start in starts if start]
+    return Fixed(tuple(spans))
+
+
+def _set(driver: Any, node: int) -> Fixed | None:
+    of = _Set()
+    if driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(of)):
+        return None
+    size = (max(of.height, 1) - 1) * of.pitch + of.width * of.element_bytes
+    return Fixed(((of.target, of.target + size),))
 
 
 def _kernel(driver: Any, node: int) -> Kernel | None:
-    handle, kind, described = ctypes.c_void_p(node), ctypes.c_int(), _Parameters()
-    if driver.cuGraphNodeGetType(handle, ctypes.byref(kind)) or kind.value != _KERNEL:
-        return None
+    handle, described = ctypes.c_void_p(node), _Parameters()
     if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(described)):
         return None
     if not described.values:  # none, or packed in a way of the program's own
@@ -119,7 +195,7 @@ class Pointer:
     """Every parameter of an instantiated graph that holds an address of one static tensor.
 
     Args:
-        kernels: of the graph.
+        nodes: of the graph; those that are no kernels keep the tensor from being used elsewhere.
         executable: the instantiated graph.
         static: the tensor: dense memory of its own.
 
@@ -127,10 +203,12 @@ class Pointer:
         address: where the next replay reads or writes; None after a failure.
     """
 
-    def __init__(self, kernels: Sequence[Kernel], executable: int, static: Tensor) -> None:
+    def __init__(self, nodes: Sequence[Kernel | Fixed], executable: int, static: Tensor) -> None:
         self.own = static.data_ptr()
         size = static.numel() * static.element_size()
+        kernels = [node for node in nodes if isinstance(node, Kernel)]
         within = [(kernel, kernel.cells_within(self.own, size)) for kernel in kernels]
+        self._stays = any(isinstance(e, Fixed) and e.uses(self.own, size) for e in nodes)
         # What is handed to the driver lies in memory that belongs to these.
         self._kernels = [kernel for kernel, cells in within if cells]
         self._cells = [cell for _, cells in within for cell in cells]
@@ -139,8 +217,8 @@ class Pointer:
 
     @property
     def is_used(self) -> bool:
-        """Whether any kernel holds such an address, and others may take its place."""
-        return bool(self._cells) and not self.own % ALIGNMENT
+        """Whether kernels hold such an address, and others may take its place wherever it is."""
+        return bool(self._cells) and not self._stays and not self.own % ALIGNMENT
 
     def point(self, address: int) -> bool:
         """Has replays use this address; False where it is not aligned, or the driver refuses."""
@@ -153,3 +231,13 @@ class Pointer:
             return False
         self.address = address
         return True
+
+
+def rest(pointer: Pointer) -> None:
+    """Has the next replay use the memory that was recorded.
+
+    Raises:
+        RuntimeError: the driver refuses; the graph must not be replayed.
+    """
+    if pointer.address != pointer.own and not pointer.point(pointer.own):
+        raise RuntimeError("the CUDA driver refuses to give a graph its own output back")
