@@ -92,9 +92,15 @@ def test_a_row_of_a_training_step_shows_its_engines(steady):
     assert shown.code == 0, shown.err
     assert shown.out.splitlines()[1].startswith("dgrad/none/")
     assert "eng1 *" in shown.out
-    shown = steady("conv", "net.py:trained", "--train", "--layer", "6")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_row_that_there_is_not_costs_no_result(steady, folder):
+    asked = ("--layer", "6", "--json", folder / "found.json")
+    shown = steady("conv", "net.py:trained", "--train", *asked)
     assert shown.code == 2
     assert "the table of net.py:trained has 5 rows" in shown.err
+    assert len(json.loads((folder / "found.json").read_text())["layers"]) == 5
 
 
 @pytest.mark.usefixtures("gpu")

@@ -80,13 +80,14 @@ def conv(
         )
     except WorkerFault as fault:
         raise UnsupportedError(f"engines cannot be chosen for {workload}: {fault.reason}") from None
-    if layer is not None and layer > len(report.layers):
-        raise UsageError(f"--layer {layer}: the table of {workload} has {len(report.layers)} rows")
+    count = len(report.layers)
     if layer is None:
         render_conv(console, workload, report)
-    else:
+    elif layer <= count:
         render_layer(console, report.layers[layer - 1])
     options.write_json(json_path, conv_document(workload, facts, report))
+    if layer is not None and layer > count:
+        raise UsageError(f"--layer {layer}: the table of {workload} has {count} rows")
 
 
 def _check_prefix(workload: Workload, prefix: Candidate) -> None:
