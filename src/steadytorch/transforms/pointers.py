@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -104,7 +105,7 @@ class Kernel:
         """The function that hands the values to an instantiated graph; it returns 0 for success."""
         put = self._driver.cuGraphExecKernelNodeSetParams_v2
         given = (ctypes.c_void_p(executable), self._handle, ctypes.byref(self._described))
-        return lambda: put(*given)
+        return partial(put, *given)
 
 
 def nodes_of(driver: Any, graph: int) -> list[Kernel | Fixed]:
@@ -227,8 +228,9 @@ class Pointer:
         self.address = None
         for cell, offset in self._cells:
             cell.value = address + offset
-        if any(put() for put in self._puts):
-            return False
+        for put in self._puts:  # the device idles meanwhile: `any` would make a generator
+            if put():
+                return False
         self.address = address
         return True
 
