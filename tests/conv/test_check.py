@@ -12,17 +12,18 @@ from steadytorch.conv.plans import DTYPES, empty
 from steadytorch.conv.problem import parse
 
 SHAPES = "i2x16x9x9/w8x4x3x3/s2x2/p1x1/d1x1/g4"
+BOUNDS = {"fp32": 1e-6, "tf32": 1e-6, "bf16": 6e-3, "fp16": 1e-3}
 RESULTS = {"fprop": (2, 8, 5, 5), "dgrad": (2, 16, 9, 9), "wgrad": (8, 4, 3, 3)}
 
 
-@pytest.mark.parametrize("number", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("number", BOUNDS)
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("operation", RESULTS)
 def test_pytorch_is_as_near_to_the_reference_as_its_type_allows(operation, layout, number):
     given = operands(parse(f"{operation}/none/{number}/{layout}/{SHAPES}"), torch.device("cpu"))
     found = given.by_pytorch()
     assert found.shape == given.reference.shape == RESULTS[operation]
-    assert given.error_of(found) < {"fp32": 1e-6, "tf32": 1e-6, "bf16": 6e-3, "fp16": 1e-3}[number]
+    assert given.error_of(found) < BOUNDS[number]
 
 
 @pytest.mark.parametrize("operation", RESULTS)

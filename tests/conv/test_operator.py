@@ -162,10 +162,11 @@ def test_an_engine_that_is_gone_is_one_miss_and_the_other_still_runs(cudnn, capl
     ("change", "reason"),
     [
         (lambda x, w, b, z: (x.double(), w.double(), b.double(), z.double()), "torch.float64"),
+        (lambda x, w, b, z: (x.long(), w.long(), b.long(), z.long()), "torch.int64"),
         (lambda x, w, b, z: (x, w, None, z), "bias False, add True"),
         (lambda x, w, b, z: (x, w, b, z[:1]), "(1, 6, 9, 9)"),
     ],
-    ids=["float64", "an add without bias", "a residual that broadcasts"],
+    ids=["float64", "integers", "an add without bias", "a residual that broadcasts"],
 )
 def test_what_no_engine_takes_is_a_miss_and_right(cudnn, caplog, change, reason):
     called(*posed())

@@ -26,7 +26,7 @@ from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 # Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
-_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "coordinate-descent": "default"}
+_MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
 _FOR_GPUS = ("coordinate-descent", "reduce-overhead")
 _HOOKED = "the model has hooks, and what they keep would be overwritten by the next call"
 
@@ -45,7 +45,7 @@ class Compile(Transform):
         """Inductor's mode, and whether weights become constants of the compiled code.
 
         `coordinate-descent` is the default with configurations of Triton kernels searched one
-        coordinate at a time, at up to twice the set-up; `max-autotune` does that too, and tries
+        coordinate at a time, at about twice the set-up; `max-autotune` does that too, and tries
         programs for matrix products besides.
         """
 
@@ -187,11 +187,11 @@ class _NotFreezingError(Exception):
 def _options(parameters: Any) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
-    mode = _MODES.get(parameters.mode, parameters.mode)
-    options = {**list_mode_options(mode), "freezing": parameters.freezing}
     if parameters.mode == "coordinate-descent":
-        options["coordinate_descent_tuning"] = True
-    return options
+        options: dict[str, Any] = {"coordinate_descent_tuning": True}
+    else:
+        options = list_mode_options(_MODES.get(parameters.mode, parameters.mode))
+    return {**options, "freezing": parameters.freezing}
 
 
 def _backend(parameters: Any) -> Callable[..., Any]:

@@ -65,8 +65,7 @@ class CopyNode(InputNode):
     def __init__(self, driver: Any, target: Tensor, context: ctypes.c_void_p) -> None:
         super().__init__(target)
         self._driver = driver
-        size = target.numel() * target.element_size()
-        self._copy = DescribedCopy(width_bytes=size, height=1, depth=1)
+        self._copy = DescribedCopy(width_bytes=target.nbytes, height=1, depth=1)
         self._copy.source_kind = self._copy.target_kind = _DEVICE_MEMORY
         self._copy.source = self._copy.target = self._own
         self._cell = ctypes.c_uint64.from_buffer(self._copy, DescribedCopy.source.offset)

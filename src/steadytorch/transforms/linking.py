@@ -23,7 +23,7 @@ from torch import Tensor
 from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes, cuda_driver
 from steadytorch.transforms.input_nodes import InputNode
 from steadytorch.transforms.pointers import Fixed, Kernel, Pointer, nodes_of, rest
-from steadytorch.transforms.proofs import Around, bytes_of, is_read_through, writers_of
+from steadytorch.transforms.proofs import Around, is_read_through, writers_of
 from steadytorch.transforms.static_buffers import Placer
 
 LEAST_BYTES = (1 << 20) + 1
@@ -164,7 +164,7 @@ def _is_large(tensor: Tensor) -> bool:
 
     Integers are left out: kernels that take them for indices must not meet those of a proof.
     """
-    return tensor.is_floating_point() and bytes_of(tensor) >= LEAST_BYTES
+    return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES
 
 
 def _is_alone(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -174,4 +174,4 @@ def _is_alone(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
     """
     storage = tensor.untyped_storage()
     shared = sum(other.untyped_storage().data_ptr() == storage.data_ptr() for other in outputs)
-    return shared == 1 and storage.nbytes() == bytes_of(tensor)
+    return shared == 1 and storage.nbytes() == tensor.nbytes

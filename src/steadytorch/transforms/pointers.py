@@ -206,7 +206,7 @@ class Pointer:
 
     def __init__(self, nodes: Sequence[Kernel | Fixed], executable: int, static: Tensor) -> None:
         self.own = static.data_ptr()
-        size = static.numel() * static.element_size()
+        size = static.nbytes
         kernels = [node for node in nodes if isinstance(node, Kernel)]
         within = [(kernel, kernel.cells_within(self.own, size)) for kernel in kernels]
         self._stays = any(isinstance(e, Fixed) and e.uses(self.own, size) for e in nodes)

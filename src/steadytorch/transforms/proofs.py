@@ -94,7 +94,7 @@ def writers_of(
         RuntimeError: see `is_read_through`.
     """
     start, found = static.data_ptr(), ()
-    users = [node for node in nodes if node.uses(start, bytes_of(static))]
+    users = [node for node in nodes if node.uses(start, static.nbytes)]
     segment = around(start)
     if segment is None:
         return ()
@@ -129,7 +129,7 @@ class _Trial:
         outputs: Sequence[Tensor],
         segment: range,
     ) -> None:
-        at, size = _GUARD_BYTES + static.data_ptr() - segment.start, bytes_of(static)
+        at, size = _GUARD_BYTES + static.data_ptr() - segment.start, static.nbytes
         length = 2 * _GUARD_BYTES + len(segment)
         self._memory = torch.empty(length, dtype=torch.uint8, device=static.device)
         self._outside = (self._memory[:at], self._memory[at + size :])
@@ -195,8 +195,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two dense tensors of the same strides hold the same bits."""
     return torch.equal(as_bytes(one), as_bytes(other))
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """What its elements take."""
-    return tensor.numel() * tensor.element_size()
