@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.transforms import all_variants, create, order
-from steadytorch.transforms.base import NotApplicable, TransformSpec
+from steadytorch.transforms.base import NotApplicable, TransformSpec, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
@@ -148,6 +151,32 @@ def test_attention_backends_agree_with_pytorchs_own_choice(backend, facts):
     found = contract.exercise([transform], half)
     contract.assert_close(found.first, found.expected, "bf16")
     assert found.ambient_after == found.ambient_before
+
+
+class SpreadMask(nn.Module):
+    """Attention under a mask that depends on the query alone, and so is spread over the keys."""
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        batch, _, length, _ = query.shape
+        mask = torch.arange(length, device=query.device) >= 0
+        mask = mask[None, None, :, None].expand(batch, 1, length, length)
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+def test_a_mask_that_is_written_out_lets_attention_be_fused(facts):
+    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    made = Workload(SpreadMask().eval(), query)
+    specs = (spec("dense_mask"), COMPILED[1], spec("cuda_graph"))
+    assert not isinstance(create(specs[0]).applies_to(made, facts), NotApplicable)
+    for fused, tried in ((False, specs[1:]), (True, specs)):
+        with torch.no_grad(), applied_in_order([create(one) for one in tried], made) as changed:
+            changed.model(query)
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                found = changed.model(query)
+                torch.cuda.synchronize()
+            names = " ".join(event.name for event in seen.events())
+            assert bool(re.search(r"flash|fmha", names)) == fused, names
+            torch.testing.assert_close(found, made.model(query), rtol=2e-2, atol=2e-2)
 
 
 def small(width: int = 64) -> Workload:

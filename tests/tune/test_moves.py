@@ -314,3 +314,10 @@ def test_a_leader_is_cut_up_anew_and_stays_as_it_was_else():
     assert recut(leader, "64x32x7-w4s1") == (FOLD, _fused("64x32x7-w4s1", stem=True), LAYOUT)
     assert recut((FOLD, LAYOUT), "64x32x7-w4s1") == (FOLD, LAYOUT)
     assert stem_of((FOLD, _fused("", residual=True))) is None
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_masks_are_written_out_where_code_is_compiled_and_recorded(regime):
+    mask = single("dense_mask")
+    seeds = Moves([BF16, LAYOUT, mask, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
+    assert transforms.order([BF16, LAYOUT, mask, FROZEN, GRAPH]) in seeds[:3]

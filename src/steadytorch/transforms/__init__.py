@@ -23,6 +23,7 @@ from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.cudnn_benchmark import CudnnBenchmark
 from steadytorch.transforms.cudnn_deterministic import CudnnDeterministic
 from steadytorch.transforms.cudnn_engines import CudnnEngines
+from steadytorch.transforms.dense_mask import DenseMask
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.gc_freeze import GcFreeze
@@ -82,6 +83,7 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
     Entry(CudnnEngines, lambda parameters: (_SUMS,)),
+    Entry(DenseMask),
     # What stands above is compiled along; what stands below surrounds compiled code.
     Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
     Entry(Autocast, lambda parameters: (_ELEMENT_TYPE, _BIASES)),

@@ -23,6 +23,7 @@ INFERENCE_ONLY = "for inference: it computes no gradients"
 
 Objection = tuple[bool, str]
 
+_SDPA = "scaled_dot_product_attention"
 _ATTENTION_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -114,20 +115,36 @@ def may_attend(workload: Workload) -> bool:
     return module is None or any(_attends(m) for m in module.modules())
 
 
+def may_mask(workload: Workload) -> bool:
+    """Whether the model gives PyTorch's attention masks of its own making, as far as can be read.
+
+    PyTorch's own layers make none that a fused implementation refuses.
+    """
+    module = workload.module
+    return module is not None and any(_masks(m) for m in module.modules())
+
+
 def _attends(module: nn.Module) -> bool:
     if isinstance(module, _ATTENTION_MODULES):
         return True
-    if getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa":
-        return True
-    return _mentions_attention(type(module))
+    return _is_configured_to_attend(module) or _SDPA in _source(type(module))
+
+
+def _masks(module: nn.Module) -> bool:
+    source = _source(type(module))
+    return _is_configured_to_attend(module) or (_SDPA in source and "mask" in source)
+
+
+def _is_configured_to_attend(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 @functools.cache
-def _mentions_attention(kind: type) -> bool:
+def _source(kind: type) -> str:
     # Reading source takes milliseconds a class, and PyTorch's own layers are known by their types.
     if kind.__module__.startswith("torch."):
-        return False
+        return ""
     try:
-        return "scaled_dot_product_attention" in inspect.getsource(kind)
+        return inspect.getsource(kind)
     except (OSError, TypeError):
-        return False
+        return ""

@@ -145,6 +145,9 @@ class Moves:
             (lower, layout, frozen),
             (lower, layout, trees),
         ]
+        # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
+        if (mask := self._spec("dense_mask")) is not None:
+            compiled.insert(0, (lower, layout, mask, frozen, graph))
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
