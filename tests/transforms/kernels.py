@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from steadytorch.transforms.copy_nodes import DescribedCopy
-from steadytorch.transforms.pointers import _Parameters, _Set
+from steadytorch.transforms.pointers import DescribedKernel, DescribedMemset
 
 KERNEL, COPY, SET, HOST, GRAPH = range(5)
 
@@ -37,7 +37,7 @@ class Node:
         self._kept = [ctypes.create_string_buffer(p, len(p)) for p in packed]
         self._places = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, self._kept))
 
-    def describe(self, into: _Parameters, number: int) -> None:
+    def describe(self, into: DescribedKernel, number: int) -> None:
         into.function = number
         into.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
 
@@ -45,7 +45,7 @@ class Node:
         (into.source,), (into.target,), (count,) = self._given()
         into.width_bytes, into.height, into.depth = 4 * count, 1, 1
 
-    def describe_set(self, into: _Set) -> None:
+    def describe_set(self, into: DescribedMemset) -> None:
         (into.target,), (count,) = self._given()
         into.element_bytes, into.width, into.height = 4, count, 1
 

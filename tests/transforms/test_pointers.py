@@ -131,11 +131,11 @@ def test_after_a_refusal_nobody_knows_where_replays_read():
 def test_the_description_of_a_kernel_is_laid_out_as_the_driver_reads_it():
     import ctypes
 
-    described = pointers._Parameters
+    described = pointers.DescribedKernel
     offsets = described.grid_x.offset, described.shared_bytes.offset, described.values.offset
     assert offsets == (8, 32, 40)
     assert (described.kernel.offset, ctypes.sizeof(described)) == (56, 72)
-    described = pointers._Set
+    described = pointers.DescribedMemset
     assert (described.width.offset, ctypes.sizeof(described)) == (24, 40)
 
 

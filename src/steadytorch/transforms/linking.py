@@ -22,6 +22,7 @@ from torch import Tensor
 
 from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes, cuda_driver
 from steadytorch.transforms.input_nodes import InputNode
+from steadytorch.transforms.memset_nodes import replace_memsets
 from steadytorch.transforms.pointers import Fixed, Kernel, Pointer, nodes_of, rest
 from steadytorch.transforms.proofs import Around, is_read_through, writers_of
 from steadytorch.transforms.static_buffers import Placer
@@ -111,8 +112,11 @@ def link(
         around: of memory that is the graph's own, or another's of its pool.
     """
     driver = cuda_driver()
-    graph.instantiate()
+    # Read first, since what is replaced loses its place in the order of nodes.
     nodes = [] if driver is None else nodes_of(driver, graph.raw_cuda_graph())
+    if driver is not None:
+        replace_memsets(driver, graph)
+    graph.instantiate()
 
     def pointer(static: Tensor, some: Sequence[Kernel | Fixed] = nodes) -> Pointer:
         return Pointer(some, graph.raw_cuda_graph_exec(), static)

@@ -18,7 +18,7 @@ from steadytorch.transforms.copy_nodes import DescribedCopy
 ALIGNMENT = 256
 """Bytes. Kernels are chosen and compiled for how their recorded addresses are aligned; none loads
 or stores more at once than a fraction of this."""
-_KERNEL, _COPY, _SET = 0, 1, 2
+KERNEL, COPY, MEMSET = 0, 1, 2
 """Values of `CUgraphNodeType`."""
 _TOUCH_NOTHING = (3, 5, 6, 7, 10, 11)
 """The same for functions of the host, empty nodes, events, and memory that is taken and given."""
@@ -26,7 +26,7 @@ _WORD = 8
 """Bytes of an address."""
 
 
-class _Parameters(ctypes.Structure):
+class DescribedKernel(ctypes.Structure):
     """The driver's description of a kernel node, `CUDA_KERNEL_NODE_PARAMS_v2`."""
 
     _fields_ = (
@@ -40,7 +40,7 @@ class _Parameters(ctypes.Structure):
     )
 
 
-class _Set(ctypes.Structure):
+class DescribedMemset(ctypes.Structure):
     """The driver's description of memory that is set, `CUDA_MEMSET_NODE_PARAMS`."""
 
     _fields_ = (
@@ -78,13 +78,13 @@ class Kernel:
     """
 
     def __init__(
-        self, driver: Any, handle: int, described: _Parameters, values: Sequence[bytes]
+        self, driver: Any, handle: int, described: DescribedKernel, values: Sequence[bytes]
     ) -> None:
         self._driver, self._handle = driver, ctypes.c_void_p(handle)
         self._values = [ctypes.create_string_buffer(value, len(value)) for value in values]
         places = [ctypes.addressof(value) for value in self._values]
         self._places = (ctypes.c_void_p * len(places))(*places)
-        self._described = _Parameters.from_buffer_copy(described)
+        self._described = DescribedKernel.from_buffer_copy(described)
         self._described.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
 
     def cells_within(self, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
@@ -122,26 +122,36 @@ def nodes_of(driver: Any, graph: int) -> list[Kernel | Fixed]:
     """
     if not hasattr(driver, "cuFuncGetParamInfo"):
         return []
+    known = {KERNEL: _kernel, COPY: _copied, MEMSET: _set}
+    found: list[Kernel | Fixed] = []
+    for node in node_handles(driver, graph):
+        kind = node_kind(driver, node)
+        if kind in _TOUCH_NOTHING:
+            continue
+        described = known[kind](driver, node) if kind in known else None
+        if described is not None:
+            found.append(described)
+        elif kind != KERNEL:
+            return []
+    return found
+
+
+def node_handles(driver: Any, graph: int) -> list[int]:
+    """The nodes of a graph, in the order in which they were recorded; empty where refused."""
     handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
     if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
         return []
     nodes = (ctypes.c_void_p * count.value)()
     if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
         return []
-    known = {_KERNEL: _kernel, _COPY: _copied, _SET: _set}
-    found: list[Kernel | Fixed] = []
-    for node in nodes:
-        kind = ctypes.c_int()
-        if node is None or driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
-            return []
-        if kind.value in _TOUCH_NOTHING:
-            continue
-        described = known[kind.value](driver, node) if kind.value in known else None
-        if described is not None:
-            found.append(described)
-        elif kind.value != _KERNEL:
-            return []
-    return found
+    return [node or 0 for node in nodes]
+
+
+def node_kind(driver: Any, node: int) -> int | None:
+    """The driver's `CUgraphNodeType` of a node; None where refused."""
+    kind = ctypes.c_int()
+    refused = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+    return None if refused else kind.value
 
 
 def _copied(driver: Any, node: int) -> Fixed | None:
@@ -161,7 +171,7 @@ def _copied(driver: Any, node: int) -> Fixed | None:
 
 
 def _set(driver: Any, node: int) -> Fixed | None:
-    of = _Set()
+    of = DescribedMemset()
     if driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(of)):
         return None
     size = (max(of.height, 1) - 1) * of.pitch + of.width * of.element_bytes
@@ -169,7 +179,7 @@ def _set(driver: Any, node: int) -> Fixed | None:
 
 
 def _kernel(driver: Any, node: int) -> Kernel | None:
-    handle, described = ctypes.c_void_p(node), _Parameters()
+    handle, described = ctypes.c_void_p(node), DescribedKernel()
     if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(described)):
         return None
     if not described.values:  # none, or packed in a way of the program's own
@@ -179,7 +189,7 @@ def _kernel(driver: Any, node: int) -> Kernel | None:
     return Kernel(driver, node, described, values) if values else None
 
 
-def _sizes(driver: Any, described: _Parameters) -> list[int]:
+def _sizes(driver: Any, described: DescribedKernel) -> list[int]:
     """Bytes of each parameter."""
     if described.function:
         ask, of = driver.cuFuncGetParamInfo, ctypes.c_void_p(described.function)
