@@ -60,9 +60,7 @@ class Driver:
     def cuGraphNodeGetDependentNodes(self, node: Any, into: Any, count: Any) -> int:  # noqa: N802
         return self._list(sorted(b for a, b in self.edges if a == node.value), into, count)
 
-    def cuGraphAddKernelNode_v2(
-        self, new: Any, graph: Any, before: Any, count: Any, of: Any
-    ) -> int:  # noqa: N802
+    def cuGraphAddKernelNode_v2(self, new, graph, before, count, of):  # noqa: N802
         assert graph.value == HANDLE
         described: DescribedKernel = of._obj
         new._obj.value = 200 + described.function
