@@ -186,7 +186,7 @@ def one(entry: str, asked: argparse.Namespace) -> dict[str, Any]:
         directory = Path(folder)
         save_payload(workload, directory)
         start = time.perf_counter()
-        how = {"prefix": prefix, "deadline_s": asked.deadline, "directory": directory}
+        how = {"prefix": prefix, "deadline_s": asked.deadline}
         report = choose_engines(workload, **how)
         chose_s = time.perf_counter() - start
         found = {

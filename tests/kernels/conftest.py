@@ -19,15 +19,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton", reason="the programs are interpreted by Triton: not installed")
     # Read where a program is defined: this copy of the file is for the interpreter alone.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    name = f"{kernels.__name__}.programs"
-    path = Path(kernels.__path__[0]) / "programs.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    programs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(programs)
-    monkeypatch.setitem(sys.modules, name, programs)
-    monkeypatch.setattr(kernels, "programs", programs, raising=False)
+    for file in ("programs", "separable_programs"):
+        name = f"{kernels.__name__}.{file}"
+        spec = importlib.util.spec_from_file_location(
+            name, Path(kernels.__path__[0]) / f"{file}.py"
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        programs = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(programs)
+        monkeypatch.setitem(sys.modules, name, programs)
+        monkeypatch.setattr(kernels, file, programs, raising=False)
     language: Any = importlib.import_module("triton.language")
     largest = language.standard._elementwise_max
     # As Triton writes it, which was read before: for a GPU.
