@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from steadytorch import kernels
-from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, relu_max_pool
+from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, pointwise_conv, relu_max_pool
 
 
 @pytest.fixture
@@ -34,7 +34,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     largest = language.standard._elementwise_max
     # As Triton writes it, which was read before: for a GPU.
     monkeypatch.setattr(language, "max", lambda x, axis: language.reduce(x, axis, largest))
-    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool)
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # As Triton writes it, NumPy 2.4 refuses: how often a loop runs is an array of one number.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv)
     for module in operators:
         module._fused.cache_clear()
     yield
