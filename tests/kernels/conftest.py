@@ -42,7 +42,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         # As Triton writes it, NumPy 2.4 refuses: how often a loop runs is an array of one number.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    builder: Any = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        # As Triton writes it, it multiplies what bits of bfloat16 mean as integers.
+        a, b = (
+            self.create_fp_ext(t, language.float32) if t.dtype.scalar == language.bfloat16 else t
+            for t in (a, b)
+        )
+        return dot(self, a, b, *rest)
+
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(builder, "create_dot", widened)
     operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv)
     for module in operators:
         module._fused.cache_clear()
