@@ -121,10 +121,8 @@ def test_special_values_spread_as_in_pytorch(activation, launched):
 def test_single_pixels_have_the_strides_of_pytorch(activation, parts, x_last, weight_last):
     x, weight, bias, gate, other = operands((2, 40, 1, 1), 24, parts=parts)
     layouts = (torch.contiguous_format, LAST)
-    # `to` leaves what is in both orders as it is.
-    x = torch.empty(x.shape, device="cuda", dtype=x.dtype, memory_format=layouts[x_last]).copy_(x)
-    shape = {"device": "cuda", "dtype": x.dtype, "memory_format": layouts[weight_last]}
-    weight = torch.empty(weight.shape, **shape).copy_(weight)
+    x, weight = x.to(memory_format=layouts[x_last]), weight.to(memory_format=layouts[weight_last])
+    assert x.is_contiguous()
     given = (x, weight, bias, activation, gate, other)
     assert pointwise_conv2d(*given).stride() == eager(*given).stride()
 

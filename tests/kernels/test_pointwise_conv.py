@@ -14,7 +14,10 @@ LAYOUTS = {"first": torch.contiguous_format, "last": torch.channels_last}
 ROUNDING = {torch.float16: 6e-4, torch.bfloat16: 8e-3}
 """Half a unit in the last place, and a little for the sum in float32; a whole unit in bfloat16,
 which Triton's interpreter cuts off where a GPU rounds."""
-SHAPES = [((2, 24, 5, 7), 40), ((1, 136, 3, 3), 17), ((3, 7, 4, 4), 130), ((2, 200, 1, 1), 16)]
+SHAPES = [
+    *(((2, 24, 5, 7), 40), ((1, 136, 3, 3), 17), ((3, 7, 4, 4), 130), ((2, 200, 1, 1), 16)),
+    *(((2, 20, 16, 16), 24), ((3, 72, 11, 11), 200)),
+]
 CORES = 132
 PRODUCTS = [
     *((12544, 64, 16), (784, 240, 40), (196, 112, 480), (49, 160, 960), (1, 240, 960), (1, 2, 2)),
@@ -73,6 +76,15 @@ class TestInterpreted:
         found = fused(*given)
         assert (found.dtype, found.stride()) == (dtype, eager(*given).stride())
         torch.testing.assert_close(found.double(), exact(*given), rtol=ROUNDING[dtype], atol=1e-5)
+
+    @pytest.mark.parametrize("parts", ["b", "bgo"])
+    @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
+    def test_so_are_those_of_large_blocks(self, shape, outputs, parts, monkeypatch):
+        monkeypatch.setattr(room, "CORES", 1)
+        x, weight, bias, gate, other = operands(shape, outputs, parts=parts)
+        given = (x, weight, bias, "silu", gate, other)
+        rounding = ROUNDING[x.dtype]
+        torch.testing.assert_close(fused(*given).double(), exact(*given), rtol=rounding, atol=1e-5)
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

@@ -101,9 +101,11 @@ def program_for(
     other: Tensor | None,
 ) -> Fused | None:
     """The program for such tensors, wherever they are, or None where it is not made for them."""
-    if any(t is not None and t.device != x.device for t in (weight, bias, gate, other)):
-        return None
-    if not all(t is None or t.is_contiguous() for t in (bias, gate)):
+    device = x.device
+    for tensor in (weight, bias, gate, other):
+        if tensor is not None and tensor.device != device:
+            return None
+    if not ((bias is None or bias.is_contiguous()) and (gate is None or gate.is_contiguous())):
         return None
     return _fused(
         (x.shape, x.stride()),
@@ -113,7 +115,7 @@ def program_for(
         None if gate is None else gate.shape,
         None if other is None else (other.shape, other.stride()),
         x.dtype,
-        x.device,
+        device,
     )
 
 
@@ -267,13 +269,14 @@ def _fused(
     if bias not in (None, kernel[:1]) or gate not in (None, (batch, channels, 1, 1)):
         return None
     # Offsets are computed in 32 bits, of what masks leave out as well.
-    if (batch * height * width + MOST_ROWS) * max(channels, kernel[0]) + MOST_DEPTH >= 2**31:
+    most = max(batch * height * width, kernel[0]) + MOST_ROWS
+    if most * max(channels, kernel[0]) + MOST_DEPTH >= 2**31:
         return None
     strides = _strides(x, weight, activation, gate is not None, other)
-    if strides is None or (other is not None and other[0] != full):
+    if strides is None or (other and other[0] != full):
         return None
-    given = (activation, bias is not None, gate is not None, other is not None)
-    return Fused(full, strides, channels, *given, device)
+    has = (bias is not None, gate is not None, other is not None)
+    return Fused(full, strides, channels, activation, *has, device)
 
 
 def _strides(
