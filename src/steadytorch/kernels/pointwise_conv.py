@@ -332,9 +332,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         y = _eager(x, weight, bias, ctx.activation, gate, other)
         needed = [i for i, place in enumerate((0, 1, 2, 4, 5)) if ctx.needs_input_grad[place]]
         grads = torch.autograd.grad(y, [views[i] for i in needed], grad, create_graph=again)
-    found: list[Tensor | None] = [None] * len(inputs)
-    for i, one in zip(needed, grads, strict=True):
-        found[i] = one
+    by_place = dict(zip(needed, grads, strict=True))
+    found = [by_place.get(i) for i in range(len(inputs))]
     return *found[:3], None, *found[3:]
 
 
