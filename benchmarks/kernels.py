@@ -29,6 +29,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import copy_bandwidth
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
+from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
 from steadytorch.tune.stem import fastest
@@ -112,6 +113,27 @@ def stem(batch: int, dtype: torch.dtype, layout: Any, side: int) -> Case:
     return Case(name, eager, ours, (x, weight, bias), moved, others)
 
 
+def pointwise(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
+    """The end of a block of EfficientNet or MobileNetV3: gate, convolution, bias and residual."""
+    batch, channels, *sides = shape
+    x, other = made(shape, dtype, LAST), made((batch, outputs, *sides), dtype, LAST)
+    weight, bias = made((outputs, channels, 1, 1), dtype), made((outputs,), dtype)
+    weight, gate = weight * channels**-0.5, made((batch, channels, 1, 1), dtype).sigmoid()
+
+    def eager(x: Any, weight: Any, bias: Any, gate: Any, other: Any) -> torch.Tensor:
+        return F.conv2d(x * gate, weight, bias) + other
+
+    def ours(x: Any, weight: Any, bias: Any, gate: Any, other: Any) -> torch.Tensor:
+        return pointwise_conv2d(x, weight, bias, "", gate, other)
+
+    inputs = (x, weight, bias, gate, other)
+    y, exact = ours(*inputs), eager(*(t.double() for t in inputs))
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    name = f"gate + pointwise convolution + residual, {list(shape)} to {outputs}, {_kind(x)}"
+    moved = sum(t.nbytes for t in (*inputs, y))
+    return Case(name, eager, ours, inputs, moved)
+
+
 def _kind(x: torch.Tensor) -> str:
     layout = "NCHW" if x.is_contiguous() else "NHWC"
     return f"{str(x.dtype).removeprefix('torch.')} {layout}"
@@ -136,10 +158,12 @@ def cases() -> list[tuple[str, Callable[[], Case]]]:
         ("stem", lambda: stem(64, half, LAST, 3)),
         ("stem", lambda: stem(64, half, FIRST, 7)),
         ("stem", lambda: stem(64, single, LAST, 7)),
+        ("pointwise", lambda: pointwise((64, 96, 56, 56), 24, half)),
+        ("pointwise", lambda: pointwise((1, 672, 7, 7), 160, half)),
     ]
 
 
-KINDS = ("pooling", "sum", "stem", "matmul")
+KINDS = ("pooling", "sum", "stem", "pointwise", "matmul")
 
 
 def recorded(call: Call, repeats: int) -> Call:

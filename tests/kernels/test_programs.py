@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+from steadytorch.kernels.pointwise_conv import CORES, VECTOR, cut_for
 from steadytorch.kernels.stem import CONFIGS, geometry_of, shared_bytes
 
 pytest.importorskip("triton", reason="compiling the programs needs Triton: not installed")
@@ -30,6 +34,12 @@ CASES.append(("bias_add_relu", {"CHANNELS": 64, "INNER": 49, "BIASED": True, "BL
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Tensors of PyTorch begin at multiples of 16 bytes, and more.
 ALIGNED = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+ALL_ALIGNED = {(place,): [["tt.divisibility", 16]] for place in range(6)}
+POINTWISE = [
+    *((12544, 64, 16), (3136, 72, 24), (784, 240, 40), (49, 160, 672), (49, 160, 960)),
+    *((802816, 96, 16), (200704, 24, 96), (200704, 144, 24), (50176, 40, 240), (3136, 320, 1152)),
+]
+"""Rows, outputs and channels, of a single image and of 64."""
 
 
 def compiled(name, constants, element, capability, attributes=None, options=None):
@@ -38,14 +48,14 @@ def compiled(name, constants, element, capability, attributes=None, options=None
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from steadytorch.kernels import programs
+    from steadytorch.kernels import programs, separable_programs
 
-    program = getattr(programs, name)
+    program = getattr(programs, name, None) or getattr(separable_programs, name)
     types = {
         argument: "constexpr"
         if argument in constants
         else f"*{element}"
-        if argument in ("x", "y", "other", "bias", "weight")
+        if argument in ("x", "y", "other", "bias", "weight", "gate")
         else "i32"
         for argument in program.arg_names
     }
@@ -68,6 +78,70 @@ def stem(name, element, capability=90, kernel=7):
     constants = {"G": geometry.cut_up(config)}
     found = compiled("conv_relu_max_pool", constants, element, capability, ALIGNED, options)
     return found, shared_bytes(geometry, config, dtype)
+
+
+def pointwise(sizes, element="fp16", capability=90, gate="each", activation="hardswish"):
+    """A pointwise convolution with everything around it, cut up as for such sizes."""
+    rows, outputs, channels = sizes
+    cut = cut_for(rows, outputs, channels, CORES)
+    constants = {
+        "ACTIVATION": activation,
+        "BIASED": True,
+        "GATE": gate,
+        "ADDED": gate == "each",
+        "OUTPUT_STEP": VECTOR,
+        "CHANNEL_STEP": VECTOR,
+        "EVEN": channels % cut.depth == 0,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "DEPTH": cut.depth,
+    }
+    options = {"num_warps": cut.warps, "num_stages": cut.stages}
+    found = compiled("pointwise_conv", constants, element, capability, ALL_ALIGNED, options)
+    return found, cut
+
+
+@pytest.mark.parametrize("gate", ["", "one", "each"])
+@pytest.mark.parametrize("sizes", POINTWISE, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_a_pointwise_convolution_runs_on_tensor_cores_without_spilling(sizes, gate, tmp_path):
+    import triton
+
+    found, cut = pointwise(sizes, gate=gate)
+    assert ("wgmma.mma_async" if cut.rows >= 64 else "mma.sync") in found.asm["ptx"]
+    # Two programs at least are to fit on a core.
+    assert found.metadata.shared <= 113 << 10
+    (tmp_path / "cubin").write_bytes(found.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not os.access(tool, os.X_OK):
+        pytest.skip("this Triton brings no cuobjdump")
+    said = subprocess.run(
+        [tool, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    registers, stack = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
+    assert stack == 0
+    assert registers * cut.warps * 32 * 2 <= 65536
+
+
+@pytest.mark.parametrize("sizes", POINTWISE, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_a_pointwise_convolution_loads_sixteen_bytes_at_a_time(sizes):
+    ptx = pointwise(sizes, gate="")[0].asm["ptx"]
+    sizes = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+)", ptx)
+    assert sizes
+    assert set(sizes) == {"0x10"}
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "hardsigmoid", "hardswish"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_pointwise_convolution_keeps_nan(activation):
+    ptx = pointwise(POINTWISE[0], activation=activation)[0].asm["ptx"]
+    assert "max.NaN.f32" in ptx
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pointwise_convolution_compiles_for_the_oldest_gpu():
+    assert all(pointwise(sizes, "bf16", 80)[0].asm["cubin"] for sizes in POINTWISE[:6:5])
 
 
 @pytest.mark.parametrize("element", ["fp32", "fp16", "bf16"])

@@ -1,0 +1,22 @@
+"""Activations that fused convolutions end with, as PyTorch computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "": lambda x: x,
+        "relu": F.relu,
+        "relu6": F.relu6,
+        "hardsigmoid": F.hardsigmoid,
+        "hardswish": F.hardswish,
+        "sigmoid": lambda x: x.sigmoid(),
+        "silu": F.silu,
+    }
+)
+"""By name; the programs know the same names."""

@@ -1,0 +1,350 @@
+"""A convolution of single pixels with what stands around it: gate, bias, activation, residual.
+
+It is a product of matrices, and in most networks too thin a one to be bound by anything but memory
+or, of a single image, by the time that kernels take to start.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.activations import ACTIVATIONS
+from steadytorch.kernels.launch import Launch, is_covered, route
+
+TYPES = (torch.float16, torch.bfloat16)
+"""float32 is PyTorch's: whether it may round to TF32 is not for a kernel to say."""
+CORES = 132
+"""Of an H200; what is reckoned with where there is no GPU."""
+VECTOR = 8
+"""Elements of 16 bits in the widest load."""
+MOST_ROWS, MOST_DEPTH = 128, 128
+TALL, WIDE = 64, 128
+"""Rows that four warps give to tensor cores at once; columns of the widest block."""
+
+
+def pointwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    gate: Tensor | None = None,
+    other: Tensor | None = None,
+) -> Tensor:
+    """`activation(conv2d(x * gate, weight, bias)) + other`, on CUDA in one pass.
+
+    There it sums in float32 and rounds once, at the end, where PyTorch rounds after each step; the
+    product with the gate is rounded as PyTorch's.
+
+    Args:
+        x: shape (N, C, H, W).
+        weight: shape (K, C, 1, 1).
+        bias: shape (K,), or None for none.
+        activation: a name out of `ACTIVATIONS`; "" for none.
+        gate: shape (N, C, 1, 1), the scale of squeeze and excitation; None for none.
+        other: shape (N, K, H, W), a residual, added after the activation; None for none.
+
+    Raises:
+        KeyError: there is no such activation.
+        RuntimeError: whatever PyTorch's own operators refuse.
+    """
+    given = (x, weight, bias, activation, gate, other)
+    tensors = [t for t in (x, weight, bias, gate, other) if t is not None]
+    if has_torch_function(tensors):
+        return handle_torch_function(pointwise_conv2d, tensors, *given)
+    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    cast = torch.is_autocast_enabled("cuda")
+    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
+    return run(*given)
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    other: Tensor | None,
+) -> Tensor:
+    y = ACTIVATIONS[activation](F.conv2d(x if gate is None else x * gate, weight, bias))
+    return y if other is None else y + other
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    other: Tensor | None,
+) -> Tensor:
+    fused = None
+    if is_covered(*(t for t in (x, weight, bias, gate, other) if t is not None)):
+        fused = program_for(x, weight, bias, activation, gate, other)
+    if fused is None:
+        return _eager(x, weight, bias, activation, gate, other)
+    return fused(x, weight, bias, gate, other)
+
+
+def program_for(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    gate: Tensor | None,
+    other: Tensor | None,
+) -> Fused | None:
+    """The program for such tensors, wherever they are, or None where it is not made for them."""
+    device = x.device
+    for tensor in (weight, bias, gate, other):
+        if tensor is not None and tensor.device != device:
+            return None
+    if not ((bias is None or bias.is_contiguous()) and (gate is None or gate.is_contiguous())):
+        return None
+    return _fused(
+        (x.shape, x.stride()),
+        (weight.shape, weight.stride()),
+        None if bias is None else bias.shape,
+        activation,
+        None if gate is None else gate.shape,
+        None if other is None else (other.shape, other.stride()),
+        x.dtype,
+        device,
+    )
+
+
+class Cut(NamedTuple):
+    """How the product is cut up: of a program, `rows` (pixels) by `columns` (outputs).
+
+    It takes `depth` channels at a time, in `stages` of which all but one read ahead, and has
+    `warps` of 32 threads.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
+    """How to cut up a product of these sizes on a device with so many cores.
+
+    Of a batch, time goes by the pixels read. As many outputs as possible, up to 128, share one
+    read, of 64 rows or more, which is what Hopper's tensor cores take at once; more outputs make
+    blocks that follow each other and find the pixels in the L2 cache. Between 128 and 64 outputs
+    the choice is what leaves fewer of them empty: 320 are five blocks of 64. A block holds no more
+    than 64 sums a thread, so that a core has room for several programs: those of few channels have
+    no later block to read ahead, and hide each other's waiting instead.
+
+    Of a single image, all tensors are in the L2 cache, and time goes by how long one core works, so
+    that blocks shrink until each core has one. Every program walks all channels, in an order that
+    nothing changes, for the same bits each time. Small blocks take 128 channels at a time and read
+    further ahead: what they wait for is latency.
+    """
+    wide = max(16, _power_of_two(outputs))
+    if wide > WIDE:
+        wide = min((WIDE, WIDE // 2), key=lambda columns: -outputs % columns)
+    low = min(wide, 32)
+    shapes = [
+        *([(MOST_ROWS, wide, 2 * cores)] if wide < WIDE else []),
+        *((TALL, wide, cores), (32, min(wide, 64), cores), (32, low, cores), (16, low, cores)),
+    ]
+    height, width = 16, 16
+    for high, across, wanted in shapes:
+        if _blocks(rows, high) * _blocks(outputs, across) >= wanted and high < 2 * rows:
+            height, width = high, across
+            break
+    small = height < TALL
+    depth = min(max(16, _power_of_two(channels)), MOST_DEPTH if small else 64)
+    # No more than there is to read ahead: room set aside for it is room for fewer programs. With
+    # one stage even the first block would take registers on its way, and room as well.
+    stages = min(_blocks(channels, depth) + 1, 6 if small else 3)
+    return Cut(height, width, depth, 2 if height * width <= 16 * 32 else 4, stages)
+
+
+def _power_of_two(count: int) -> int:
+    """The least that is not below."""
+    return 1 << (count - 1).bit_length()
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+class Fused:
+    """The program, made up for inputs of one shape, type and layout.
+
+    Args:
+        shape: of the result, (N, K, H, W).
+        strides: of the result.
+        channels: of the input.
+        activation: by name.
+        is_biased: whether there is a bias.
+        is_gated: whether there is a gate.
+        is_added: whether there is a residual.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        channels: int,
+        activation: str,
+        is_biased: bool,
+        is_gated: bool,
+        is_added: bool,
+        device: torch.device,
+    ) -> None:
+        from steadytorch.kernels import separable_programs
+
+        batch, outputs, height, width = shape
+        pixels = height * width
+        cut = cut_for(batch * pixels, outputs, channels, _cores(device))
+        gate = ""
+        if is_gated:
+            gate = "one" if batch == 1 or pixels % cut.rows == 0 else "each"
+        steps = gcd(outputs, VECTOR), gcd(channels, VECTOR)
+        sizes = (batch * pixels, outputs // steps[0], channels // steps[1], pixels)
+        kind = (activation, is_biased, gate, is_added, *steps)
+        block = (channels % cut.depth == 0, cut.rows, cut.columns, cut.depth)
+        self._shape, self._strides = shape, strides
+        self._launch = Launch(
+            separable_programs.pointwise_conv,
+            (_blocks(batch * pixels, cut.rows) * _blocks(outputs, cut.columns), 1, 1),
+            (*sizes, *kind, *block),
+            device,
+            cut.warps,
+            {"num_stages": cut.stages},
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        other: Tensor | None,
+    ) -> Tensor:
+        """The result; the tensors must be as described."""
+        y = torch.empty_strided(self._shape, self._strides, dtype=x.dtype, device=x.device)
+        bias, gate, other = (x if t is None else t for t in (bias, gate, other))
+        self._launch(x, weight, bias, gate, other, y)
+        return y
+
+
+Place = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
+
+
+@lru_cache(maxsize=1024)
+def _fused(
+    x: Place,
+    weight: Place,
+    bias: torch.Size | None,
+    activation: str,
+    gate: torch.Size | None,
+    other: Place | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Fused | None:
+    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    shape, kernel = x[0], weight[0]
+    if dtype not in TYPES or activation not in ACTIVATIONS or len(shape) != 4:
+        return None
+    if len(kernel) != 4 or tuple(kernel[1:]) != (shape[1], 1, 1):
+        return None
+    batch, channels, height, width = shape
+    # A tensor of one channel is in both orders, and which one its strides say is a riddle.
+    if min(channels, kernel[0]) < 2:
+        return None
+    full = (batch, kernel[0], height, width)
+    if bias not in (None, kernel[:1]) or gate not in (None, (batch, channels, 1, 1)):
+        return None
+    # Offsets are computed in 32 bits, of what masks leave out as well.
+    most = max(batch * height * width, kernel[0]) + MOST_ROWS
+    if most * max(channels, kernel[0]) + MOST_DEPTH >= 2**31:
+        return None
+    strides = _strides(x, weight, activation, gate is not None, other)
+    if strides is None or (other and other[0] != full):
+        return None
+    has = (bias is not None, gate is not None, other is not None)
+    return Fused(full, strides, channels, activation, *has, device)
+
+
+def _strides(
+    x: Place, weight: Place, activation: str, is_gated: bool, other: Place | None
+) -> tuple[int, ...] | None:
+    """Strides of PyTorch's result; None where tensors do not lie as the program reads them.
+
+    Of single pixels both orders are one in memory, but the strides of axes of length one differ. A
+    convolution's result is channels_last if one of its inputs is; what else there is, element by
+    element, makes of tensors in order such a one. PyTorch's ReLU6 does not: left to it.
+    """
+    (batch, _, height, width), outputs = x[0], weight[0][0]
+    y_orders = _orders((batch, outputs, height, width))
+    orders = (_orders(x[0]), _orders(weight[0]), y_orders)
+    places = (x[1], weight[1], y_orders[1] if other is None else other[1])
+    if any(own not in both for own, both in zip(places, orders, strict=True)):
+        return None
+    is_last = [own == both[1] for own, both in zip(places, orders, strict=True)]
+    if height * width > 1:
+        return y_orders[1] if is_last[0] and is_last[2] else None
+    if activation == "relu6":
+        return None
+    stays = not activation and other is None
+    return y_orders[stays and (is_last[1] or (is_last[0] and not is_gated))]
+
+
+def _orders(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Strides in order, and with channels last."""
+    _, channels, height, width = shape
+    image = channels * height * width
+    return (image, height * width, width, 1), (image, 1, channels * width, channels)
+
+
+def _cores(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CORES
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.activation = inputs[3]
+    ctx.save_for_backward(*inputs[:3], *inputs[4:])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # PyTorch's own, of steps computed again: they were never in memory.
+    inputs = ctx.saved_tensors
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, as one tensor may have been given twice.
+        views: Any = [None if t is None else t.view_as(t) for t in inputs]
+        x, weight, bias, gate, other = views
+        y = _eager(x, weight, bias, ctx.activation, gate, other)
+        needed = [i for i, place in enumerate((0, 1, 2, 4, 5)) if ctx.needs_input_grad[place]]
+        grads = torch.autograd.grad(y, [views[i] for i in needed], grad, create_graph=again)
+    by_place = dict(zip(needed, grads, strict=True))
+    found = [by_place.get(i) for i in range(len(inputs))]
+    return *found[:3], None, *found[3:]
+
+
+_NAME = "steadytorch::pointwise_conv2d"
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "pointwise_conv2d(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? gate, "
+    "Tensor? other) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.impl("pointwise_conv2d", _impl, "CompositeExplicitAutograd")
+torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_OPERATOR: Any = torch.ops.steadytorch.pointwise_conv2d.default
