@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from steadytorch import kernels
-from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, relu_max_pool
+from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, depthwise_conv, relu_max_pool
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     largest = language.standard._elementwise_max
     # As Triton writes it, which was read before: for a GPU.
     monkeypatch.setattr(language, "max", lambda x, axis: language.reduce(x, axis, largest))
-    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool)
+    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, depthwise_conv)
     for module in operators:
         module._fused.cache_clear()
     yield
