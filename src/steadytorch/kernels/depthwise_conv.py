@@ -117,6 +117,9 @@ class Fused:
         warps: of a program.
         is_innermost: whether the channels of the weight are.
         device: where the tensors are.
+
+    Attributes:
+        geometry: as given, like `warps`.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class Fused:
     ) -> None:
         from steadytorch.kernels import separable_programs
 
-        g = geometry
+        g = self.geometry = geometry
+        self.warps = warps
         patches = images * -(-g.out_height // g.rows) * -(-g.out_width // g.columns)
         grid = (-(-patches // g.patches) * -(-g.all_channels // g.channels), 1, 1)
         self._shape = (images, g.all_channels, g.out_height, g.out_width)
@@ -198,11 +202,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # Computed again: what the activation was given was never in memory.
-    given: Any = ctx.saved_tensors
+    given = ctx.saved_tensors
+    x, weight, bias = given
     stride, padding, dilation = ctx.sizes
     is_twice = torch.is_grad_enabled()
     with torch.enable_grad():
-        y = _eager(*given, stride, padding, dilation, ctx.activation)
+        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
     wanted = [t for t, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_twice))
     return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)

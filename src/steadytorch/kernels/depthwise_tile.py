@@ -96,8 +96,8 @@ def tile_for(
     wider ones would be fewer, but each channel of a thread costs the registers of a patch.
 
     A large patch also leaves few programs: of one image of 7x7, less than the device has cores.
-    What is minimized is the number of instructions that the busiest quarter of a core issues; of
-    equals the smaller patch is taken.
+    What is minimized is the number of instructions that the busiest quarter of a core issues, which
+    with a single warp it does every other cycle at best; of equals the smaller patch is taken.
     """
     channels = _channels_of_tile(shape[1])
     blocks = -(-shape[1] // channels)
@@ -107,7 +107,7 @@ def tile_for(
         count = shape[0] * down * across
         issued, held = _instructions((rows, columns), kernel, stride, dilation)
         warps = -(-count * blocks * channels // 64)
-        cost = issued * -(-warps // (4 * cores))
+        cost = issued * max(2, -(-warps // (4 * cores)))
         if best is None or (held <= MOST_VALUES and cost < best[0]):
             best = (cost, rows, columns, warps)
     assert best is not None
