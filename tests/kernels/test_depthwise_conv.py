@@ -163,11 +163,13 @@ class TestInterpreted:
         tensors = operands(shape, pair(1, 5), data.draw(st.sampled_from(list(ROUNDING))))
         sizes = (pair(1, 3), pair(0, 3), pair(1, 3))
         try:
-            eager(*tensors, *sizes)
+            pixels = eager(*tensors, *sizes).shape[2:].numel()
         except RuntimeError:
-            assert program(*tensors, *sizes) is None
-        else:
+            pixels = 0
+        if pixels > 1:
             near(tensors, *sizes)
+        else:
+            assert program(*tensors, *sizes) is None
 
 
 def ordinary(**options):

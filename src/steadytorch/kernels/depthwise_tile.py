@@ -90,7 +90,7 @@ def tile_for(
 
     A load costs a thread five instructions: the comparison with the edges, the zero in place of
     what is not there, the load, and one conversion for each of two channels. A large patch uses
-    each pixel for many outputs: one of 4x7 with a kernel of 5x5 loads 88 pixels for 700 products,
+    each pixel for many outputs: one of 4x4 with a kernel of 5x5 loads 64 pixels for 400 products,
     one of 1x1 25 for 25. So threads take two channels only, and what registers there are holds
     sums. A warp's loads are one line of the cache all the same, of 64 channels, four bytes wide;
     wider ones would be fewer, but each channel of a thread costs the registers of a patch.
