@@ -29,6 +29,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import copy_bandwidth
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
+from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
@@ -134,6 +135,29 @@ def pointwise(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
     return Case(name, eager, ours, inputs, moved)
 
 
+def depthwise(shape: tuple[int, ...], side: int, stride: int) -> Case:
+    """A depthwise convolution with bias and hardswish; ours has its weight as a model would."""
+    x, weight = made(shape, torch.float16, LAST), made((shape[1], 1, side, side), torch.float16)
+    bias, padding, inner = (
+        torch.randn(shape[1]).cuda().half(),
+        side // 2,
+        channels_innermost(weight),
+    )
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.hardswish(F.conv2d(x, weight, bias, stride, padding, groups=shape[1]))
+
+    def ours(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return depthwise_conv2d(x, inner, bias, stride, padding, activation="hardswish")
+
+    y, exact = ours(x, weight, bias), eager(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-4)
+    name = f"depthwise convolution {side}x{side} / {stride} + hardswish, {list(shape)} {_kind(x)}"
+    alone = {"convolution alone": lambda x, w, b: F.conv2d(x, w, b, stride, padding, 1, shape[1])}
+    moved = x.nbytes + weight.nbytes + y.nbytes
+    return Case(name, eager, ours, (x, weight, bias), moved, alone)
+
+
 def _kind(x: torch.Tensor) -> str:
     layout = "NCHW" if x.is_contiguous() else "NHWC"
     return f"{str(x.dtype).removeprefix('torch.')} {layout}"
@@ -160,10 +184,14 @@ def cases() -> list[tuple[str, Callable[[], Case]]]:
         ("stem", lambda: stem(64, single, LAST, 7)),
         ("pointwise", lambda: pointwise((64, 96, 56, 56), 24, half)),
         ("pointwise", lambda: pointwise((1, 672, 7, 7), 160, half)),
+        ("depthwise", lambda: depthwise((64, 144, 56, 56), 5, 2)),
+        ("depthwise", lambda: depthwise((64, 480, 14, 14), 5, 1)),
+        ("depthwise", lambda: depthwise((1, 672, 14, 14), 3, 1)),
+        ("depthwise", lambda: depthwise((32, 96, 56, 56), 7, 1)),
     ]
 
 
-KINDS = ("pooling", "sum", "stem", "pointwise", "matmul")
+KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "matmul")
 
 
 def recorded(call: Call, repeats: int) -> Call:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from steadytorch import kernels
-from steadytorch.kernels import bias_add_relu, conv_relu_max_pool, pointwise_conv, relu_max_pool
+from steadytorch.kernels import (
+    bias_add_relu,
+    conv_relu_max_pool,
+    depthwise_conv,
+    pointwise_conv,
+    relu_max_pool,
+)
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", widened)
-    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv)
+    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv, depthwise_conv)
     for module in operators:
         module._fused.cache_clear()
     yield

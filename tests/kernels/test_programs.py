@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from steadytorch.kernels import depthwise_conv
 from steadytorch.kernels.pointwise_conv import CORES, VECTOR, cut_for
 from steadytorch.kernels.stem import CONFIGS, geometry_of, shared_bytes
 
@@ -50,7 +51,7 @@ def compiled(name, constants, element, capability, attributes=None, options=None
 
     from steadytorch.kernels import programs, separable_programs
 
-    program = getattr(programs, name, None) or getattr(separable_programs, name)
+    program = getattr(programs if hasattr(programs, name) else separable_programs, name)
     types = {
         argument: "constexpr"
         if argument in constants
@@ -185,3 +186,50 @@ def test_pixels_are_loaded_eight_bytes_at_a_time(name):
 @pytest.mark.filterwarnings("ignore")
 def test_a_stem_compiles_for_the_oldest_gpu_of_the_operator():
     assert stem("64x32x1-w4s1", "bf16", 80, kernel=3)[0].asm["cubin"]
+
+
+def depthwise(shape, side, stride, element):
+    """A depthwise convolution of such a square kernel, cut up as for an H200."""
+    room, dtype = depthwise_conv, TYPES[element]
+    kernel = torch.Size((shape[1], 1, side, side))
+    like = (torch.Size(shape), True, kernel, (1, 1, side * shape[1], shape[1]))
+    sizes = ((stride, stride), (side // 2, side // 2), (1, 1), "hardswish")
+    fused = room._fused(*like, True, dtype, torch.device("meta"), *sizes)
+    constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
+    return compiled("depthwise_conv", constants, element, 90, ALIGNED, options), fused.geometry
+
+
+def resources(found, tmp_path):
+    """Registers of a thread, and bytes of its stack: spilled, since no program asks for one."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    file = tmp_path / "program.cubin"
+    file.write_bytes(found.asm["cubin"])
+    said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
+    return [int(re.findall(rf"{what}:(\d+)", said.stdout)[0]) for what in ("REG", "STACK")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "stride", "element"),
+    [
+        ((64, 144, 56, 56), 5, 2, "fp16"),
+        ((64, 480, 14, 14), 5, 1, "bf16"),
+        ((1, 672, 14, 14), 3, 1, "fp16"),
+        ((1, 960, 7, 7), 5, 1, "fp16"),
+        ((32, 96, 56, 56), 7, 1, "fp16"),
+        ((32, 24, 112, 112), 3, 2, "fp16"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_depthwise_convolution_keeps_everything_in_registers(
+    shape, side, stride, element, tmp_path
+):
+    found, geometry = depthwise(shape, side, stride, element)
+    loads = geometry.seen_rows * geometry.seen_columns + side**2 + 1
+    ptx = found.asm["ptx"]
+    assert found.metadata.shared == 0  # nothing is handed from thread to thread
+    assert len(re.findall(r"ld\.global\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == loads
+    registers, stack = resources(found, tmp_path)
+    assert (registers <= 128, stack) == (True, 0)

@@ -107,3 +107,90 @@ def pointwise_conv(
     if ADDED:
         total += tl.load(other + at, is_stored, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), is_stored)
+
+
+@triton.jit
+def _line_of_taps(taps, weight, has, LINE: tl.constexpr, G: tl.constexpr):
+    """The tuple of all taps so far, and those of one more line of the kernel."""
+    for column in tl.static_range(tl.constexpr(G.kernel_w)):
+        tap = tl.load(weight + (LINE * G.kernel_w + column) * G.all_channels, has, other=0.0)
+        taps = taps + (tap.to(tl.float32),)  # noqa: RUF005 - Triton's
+    return taps
+
+
+@triton.jit
+def _line_of_pixels(x, has, top, left, LINE: tl.constexpr, G: tl.constexpr):
+    """What the patches of a program see of one line of the input: a tuple, by column."""
+    # A column is compared with the width, or with nothing for a line that there is not: as numbers
+    # without a sign, so that one comparison for each load says it all.
+    row = (top + LINE).to(tl.uint32, bitcast=True)
+    end = tl.where(has & (row < G.height), G.width, 0).to(tl.uint32)
+    values = ()
+    for column in tl.static_range(tl.constexpr(G.seen_columns)):
+        wanted = has
+        if G.clipped:
+            wanted = (left + column).to(tl.uint32, bitcast=True) < end
+        value = tl.load(x + (LINE * G.width + column) * G.all_channels, wanted, other=0.0)
+        values = values + (value.to(tl.float32),)  # noqa: RUF005 - Triton's
+    return values
+
+
+@triton.jit
+def _with_line(total, values, taps, COLUMN: tl.constexpr, BELOW: tl.constexpr, G: tl.constexpr):
+    """The sum for one output of each patch, and a line `BELOW` the first that it sees."""
+    if BELOW >= 0 and BELOW % G.dilation_h == 0 and BELOW // G.dilation_h < G.kernel_h:
+        for column in tl.static_range(tl.constexpr(G.kernel_w)):
+            value = values[COLUMN * G.stride_w + column * G.dilation_w]
+            total += value * taps[BELOW // G.dilation_h * G.kernel_w + column]
+    return total
+
+
+@triton.jit
+def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
+    """A depthwise convolution, its bias and activation, channels innermost in all tensors.
+
+    Each row of a tile is a patch of the result, `G.rows` by `G.columns` pixels, and each column a
+    channel; patches are numbered through lines and images. A pixel that is loaded serves all
+    outputs of its patch that see it. Weights are loaded for each patch although they are the same
+    for all: what has the shape of the tile is in the thread that needs it, without an exchange.
+    """
+    blocks: tl.constexpr = (G.all_channels + G.channels - 1) // G.channels
+    across: tl.constexpr = (G.out_width + G.columns - 1) // G.columns
+    down: tl.constexpr = (G.out_height + G.rows - 1) // G.rows
+    channel = tl.program_id(0) % blocks * G.channels + tl.arange(0, G.channels)[None, :]
+    patch = tl.program_id(0) // blocks * G.patches + tl.arange(0, G.patches)[:, None]
+    column = patch % across * G.columns
+    row = patch // across % down * G.rows
+    image = patch // across // down
+    has = (image < images) & (channel < G.all_channels)
+    own = tl.broadcast_to(channel, (G.patches, G.channels))
+
+    first = tl.full((G.patches, G.channels), 0.0, tl.float32)
+    if G.biased:
+        first = tl.load(bias + own, has, other=0.0).to(tl.float32)
+    totals = ()
+    for _ in tl.static_range(tl.constexpr(G.rows * G.columns)):
+        totals = totals + (first,)  # noqa: RUF005 - Triton's
+    taps = ()
+    top = row * G.stride_h - G.padding_h
+    left = column * G.stride_w - G.padding_w
+    pixels = x + (((image * G.height + top) * G.width + left) * G.all_channels + channel)
+    for line in tl.static_range(tl.constexpr(G.seen_rows)):
+        if line % G.dilation_h == 0 and line // G.dilation_h < G.kernel_h:
+            taps = _line_of_taps(taps, weight + own, has, line // G.dilation_h, G)
+        values = _line_of_pixels(pixels, has, top, left, line, G)
+        sums = ()
+        for output in tl.static_range(tl.constexpr(G.rows * G.columns)):
+            total = _with_line(
+                totals[output], values, taps, output % G.columns,
+                line - output // G.columns * G.stride_h, G,
+            )  # fmt: skip
+            sums = sums + (total,)  # noqa: RUF005 - Triton's
+        totals = sums
+    target = y + (((image * G.out_height + row) * G.out_width + column) * G.all_channels + channel)
+    for output in tl.static_range(tl.constexpr(G.rows * G.columns)):
+        stored = has & (row + output // G.columns < G.out_height)
+        stored &= column + output % G.columns < G.out_width
+        to = (output // G.columns * G.out_width + output % G.columns) * G.all_channels
+        total = activated(totals[output], tl.constexpr(G.activation))
+        tl.store(target + to, total.to(y.dtype.element_ty), stored)

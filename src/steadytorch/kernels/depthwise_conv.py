@@ -1,0 +1,226 @@
+"""A convolution of each channel by itself, with bias and activation, in one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.activations import ACTIVATIONS
+from steadytorch.kernels.depthwise_tile import CORES, Geometry, Pair, tile_for
+from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, is_launchable, route
+
+MOST_TAPS = 49
+"""Of a kernel: all are unrolled, and more take long to compile."""
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    activation: str = "",
+) -> Tensor:
+    """`activation(conv2d(x, weight, bias, stride, padding, dilation, groups=C))`.
+
+    On CUDA in one pass for 16-bit types in channels_last. There it rounds once, where PyTorch
+    rounds after each step. A weight whose channels do not lie innermost is copied at each call;
+    see `channels_innermost`.
+
+    Args:
+        x: shape (N, C, H, W).
+        weight: shape (C, 1, kernel height, kernel width).
+        bias: shape (C,), or None for none.
+        stride: of the convolution; like all that follow, one number or (vertical, horizontal).
+        padding: zeros on each side.
+        dilation: distance between taps.
+        activation: a name out of `ACTIVATIONS`.
+
+    Raises:
+        KeyError: no activation has this name.
+        RuntimeError: whatever PyTorch's own operators refuse.
+    """
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if has_torch_function(tensors):
+        given = (x, weight, bias, stride, padding, dilation, activation)
+        return handle_torch_function(depthwise_conv2d, tensors, *given)
+    sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
+    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    cast = torch.is_autocast_enabled("cuda")
+    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
+    return run(x, weight, bias, *sizes, activation)
+
+
+def channels_innermost(weight: Tensor) -> Tensor:
+    """The same weight, (C, 1, height, width), in the one layout that the program reads.
+
+    Neighbours among the threads take neighbours among the channels: with the taps of a channel side
+    by side, as in PyTorch, each tap would be fetched from as many lines of the cache as threads.
+    """
+    return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+) -> Tensor:
+    function = ACTIVATIONS[activation]
+    sizes = (list(stride), list(padding), list(dilation))
+    return function(F.conv2d(x, weight, bias, *sizes, groups=_channels(x)))
+
+
+def _channels(x: Tensor) -> int:
+    """Of (N, C, H, W) or (C, H, W); 1 where the convolution is refused for its shape."""
+    return x.shape[-3] if x.dim() > 2 else 1
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    activation: str,
+) -> Tensor:
+    fused = None
+    others = (weight,) if bias is None else (weight, bias)
+    if is_covered(x, *others) and all(t.device == x.device for t in others):
+        is_biased = bias is not None
+        if not is_biased or (bias.shape == weight.shape[:1] and bias.is_contiguous()):
+            like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
+            sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
+            fused = _fused(*like, is_biased, x.dtype, x.device, *sizes, activation)
+    if fused is None:
+        return _eager(x, weight, bias, stride, padding, dilation, activation)
+    return fused(x, weight, bias)
+
+
+class Fused:
+    """The program, made up for inputs of one shape, type and layout.
+
+    Args:
+        images: how many there are.
+        geometry: all other sizes.
+        warps: of a program.
+        is_innermost: whether the channels of the weight are.
+        device: where the tensors are.
+
+    Attributes:
+        geometry: as given, like `warps`.
+    """
+
+    def __init__(
+        self, images: int, geometry: Geometry, warps: int, is_innermost: bool, device: torch.device
+    ) -> None:
+        from steadytorch.kernels import separable_programs
+
+        g = self.geometry = geometry
+        self.warps = warps
+        patches = images * -(-g.out_height // g.rows) * -(-g.out_width // g.columns)
+        grid = (-(-patches // g.patches) * -(-g.all_channels // g.channels), 1, 1)
+        self._shape = (images, g.all_channels, g.out_height, g.out_width)
+        self._is_innermost = is_innermost
+        program = separable_programs.depthwise_conv
+        self._launch = Launch(program, grid, (images, g), device, warps)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result, in channels_last; the tensors must be as described."""
+        if not self._is_innermost:
+            weight = channels_innermost(weight)
+        layout = torch.channels_last
+        y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=layout)
+        self._launch(x, weight, weight if bias is None else bias, y)
+        return y
+
+
+@lru_cache(maxsize=1024)
+def _fused(
+    shape: torch.Size,
+    is_last: bool | None,
+    kernel: torch.Size,
+    kernel_strides: tuple[int, ...],
+    is_biased: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    activation: str,
+) -> Fused | None:
+    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    if not is_last or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if len(kernel) != 4 or kernel[:2] != (shape[1], 1) or kernel[2:].numel() > MOST_TAPS:
+        return None
+    if activation not in ACTIVATIONS or not len(stride) == len(padding) == len(dilation) == 2:
+        return None
+    if min(*stride, *dilation) < 1 or min(padding) < 0:
+        return None
+    weight = torch.empty_strided(kernel, kernel_strides, dtype=dtype, device="meta")
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        y = F.conv2d(x, weight, None, stride, padding, dilation, shape[1])
+    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+        return None
+    if not is_launchable(y, dtype) or y.shape[2:].numel() == 1:
+        return None  # of one pixel, what strides PyTorch gives depends on who computes
+    outputs, taps = (y.shape[2], y.shape[3]), (kernel[2], kernel[3])
+    cores = CORES
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    tile = tile_for(shape, outputs, taps, stride, dilation, cores)
+    window = (*taps, *stride, *padding, *dilation)
+    clipped = any(padding) or any(
+        (-(-out // patch) * patch - 1) * step + (k - 1) * gap >= size
+        for size, out, patch, k, step, gap in zip(
+            shape[2:], outputs, tile[:2], taps, stride, dilation, strict=True
+        )
+    )
+    values: Any = (*shape[1:], *outputs, *window, is_biased, activation, clipped, *tile[:4])
+    geometry = Geometry._make(values)
+    is_innermost = weight.permute(2, 3, 1, 0).is_contiguous()
+    return Fused(shape[0], geometry, tile.warps, is_innermost, device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.sizes, ctx.activation = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # Computed again: what the activation was given was never in memory.
+    given = ctx.saved_tensors
+    x, weight, bias = given
+    stride, padding, dilation = ctx.sizes
+    is_twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
+    wanted = [t for t, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_twice))
+    return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)
+
+
+_NAME = "steadytorch::depthwise_conv2d"
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "int[] dilation, str activation) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.impl("depthwise_conv2d", _impl, "CompositeExplicitAutograd")
+torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_OPERATOR: Any = torch.ops.steadytorch.depthwise_conv2d.default
