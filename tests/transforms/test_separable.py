@@ -489,6 +489,22 @@ def test_it_goes_with_lower_types_layouts_and_folded_norms(last, folded):
         torch.testing.assert_close(found, workload.model(*workload.inputs), rtol=0.1, atol=0.1)
 
 
+def test_weights_of_depthwise_convolutions_are_laid_out_once():
+    workload = inverted()
+    stack = [SEPARABLE, CastWeights(CastWeights.Parameters("bf16")), ChannelsLast()]
+    with applied_in_order(stack, workload) as rewritten:
+        weights = [weight for weight in rewritten.model.parameters() if weight.shape[2:] == (5, 5)]
+        assert len(weights) == 3
+        assert all(weight.permute(2, 3, 1, 0).is_contiguous() for weight in weights)
+        assert all(isinstance(weight, nn.Parameter) for weight in weights)
+    assert all(weight.is_contiguous() for weight in workload.model.parameters())
+
+
+def test_it_takes_16_bits_only_where_it_is_for_separable_convolutions():
+    assert SEPARABLE.takes_half_only
+    assert not FusedKernels().takes_half_only
+
+
 def test_engines_take_what_is_left():
     workload = inverted()
     with torch.no_grad(), SEPARABLE.applied(workload) as rewritten:

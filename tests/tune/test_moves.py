@@ -58,7 +58,8 @@ def test_beyond_holds_only_what_is_not_allowed(available, precision, data):
 
 
 def test_every_option_alone_is_a_neighbour_of_the_untouched_workload():
-    allowed = [s for s in ALL if precision_of((s,)) == "same" and s.name != "attention_backend"]
+    same = [s for s in ALL if precision_of((s,)) == "same" and s.name != "attention_backend"]
+    allowed = [s for s in same if not transforms.create(s).takes_half_only]
     neighbours = Moves(ALL, WORKLOAD, "same", "memory-bound").neighbours(())
     assert {(spec,) for spec in allowed} <= set(neighbours)
 
@@ -246,7 +247,13 @@ def test_separable_convolutions_are_tried_after_the_first_that_is_compiled(regim
 def test_separable_convolutions_are_no_seed_without_a_compiler_and_in_nothing_elses_place():
     moves = Moves([SEPARABLE, FP16, LAYOUT, ENGINES, GRAPH], WORKLOAD, "fp16", "memory-bound")
     assert not any(SEPARABLE in seed for seed in [*moves.seeds(), *moves.late()])
-    assert (SEPARABLE, ENGINES) in moves.neighbours((ENGINES,))
+    assert (SEPARABLE, FP16, ENGINES) in moves.neighbours((FP16, ENGINES))
+
+
+def test_separable_convolutions_are_for_16_bits():
+    moves = Moves([SEPARABLE, FP16, FROZEN, GRAPH], WORKLOAD, "same", "memory-bound")
+    assert not any(SEPARABLE in seed for seed in [*moves.seeds(), *moves.late()])
+    assert not any(SEPARABLE in candidate for candidate in moves.neighbours((FROZEN,)))
 
 
 def test_engines_and_fused_sums_are_never_tried_together():

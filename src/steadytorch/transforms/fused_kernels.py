@@ -34,8 +34,9 @@ class FusedKernels(Transform):
 
     The model is replaced by its graph; modules, weights and their names stay as they are, on a copy
     that shares them. Exceptions are the batch norm of a stem, which is folded, as all are where
-    separable convolutions are fused, and the bias of a convolution before a sum, which is added
-    there. What `forward` does besides computing its result is not repeated.
+    separable convolutions are fused; weights of depthwise convolutions, which are laid out anew;
+    and the bias of a convolution before a sum, which is added there. What `forward` does besides
+    computing its result is not repeated.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +64,11 @@ class FusedKernels(Transform):
 
     name = "fused_kernels"
     risk = Risk.EXACT
+
+    @property
+    def takes_half_only(self) -> bool:
+        """True for separable convolutions: those of other types are PyTorch's, and gain nothing."""
+        return self.parameters.separable
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

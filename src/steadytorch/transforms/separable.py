@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.conv.writes import may_write
-from steadytorch.kernels.depthwise_conv import depthwise_conv2d
+from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.fusible import ADDS, Layers
@@ -97,7 +97,8 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
     """Puts the operator in the place of all that it stands for.
 
     Args:
-        model: what the graph refers to.
+        model: what the graph refers to. A depthwise convolution gets a weight of its own, laid out
+            as the operator reads it.
         graph: to be changed.
         found: of `separables` for the two; batch norms that were to be folded have been.
     """
@@ -117,6 +118,8 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
             given = (source, weight, bias, found.activation, gate, other)
             fused = graph.call_function(pointwise_conv2d, given)
         else:
+            packed = channels_innermost(conv.weight.detach())
+            conv.weight = nn.Parameter(packed, conv.weight.requires_grad)
             geometry = (conv.stride, conv.padding, conv.dilation)
             given = (source, weight, bias, *geometry, found.activation)
             fused = graph.call_function(depthwise_conv2d, given)
