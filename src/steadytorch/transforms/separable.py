@@ -118,7 +118,8 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
             given = (source, weight, bias, found.activation, gate, other)
             fused = graph.call_function(pointwise_conv2d, given)
         else:
-            packed = channels_innermost(conv.weight.detach())
+            with torch.inference_mode(False), torch.no_grad():
+                packed = channels_innermost(conv.weight.detach())
             conv.weight = nn.Parameter(packed, conv.weight.requires_grad)
             geometry = (conv.stride, conv.padding, conv.dilation)
             given = (source, weight, bias, *geometry, found.activation)
