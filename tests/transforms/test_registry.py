@@ -41,6 +41,7 @@ def test_order_refuses_an_unknown_name():
         spec("threads", count="2"),
         spec("cudnn_benchmark", limit=3),
         spec("inference_mode", depth=1),
+        spec("fused_kernels", residual=True, separable=True),
     ],
     ids=str,
 )

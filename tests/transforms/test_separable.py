@@ -182,9 +182,6 @@ NOT_GATED = {
     "a number": lambda net, x: net.relu(net.point(x * 2.0)),
     "with itself": lambda net, x: net.relu(net.point(x * x)),
     "before a depthwise one": lambda net, x: net.relu(net.deep(x * net.gate(x))),
-    "a factor is written to in between": lambda net, x: net.relu(
-        net.point(((y := x * 2) * (g := net.gate(y))) + 0 * g.mul_(2))
-    ),
 }
 
 
