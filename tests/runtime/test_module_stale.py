@@ -150,21 +150,24 @@ def test_what_pytorch_does_not_count_as_a_write_is_seen_by_refresh_alone(model, 
 
 
 class Stemmed(nn.Module):
-    """A stem and a residual block: whatever engines and fused kernels fold and pack weights of."""
+    """A stem, a residual block, a pointwise convolution: whatever is folded and packed."""
 
     def __init__(self):
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
         self.second, self.second_norm = nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8)
+        self.third, self.third_norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.fourth = nn.Conv2d(8, 8, 3, groups=8)
         self.head = nn.Linear(8, 2)
-        for norm in (self.norm, self.second_norm):
+        for norm in (self.norm, self.second_norm, self.third_norm):
             nn.init.uniform_(norm.running_mean, -1, 1)
             nn.init.uniform_(norm.running_var, 0.5, 2)
 
     def forward(self, x):
         x = F.max_pool2d(torch.relu(self.norm(self.convolution(x))), 3, 2, 1)
         x = torch.relu(self.second_norm(self.second(x)) + x)
-        return self.head(x.mean((2, 3)))
+        x = x + F.silu(self.third_norm(self.third(x)))
+        return self.head(x.mean((2, 3)) + self.fourth(x).mean((2, 3)))
 
 
 def _stem_by(choice):
@@ -180,6 +183,7 @@ FUSING = {
     "pooling": ("fused_kernels", {}),
     "stem": ("fused_kernels", {"stem": True}),
     "stem and sums": ("fused_kernels", {"stem": True, "residual": True}),
+    "separable": ("fused_kernels", {"separable": True}),
 }
 
 
@@ -188,12 +192,13 @@ def _fused_into(executor):
     names = " ".join(node.name for node in executor.modules[-1].graph.nodes)
     shapes = [list(p.shape) for p in executor.modules[-1].parameters()]
     return {
-        "engines": names.count("steady_conv_") == 2,
-        "engines, aten": names.count("steady_conv_") == 2,
+        "engines": names.count("steady_conv_") == 4,
+        "engines, aten": names.count("steady_conv_") == 4,
         "engines, packed": [8, 4, 7, 7] in shapes,
         "pooling": "relu_max_pool2d" in names and "conv_relu" not in names,
         "stem": "conv_relu_max_pool2d" in names,
         "stem and sums": "conv_relu_max_pool2d" in names and "bias_add_relu" in names,
+        "separable": "pointwise_conv2d" in names and "depthwise_conv2d" in names,
     }
 
 

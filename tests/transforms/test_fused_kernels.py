@@ -150,7 +150,12 @@ def test_it_applies_on_a_gpu(gpu):
 
 def test_every_variant_applies_where_there_is_something_for_it(gpu):
     for parameters in FusedKernels.variants(gpu):
-        assert FusedKernels(parameters).applies_to(residual(), gpu) == Applicable()
+        made = pointwise() if parameters.separable else residual()
+        assert FusedKernels(parameters).applies_to(made, gpu) == Applicable()
+
+
+def pointwise() -> Workload:
+    return Workload(nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU()).eval(), torch.ones(1, 3, 5, 5))
 
 
 def test_variants_that_would_find_nothing_do_not_apply(gpu):

@@ -41,6 +41,7 @@ def test_order_refuses_an_unknown_name():
         spec("threads", count="2"),
         spec("cudnn_benchmark", limit=3),
         spec("inference_mode", depth=1),
+        spec("fused_kernels", residual=True, separable=True),
     ],
     ids=str,
 )
@@ -61,6 +62,7 @@ def test_create_fills_in_defaults():
         (spec("tf32"), spec("compile", mode="max-autotune"), "float32 precision"),
         (spec("fused_kernels", residual=True), spec("cudnn_engines"), "sums"),
         (spec("fused_kernels", residual=True), spec("autocast"), "biases"),
+        (spec("fused_kernels", separable=True), spec("autocast"), "biases"),
     ],
 )
 def test_transforms_with_the_same_claim_exclude_each_other(one, other, claim):
@@ -68,8 +70,10 @@ def test_transforms_with_the_same_claim_exclude_each_other(one, other, claim):
     assert claim in str(conflict((other, one)))
 
 
-def test_a_fused_stem_leaves_the_rest_to_engines():
-    stack = [spec("fold_batch_norm"), spec("fused_kernels", stem=True), spec("cudnn_engines")]
+@pytest.mark.parametrize("asked", ["stem", "separable"])
+def test_what_kernels_fuse_leaves_the_rest_to_engines(asked):
+    kernels = spec("fused_kernels", **{asked: True})
+    stack = [spec("fold_batch_norm"), kernels, spec("cudnn_engines")]
     assert conflict(order(stack)) is None
     names_in_order = [s.name for s in order(reversed(stack))]
     assert names_in_order == ["fold_batch_norm", "fused_kernels", "cudnn_engines"]

@@ -58,7 +58,8 @@ def test_beyond_holds_only_what_is_not_allowed(available, precision, data):
 
 
 def test_every_option_alone_is_a_neighbour_of_the_untouched_workload():
-    allowed = [s for s in ALL if precision_of((s,)) == "same" and s.name != "attention_backend"]
+    same = [s for s in ALL if precision_of((s,)) == "same" and s.name != "attention_backend"]
+    allowed = [s for s in same if not transforms.create(s).takes_half_only]
     neighbours = Moves(ALL, WORKLOAD, "same", "memory-bound").neighbours(())
     assert {(spec,) for spec in allowed} <= set(neighbours)
 
@@ -94,7 +95,8 @@ def test_seeds_use_the_precision_that_is_asked_for():
 
 
 def _fused(config="", **asked):
-    asked = {"stem": False, "residual": False, **asked, "config": config}
+    plain = {"stem": False, "residual": False, "config": config, "separable": False}
+    asked = {**plain, **asked}
     return TransformSpec("fused_kernels", tuple(asked.items()))
 
 
@@ -223,6 +225,35 @@ def test_without_engines_kernels_take_what_they_can(variants, expected):
     available = [FOLD, *variants, FP16, LAYOUT, GRAPH]
     seeds = Moves(available, WORKLOAD, "fp16", "memory-bound").seeds()
     assert seeds[0] == (FOLD, expected, FP16, LAYOUT, GRAPH)
+
+
+SEPARABLE = _fused(separable=True)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("stem", [[], WITH_STEM], ids=["nothing else", "a stem too"])
+def test_separable_convolutions_are_tried_after_the_first_that_is_compiled(regime, stem):
+    available = [FOLD, *stem, SEPARABLE, FP16, LAYOUT, FROZEN, GRAPH]
+    seeds = Moves(available, WORKLOAD, "fp16", regime).seeds()
+    without = [seed for seed in seeds if SEPARABLE not in seed]
+    assert (
+        without == Moves([s for s in available if s != SEPARABLE], WORKLOAD, "fp16", regime).seeds()
+    )
+    first = next(place for place, seed in enumerate(seeds) if FROZEN in seed)
+    assert seeds[first + 1] == (SEPARABLE, FP16, LAYOUT, FROZEN, GRAPH)
+    assert len(seeds) == len(without) + 1
+
+
+def test_separable_convolutions_are_no_seed_without_a_compiler_and_in_nothing_elses_place():
+    moves = Moves([SEPARABLE, FP16, LAYOUT, ENGINES, GRAPH], WORKLOAD, "fp16", "memory-bound")
+    assert not any(SEPARABLE in seed for seed in [*moves.seeds(), *moves.late()])
+    assert (SEPARABLE, FP16, ENGINES) in moves.neighbours((FP16, ENGINES))
+
+
+def test_separable_convolutions_are_for_16_bits():
+    moves = Moves([SEPARABLE, FP16, FROZEN, GRAPH], WORKLOAD, "same", "memory-bound")
+    assert not any(SEPARABLE in seed for seed in [*moves.seeds(), *moves.late()])
+    assert not any(SEPARABLE in candidate for candidate in moves.neighbours((FROZEN,)))
 
 
 def test_engines_and_fused_sums_are_never_tried_together():

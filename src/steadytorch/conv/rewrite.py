@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from steadytorch.conv.module import EngineConv, convolves, layer_geometry, misfit, objection
 from steadytorch.conv.plans import Geometry, problem_of
 from steadytorch.conv.problem import ConvProblem
+from steadytorch.conv.writes import hooked, may_write
 from steadytorch.errors import SteadyError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -26,8 +27,6 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 _ADDS = (operator.add, operator.iadd, torch.add)
 _FUNCTIONS = {getattr(F, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)}
 _RELUS = (F.relu, torch.relu, torch.relu_, F.relu_)
-_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
-_IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imatmul}
 _SEEN = "steadytorch_seen"
 
 
@@ -146,7 +145,7 @@ def _drop_identities(traced: fx.GraphModule) -> None:
             continue
         module = modules[str(node.target)]
         idle = type(module) is nn.Identity or (type(module) in _DROPOUTS and not module.training)
-        if idle and not _hooked(module) and isinstance(node.args[0], fx.Node):
+        if idle and not hooked(module) and isinstance(node.args[0], fx.Node):
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
 
@@ -183,7 +182,7 @@ def _objection(node: fx.Node, modules: Mapping[str, Any]) -> str | None:
         return reason
     if len(node.args) != 1 or node.kwargs:
         return "a call with more than the input"
-    if _hooked(module):
+    if hooked(module):
         return "a hook"
     source = node.args[0]
     x = source.meta.get(_SEEN) if isinstance(source, fx.Node) else None
@@ -200,7 +199,7 @@ def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
         return None
     norm: Any = modules[str(user.target)]
     fixed = type(norm) in _BATCH_NORMS and not norm.training and norm.running_var is not None
-    return user if fixed and not _hooked(norm) else None
+    return user if fixed and not hooked(norm) else None
 
 
 def _add_after(
@@ -237,7 +236,7 @@ def _relu_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
         return None
     if user.op == "call_module":
         module = modules[str(user.target)]
-        return user if type(module) is nn.ReLU and not _hooked(module) else None
+        return user if type(module) is nn.ReLU and not hooked(module) else None
     if user.op == "call_function":
         plain = set(user.kwargs) <= {"inplace"}
         return user if user.target in _RELUS and plain else None
@@ -257,25 +256,7 @@ def _quiet(
     The fused operator reads its input where the last step stands.
     """
     between = nodes[order[found.conv] + 1 : order[found.last]]
-    return not any(_may_write(node, modules) for node in between if node not in found.nodes)
-
-
-def _may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    if node.op == "call_module":
-        module = modules[str(node.target)]
-        known = type(module).__module__.startswith(("torch.nn.", "steadytorch.conv."))
-        return bool(getattr(module, "inplace", False)) or not known or _hooked(module)
-    if node.op == "call_function":
-        target: Any = node.target
-        home = getattr(target, "__module__", None) or ""
-        known = home.startswith(("torch", "_operator", "math", "builtins")) or home == ""
-        named = getattr(target, "__name__", "")
-        by_name = named.endswith("_") and not named.endswith("__")
-        asked = bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-        return target in _IN_PLACE or by_name or asked or not known
-    return False
+    return not any(may_write(node, modules) for node in between if node not in found.nodes)
 
 
 def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
@@ -332,8 +313,3 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Ten
         shift = (0.0 if beta is None else beta) + ((0.0 if b is None else b) - mean) * scale
         folded = (w * scale.view(-1, *[1] * (w.dim() - 1))).to(weight.dtype)
         return torch.empty_like(weight).copy_(folded), shift.to(weight.dtype)
-
-
-def _hooked(module: nn.Module) -> bool:
-    # A hook may look at, or replace, what goes in or comes out.
-    return bool(module._forward_hooks or module._forward_pre_hooks)

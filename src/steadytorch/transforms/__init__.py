@@ -58,6 +58,13 @@ _BIASES = "the biases of convolutions"
 _CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)}
 
 
+def _of_fused(parameters: FusedKernels.Parameters) -> tuple[str, ...]:
+    if parameters.residual:
+        return _SUMS, _BIASES
+    # Sums that pointwise convolutions take are gone before engines look for theirs.
+    return (_BIASES,) if parameters.separable else ()
+
+
 @dataclass(frozen=True)
 class Entry:
     """A transform of the registry.
@@ -79,7 +86,7 @@ class Entry:
 
 REGISTRY: tuple[Entry, ...] = (
     Entry(FoldBatchNorm),
-    Entry(FusedKernels, lambda parameters: (_SUMS, _BIASES) if parameters.residual else ()),
+    Entry(FusedKernels, _of_fused),
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
     Entry(CudnnEngines, lambda parameters: (_SUMS,)),

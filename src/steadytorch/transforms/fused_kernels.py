@@ -18,6 +18,7 @@ from steadytorch.kernels.stem import CONFIGS
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
 from steadytorch.transforms.fusible import Layers, Pooled, Residual, Stem
+from steadytorch.transforms.separable import put, separables
 from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda
 from steadytorch.workload.workload import Workload
@@ -25,15 +26,17 @@ from steadytorch.workload.workload import Workload
 _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dimensions alone"
 _NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
 _NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
+_NO_SEPARABLE = "the model has no pointwise or depthwise convolution with something to fuse"
 
 
 class FusedKernels(Transform):
     """Runs neighbouring layers as one kernel: ReLU and max-pooling, and more where asked for.
 
     The model is replaced by its graph; modules, weights and their names stay as they are, on a copy
-    that shares them. Exceptions are the batch norm of a stem, which is folded, and the bias of a
-    convolution before a sum, which is added there. What `forward` does besides computing its result
-    is not repeated.
+    that shares them. Exceptions are the batch norm of a stem, which is folded, as all are where
+    separable convolutions are fused; weights of depthwise convolutions, which are laid out anew;
+    and the bias of a convolution before a sum, which is added there. What `forward` does besides
+    computing its result is not repeated.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,29 +47,41 @@ class FusedKernels(Transform):
             residual: a sum with the ReLU after it, and the bias of a convolution before it.
             config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
                 what follows from the sizes.
+            separable: pointwise convolutions, and depthwise ones, with their activation, and with
+                the gate before and the sum after pointwise ones.
         """
 
         stem: bool = False
         residual: bool = False
         config: str = ""
+        separable: bool = False
 
         def __post_init__(self) -> None:
             if self.config and (self.config not in CONFIGS or not self.stem):
                 raise ValueError(f"config {self.config!r} is none of a stem's")
+            if self.separable and self.residual:
+                raise ValueError("separable and residual both take sums")
 
     name = "fused_kernels"
     risk = Risk.EXACT
 
+    @property
+    def takes_half_only(self) -> bool:
+        """True for separable convolutions: those of other types are PyTorch's, and gain nothing."""
+        return self.parameters.separable
+
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """With and without stem and sums, each of which may be faster in a library's hands."""
+        """With and without what may be faster in a library's hands."""
         ways = ((False, False), (True, False), (True, True), (False, True))
-        return tuple(cls.Parameters(stem, residual) for stem, residual in ways)
+        stems_and_sums = tuple(cls.Parameters(stem, residual) for stem, residual in ways)
+        return (*stems_and_sums, cls.Parameters(separable=True))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, Triton, and layers to fuse of each kind that is asked for.
 
-        The model's `forward` is traced with symbols to find them; no arithmetic is done.
+        The model's `forward` is traced with symbols to find them, and for separable convolutions
+        run on tensors without contents; no arithmetic is done.
         """
         refused = decide(
             *no_copy(workload),
@@ -83,10 +98,23 @@ class FusedKernels(Transform):
 
     def _fusible(self, workload: Workload) -> Applicable | NotApplicable:
         layers, asked = Layers(*traced_to_run(workload)), self.parameters
-        stems = any(layers.stems(_foldable(workload))) if asked.stem else True
-        sums = any(layers.residuals()) if asked.residual else True
-        pairs = any(layers.pooled()) if not (asked.stem or asked.residual) else True
-        return decide((not stems, _NO_STEM), (not sums, _NO_RESIDUAL), (not pairs, _NO_PAIR))
+        folded = _foldable(workload) if asked.stem or asked.separable else frozenset()
+        stems, sums, pairs, convolutions = True, True, True, True
+        if asked.stem:
+            stems = any(layers.stems(folded))
+        if asked.residual:
+            sums = any(layers.residuals())
+        if asked.separable:
+            taken = {pair.relu for pair in layers.pooled()}
+            convolutions = any(separables(layers, workload, folded, taken))
+        elif not (asked.stem or asked.residual):
+            pairs = any(layers.pooled())
+        return decide(
+            (not stems, _NO_STEM),
+            (not sums, _NO_RESIDUAL),
+            (not convolutions, _NO_SEPARABLE),
+            (not pairs, _NO_PAIR),
+        )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
@@ -94,19 +122,26 @@ class FusedKernels(Transform):
         model, graph = traced_to_run(workload)
         layers, asked = Layers(model, graph), self.parameters
         stems, residuals = [], list(layers.residuals()) if asked.residual else []
-        if asked.stem:
+        pooled, convolutions = list(layers.pooled()), []
+        if asked.stem or asked.separable:
             pairs = {pair.batch_norm: pair for pair in foldable_pairs(workload)}
-            stems = list(layers.stems(frozenset(pairs)))
-            for name in {str(node.target) for stem in stems for node in stem.between}:
-                if name in pairs:
-                    fold(model, pairs[name])
-        taken = [stem.pooled for stem in stems]
-        for pooled in [pair for pair in layers.pooled() if pair not in taken]:
-            _fuse_pooled(graph, pooled)
+            stems = list(layers.stems(frozenset(pairs))) if asked.stem else []
+            folded = {str(node.target) for stem in stems for node in stem.between}
+            if asked.separable:
+                taken = {pair.relu for pair in pooled} | {stem.conv for stem in stems}
+                convolutions = list(separables(layers, workload, frozenset(pairs), taken))
+                folded = set(pairs)
+            for name in folded.intersection(pairs):
+                fold(model, pairs[name])
+        of_stems = [stem.pooled for stem in stems]
+        for pair in [pair for pair in pooled if pair not in of_stems]:
+            _fuse_pooled(graph, pair)
         for stem in stems:
             _fuse_stem(model, graph, stem, asked.config)
         for residual in residuals:
             _fuse_residual(model, graph, residual)
+        for convolution in convolutions:
+            put(model, graph, convolution)
         yield workload.with_model(torch.fx.GraphModule(model, graph))
 
 

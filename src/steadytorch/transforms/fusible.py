@@ -19,7 +19,7 @@ from steadytorch.transforms.hooks import is_hooked
 
 _POOLINGS = (F.max_pool2d, torch.max_pool2d)
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)
-_ADDS = (operator.add, operator.iadd, torch.add)
+ADDS = (operator.add, operator.iadd, torch.add)
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _MAKES_NEW = (
     *(*_CONVOLUTIONS, nn.BatchNorm2d, F.conv2d, F.batch_norm),
@@ -76,21 +76,28 @@ class Layers:
     Args:
         model: what the graph refers to.
         graph: of its `forward`.
+
+    Attributes:
+        model: as given.
+        graph: as given.
+        modules: the layers of the model by name.
+        nodes: of the graph, in order, as it is now.
     """
 
     def __init__(self, model: nn.Module, graph: torch.fx.Graph) -> None:
-        self._modules, self._nodes = dict(model.named_modules()), tuple(graph.nodes)
-        self._calls = Counter(n.target for n in self._nodes if n.op == "call_module")
-        self._read = {n.target for n in self._nodes if n.op == "get_attr"}
+        self.model, self.graph = model, graph
+        self.modules, self.nodes = dict(model.named_modules()), tuple(graph.nodes)
+        self._calls = Counter(n.target for n in self.nodes if n.op == "call_module")
+        self._read = {n.target for n in self.nodes if n.op == "get_attr"}
 
     def called(self, node: torch.fx.Node) -> Any:
         """A layer that has no hooks, a function, or the name of a method; None of a hooked one."""
-        found = self._modules[str(node.target)] if node.op == "call_module" else node.target
+        found = self.modules[str(node.target)] if node.op == "call_module" else node.target
         return None if isinstance(found, nn.Module) and is_hooked(found) else found
 
     def pooled(self) -> Iterator[Pooled]:
         """Each ReLU before a max-pooling that can be left out without a change of results."""
-        for pool in self._nodes:
+        for pool in self.nodes:
             window = self._window(pool)
             relu = pool.all_input_nodes[0] if len(pool.all_input_nodes) == 1 else None
             if window is None or relu is None or len(relu.users) != 1 or not self._is_relu(relu):
@@ -106,7 +113,7 @@ class Layers:
         """
         for pooled in self.pooled():
             between, node = [], pooled.relu.all_input_nodes[0]
-            while len(node.users) == 1 and (self._is_idle(node) or str(node.target) in folded):
+            while len(node.users) == 1 and (self.is_idle(node) or str(node.target) in folded):
                 between.append(node)
                 node = node.all_input_nodes[0]
             if len(node.users) == 1 and self._is_stem(node, pooled.window):
@@ -115,7 +122,7 @@ class Layers:
     def residuals(self) -> Iterator[Residual]:
         """Each sum of two tensors before a ReLU, unless that can be left out."""
         left_out = {pooled.relu for pooled in self.pooled()}
-        for relu in self._nodes:
+        for relu in self.nodes:
             add = relu.all_input_nodes[0] if len(relu.all_input_nodes) == 1 else None
             if add is None or len(add.users) != 1 or relu in left_out or not self._is_relu(relu):
                 continue
@@ -152,7 +159,8 @@ class Layers:
             return bool(node.kwargs.get("inplace", node.args[1] if len(node.args) > 1 else False))
         return called in ("relu_", torch.relu_, F.relu_)
 
-    def _is_idle(self, node: torch.fx.Node) -> bool:
+    def is_idle(self, node: torch.fx.Node) -> bool:
+        """Whether a node gives what it is given."""
         return node.op == "call_module" and type(self.called(node)) is nn.Identity
 
     def _kind(self, node: torch.fx.Node) -> Any:
@@ -163,7 +171,7 @@ class Layers:
     def _is_new(self, node: torch.fx.Node) -> bool:
         """Whether no one else sees this node's memory, so that what is written is not missed."""
         while len(node.users) == 1:
-            if not self._is_idle(node):
+            if not self.is_idle(node):
                 return self._kind(node) in _MAKES_NEW
             node = node.all_input_nodes[0]
         return False
@@ -181,7 +189,7 @@ class Layers:
 
     def _is_sum(self, node: torch.fx.Node) -> bool:
         in_place = node.target in (operator.iadd, "add_")
-        known = node.op == "call_function" and node.target in _ADDS
+        known = node.op == "call_function" and node.target in ADDS
         known = known or (node.op == "call_method" and node.target in ("add", "add_"))
         if not known or node.kwargs or len(node.args) != 2:
             return False
@@ -192,14 +200,14 @@ class Layers:
 
     def _is_tensor(self, value: Any) -> bool:
         while isinstance(value, torch.fx.Node):
-            if not self._is_idle(value):
+            if not self.is_idle(value):
                 return self._kind(value) in _GIVES_TENSOR or self._is_sum(value)
             value = value.all_input_nodes[0]
         return False
 
     def _biased(self, add: torch.fx.Node) -> torch.fx.Node | None:
         for node in add.all_input_nodes:
-            while len(node.users) == 1 and self._is_idle(node):
+            while len(node.users) == 1 and self.is_idle(node):
                 node = node.all_input_nodes[0]
             conv = self.called(node)
             if len(node.users) != 1 or node.op != "call_module" or type(conv) is not nn.Conv2d:

@@ -133,7 +133,7 @@ class Moves:
         # PyTorch's own choice, cuDNN, sets memory to zero before each call: a gap in a graph.
         flash = self._spec("attention_backend", backend="flash") if cast is not None else None
         # A compiler fuses poolings by itself.
-        pooled = stem or self._spec("fused_kernels", stem=False, residual=False)
+        pooled = stem or self._spec("fused_kernels", stem=False, residual=False, separable=False)
         with_engines = [
             (fold, stem, lower, layout, engines, flash, frozen, graph),
             (fold, pooled, lower, layout, engines, graph),
@@ -154,13 +154,18 @@ class Moves:
             compiled.insert(0, (lower, layout, mask, frozen, graph))
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
+        leading = 1
+        separable = self._spec("fused_kernels", separable=True)
+        if separable is not None and frozen is not None:
+            compiled.insert(leading, (separable, lower, layout, frozen, graph))
+            leading += 1
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
         alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
         rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
         first, second = (
-            (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
+            (uncompiled[:1] + compiled[:leading], uncompiled[1:] + compiled[leading:])
             if self._regime == "launch-bound"
-            else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
+            else (compiled[:leading] + uncompiled[:1], compiled[leading:] + uncompiled[1:])
         )
         if self._regime == "launch-bound":
             with_engines.reverse()

@@ -1,0 +1,54 @@
+"""Which nodes of a graph may write to tensors that others read."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+_IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
+_IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imatmul}
+
+
+def may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
+    """Whether a node may write to a tensor that it is given; of what is unknown, it may.
+
+    Args:
+        node: of a traced graph.
+        modules: the layers that the graph refers to, by name.
+    """
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        known = type(module).__module__.startswith(("torch.nn.", "steadytorch.conv."))
+        return bool(getattr(module, "inplace", False)) or not known or hooked(module)
+    return node.op == "call_function" and _function_may_write(node)
+
+
+def _function_may_write(node: fx.Node) -> bool:
+    target: Any = node.target
+    home = getattr(target, "__module__", None) or ""
+    known = home.startswith(("torch", "_operator", "math", "builtins")) or home == ""
+    named = getattr(target, "__name__", "")
+    by_name = named.endswith("_") and not named.endswith("__")
+    asked = "out" in node.kwargs or _asked_in_place(node)
+    return target in _IN_PLACE or by_name or asked or not known
+
+
+def _asked_in_place(node: fx.Node) -> bool:
+    """Whether the argument `inplace` is given, by name or by place."""
+    target: Any = node.target
+    try:
+        given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a builtin has no signature
+        given = node.kwargs
+    return bool(given.get("inplace"))
+
+
+def hooked(module: Any) -> bool:
+    """Whether a hook may look at, or replace, what goes into a layer or comes out of it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
