@@ -244,6 +244,13 @@ def test_separable_convolutions_are_tried_after_the_first_that_is_compiled(regim
     assert len(seeds) == len(without) + 1
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+def test_engines_take_what_separable_convolutions_leave(regime):
+    around = [FP16, LAYOUT, FROZEN, GRAPH, SEPARABLE, ENGINES]
+    seeds = Moves([FOLD, *around], WORKLOAD, "fp16", regime).seeds()
+    assert transforms.order(around) in seeds[:4]
+
+
 def test_separable_convolutions_are_no_seed_without_a_compiler_and_in_nothing_elses_place():
     moves = Moves([SEPARABLE, FP16, LAYOUT, ENGINES, GRAPH], WORKLOAD, "fp16", "memory-bound")
     assert not any(SEPARABLE in seed for seed in [*moves.seeds(), *moves.late()])

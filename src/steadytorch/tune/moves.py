@@ -140,6 +140,9 @@ class Moves:
             (fold, lower, layout, engines, flash, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
+        separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
+        if separable is not None:
+            with_engines.insert(0, (separable, lower, layout, engines, frozen, graph))
         compiled = [
             (lower, layout, frozen, graph),
             (lower, layout, plain, graph or eager),
@@ -155,8 +158,7 @@ class Moves:
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
         leading = 1
-        separable = self._spec("fused_kernels", separable=True)
-        if separable is not None and frozen is not None:
+        if separable is not None:
             compiled.insert(leading, (separable, lower, layout, frozen, graph))
             leading += 1
         uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
