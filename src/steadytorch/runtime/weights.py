@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from steadytorch.transforms.hooks import ON_ALL, hooks_on_all
 
 _version_of = attrgetter("_version")
-_mode_of = itemgetter("training")
 _needs_gradient = attrgetter("requires_grad")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _END = object()
@@ -31,8 +30,8 @@ class Weights:
     inference tensors, and by other processes to shared memory.
 
     Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
-    them, or a hook of the optimizer, would let some pass. The loops are those of built-in functions
-    over lists made once: 0.13 us for each tensor that is in the processor's cache, 1 us for others.
+    them, or a hook of the optimizer, would let some pass. The loops are over lists made once, and
+    make none: 0.13 us for each tensor that is in the processor's cache, 1 us for others.
 
     Args:
         model: to be watched.
@@ -86,19 +85,25 @@ def _comparison(
     attributes: list[dict[str, Any]],
 ) -> Callable[[], bool]:
     """The function that compares with what is found now; as a closure, it looks nothing up."""
-    (version, address), flatten, mode = looks, chain.from_iterable, _mode_of
+    (version, address), flatten = looks, chain.from_iterable
     held = list(flatten(registries))
     # Most modules have no children and no hooks.
     empty, filled = [found for found in links if not found], [found for found in links if found]
     linked = [dict(found) for found in filled]
     before, after = ON_ALL
     on_all = hooks_on_all()
-    traits = [*map(version, tensors), *map(address, tensors), *map(mode, attributes)]
+    traits = [(tensor, version(tensor), address(tensor)) for tensor in tensors]
+    modes = [(found, found["training"]) for found in attributes]
 
     def changed() -> bool:
+        for tensor, number, place in traits:
+            if version(tensor) != number or address(tensor) != place:
+                return True
+        for found, mode in modes:
+            if found["training"] != mode:
+                return True
         return not (
-            [*map(version, tensors), *map(address, tensors), *map(mode, attributes)] == traits
-            and all(map(is_, flatten(registries), held))
+            all(map(is_, flatten(registries), held))
             and not any(empty)
             and filled == linked
             and (hooks_on_all() if before or after else ()) == on_all
