@@ -359,15 +359,3 @@ def test_masks_are_written_out_where_code_is_compiled_and_recorded(regime):
     mask = single("dense_mask")
     seeds = Moves([BF16, LAYOUT, mask, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
     assert transforms.order([BF16, LAYOUT, mask, FROZEN, GRAPH]) in seeds[:3]
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_flash_attention_is_tried_early_in_lower_precision_only(regime):
-    flash = single("attention_backend", backend="flash")
-    seeds = Moves([BF16, flash, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
-    assert transforms.order([BF16, flash, FROZEN, GRAPH]) in seeds[:3]
-    with_engines = Moves([BF16, flash, ENGINES, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
-    assert transforms.order([BF16, flash, ENGINES, FROZEN, GRAPH]) in with_engines[:4]
-    same = Moves([flash, ENGINES, FROZEN, GRAPH], WORKLOAD, "same", regime).seeds()
-    assert transforms.order([ENGINES, FROZEN, GRAPH]) in same
-    assert not any(flash in seed for seed in same)

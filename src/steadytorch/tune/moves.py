@@ -130,14 +130,12 @@ class Moves:
         lower = cast or self._tf32()
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
         stem = self._spec("fused_kernels", stem=True, residual=False)
-        # PyTorch's own choice, cuDNN, sets memory to zero before each call: a gap in a graph.
-        flash = self._spec("attention_backend", backend="flash") if cast is not None else None
         # A compiler fuses poolings by itself.
         pooled = stem or self._spec("fused_kernels", stem=False, residual=False, separable=False)
         with_engines = [
-            (fold, stem, lower, layout, engines, flash, frozen, graph),
+            (fold, stem, lower, layout, engines, frozen, graph),
             (fold, pooled, lower, layout, engines, graph),
-            (fold, lower, layout, engines, flash, frozen, graph),
+            (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
         separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
@@ -150,8 +148,6 @@ class Moves:
             (lower, layout, frozen),
             (lower, layout, trees),
         ]
-        if flash is not None:
-            compiled.insert(0, (lower, layout, flash, frozen, graph))
         # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
         if (mask := self._spec("dense_mask")) is not None:
             compiled.insert(0, (lower, layout, mask, frozen, graph))
