@@ -271,6 +271,23 @@ def test_gradients_are_those_of_pytorch(activation, biased):
         torch.testing.assert_close(one.grad, two.grad)
 
 
+def test_a_tensor_that_the_weight_is_made_of_has_both_gradients():
+    x = torch.randn(2, 4, 6, 5, dtype=torch.float64, requires_grad=True)
+    made = x.mean((0, 2, 3)).view(4, 1, 1, 1).expand(4, 1, 3, 3)
+    sizes = (1, 1, 1, "silu")
+    (expected,) = torch.autograd.grad(eager(x, made, None, *sizes).sum(), x, retain_graph=True)
+    (found,) = torch.autograd.grad(depthwise_conv2d(x, made, None, *sizes).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_tensor_given_twice_has_both_gradients():
+    x = torch.randn(1, 1, 3, 3, dtype=torch.float64, requires_grad=True)
+    sizes = (1, 1, 1, "silu")
+    (expected,) = torch.autograd.grad(eager(x, x, None, *sizes).sum(), x)
+    (found,) = torch.autograd.grad(depthwise_conv2d(x, x, None, *sizes).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_second_gradients_are_those_of_pytorch():
     tensors = [t.requires_grad_() for t in operands((1, 2, 4, 3), (3, 3), torch.float64)]
     assert torch.autograd.gradgradcheck(

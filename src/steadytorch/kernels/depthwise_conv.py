@@ -202,14 +202,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # Computed again: what the activation was given was never in memory.
-    given = ctx.saved_tensors
-    x, weight, bias = given
     stride, padding, dilation = ctx.sizes
-    is_twice = torch.is_grad_enabled()
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
-        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
-    wanted = [t for t, needs in zip(given, ctx.needs_input_grad, strict=False) if needs]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_twice))
+        # Views, as one tensor may have been given twice, or made of another.
+        views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+        y = _eager(*views, stride, padding, dilation, ctx.activation)
+    wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
     return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)
 
 

@@ -326,7 +326,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     inputs = ctx.saved_tensors
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, as one tensor may have been given twice.
+        # Views, as one tensor may have been given twice, or made of another.
         views: Any = [None if t is None else t.view_as(t) for t in inputs]
         x, weight, bias, gate, other = views
         y = _eager(x, weight, bias, ctx.activation, gate, other)
