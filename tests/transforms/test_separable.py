@@ -281,6 +281,39 @@ def test_what_a_convolution_reads_is_not_overwritten_before_its_activation():
     assert fused(made(forward)) == []
 
 
+@torch.library.custom_op("steadytorch_tests::triple", mutates_args={"x"})
+def triple(x: torch.Tensor) -> None:
+    x.mul_(3)
+
+
+WRITES = {
+    "an operator of the caller's": triple,
+    "one overload of PyTorch's": lambda x: torch.ops.aten.mul_.Scalar(x, 3),
+    "all overloads of PyTorch's": lambda x: torch.ops.aten.mul_(x, 3),
+    "a special method": lambda x: x.__imul__(3),
+    "a special method that sets": lambda x: x.__setitem__(0, 3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_whoever_writes_to_what_a_convolution_reads(write):
+    def forward(net, x):
+        y = x * 1
+        z = net.point(y)
+        write(y)
+        return net.silu(z) + y
+
+    assert fused(made(forward)) == []
+
+
+def test_an_operator_that_only_computes_is_no_writer():
+    def forward(net, x):
+        z = net.point(x)
+        return torch.ops.aten.tanh.default(x) * net.silu(z)
+
+    assert fused(made(forward)) == ["pointwise silu"]
+
+
 REFUSED = {
     "alone": lambda net, x: net.point(x),
     "the result is read by others": lambda net, x: net.relu(y := net.point(x)) + y.flip(0),

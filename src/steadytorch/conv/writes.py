@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 _IN_PLACE = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")}
 _IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imatmul}
@@ -21,7 +22,7 @@ def may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
         modules: the layers that the graph refers to, by name.
     """
     if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+        return str(node.target).endswith("_")  # of `__iadd__` and `__setitem__` too
     if node.op == "call_module":
         module = modules[str(node.target)]
         known = type(module).__module__.startswith(("torch.nn.", "steadytorch.conv."))
@@ -36,7 +37,15 @@ def _function_may_write(node: fx.Node) -> bool:
     named = getattr(target, "__name__", "")
     by_name = named.endswith("_") and not named.endswith("__")
     asked = "out" in node.kwargs or _asked_in_place(node)
-    return target in _IN_PLACE or by_name or asked or not known
+    return target in _IN_PLACE or by_name or asked or not known or _is_said_to_write(target)
+
+
+def _is_said_to_write(target: Any) -> bool:
+    """Whether it is an operator out of `torch.ops` that writes, in any of its overloads."""
+    overloads = [target]
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    return any(isinstance(each, OpOverload) and each._schema.is_mutable for each in overloads)
 
 
 def _asked_in_place(node: fx.Node) -> bool:
