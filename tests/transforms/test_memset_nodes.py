@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ class Driver:
     def __init__(self, kinds: dict[int, int], edges: set[tuple[int, int]], *refuses: str) -> None:
         self.kinds, self.edges, self.refuses = dict(kinds), set(edges), refuses
         self.fills = [100 + n for n, kind in kinds.items() if kind == MEMSET]
+        self.chain, self.device = set(pairwise(self.fills)), 0
         self.height, self.element_bytes = 1, 4
         self.added: dict[int, int] = {}
 
@@ -50,12 +53,19 @@ class Driver:
         of.element_bytes, of.height = self.element_bytes, self.height
         return 0
 
+    def cuPointerGetAttribute(self, found: Any, attribute: Any, address: Any) -> int:  # noqa: N802
+        assert attribute.value == 9
+        assert address.value in {1000 * n for n, kind in self.kinds.items() if kind == MEMSET}
+        found._obj.value = self.device
+        return 0
+
     def cuGraphKernelNodeGetParams_v2(self, node: Any, found: Any) -> int:  # noqa: N802
         found._obj.function = node.value
         return 0
 
     def cuGraphNodeGetDependencies(self, node: Any, into: Any, count: Any) -> int:  # noqa: N802
-        return self._list(sorted(a for a, b in self.edges if b == node.value), into, count)
+        edges = self.edges | self.chain
+        return self._list(sorted(a for a, b in edges if b == node.value), into, count)
 
     def cuGraphNodeGetDependentNodes(self, node: Any, into: Any, count: Any) -> int:  # noqa: N802
         return self._list(sorted(b for a, b in self.edges if a == node.value), into, count)
@@ -110,6 +120,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(memset_nodes, "_memory", memory)
     monkeypatch.setattr(memset_nodes, "_recorded_fills", record)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 
 
@@ -136,6 +147,7 @@ def test_a_memset_with_nothing_before_or_after_it_is_replaced():
         "cuGraphGetNodes",
         "cuGraphNodeGetType",
         "cuGraphMemsetNodeGetParams",
+        "cuPointerGetAttribute",
         "cuGraphKernelNodeGetParams_v2",
         "cuGraphNodeGetDependencies",
         "cuGraphNodeGetDependentNodes",
@@ -150,7 +162,7 @@ def test_a_refusal_leaves_the_graph_as_it_is(refused):
     assert (driver.kinds, driver.edges) == (NODES, EDGES)
 
 
-@pytest.mark.parametrize(("name", "value"), [("height", 2), ("element_bytes", 8)])
+@pytest.mark.parametrize(("name", "value"), [("height", 2), ("element_bytes", 8), ("device", 1)])
 def test_what_no_fill_can_set_stays(name, value):
     driver = Driver(NODES, EDGES)
     setattr(driver, name, value)
@@ -163,6 +175,42 @@ def test_other_kernels_than_one_for_each_are_not_trusted():
     driver.fills.append(106)
     assert replace_memsets(driver, Graph(HANDLE)) == 0
     assert driver.kinds == NODES
+
+
+def test_kernels_in_another_order_than_recorded_are_not_trusted():
+    driver = Driver(NODES, EDGES)
+    driver.fills.reverse()
+    assert replace_memsets(driver, Graph(HANDLE)) == 0
+    assert (driver.kinds, driver.edges) == (NODES, EDGES)
+
+
+def test_nodes_stay_where_nothing_can_be_recorded(monkeypatch):
+    def refuse(memsets):
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    monkeypatch.setattr(memset_nodes, "_recorded_fills", refuse)
+    driver = Driver(NODES, EDGES)
+    assert replace_memsets(driver, Graph(HANDLE)) == 0
+    assert (driver.kinds, driver.edges) == (NODES, EDGES)
+
+
+def test_it_is_recorded_on_the_stream_that_the_caller_has_for_itself(monkeypatch):
+    monkeypatch.undo()  # of what stands in for the recording
+    stream, seen = object(), []
+
+    @contextmanager
+    def recording(graph, **how):
+        seen.append(how)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda keep_graph: Graph(FILLS))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    memory = torch.zeros(3, dtype=torch.int32)
+    fills = memset_nodes._recorded_fills([memset_nodes._Memset(2, memory, 5)])
+    assert fills.raw_cuda_graph() == FILLS
+    assert seen == [{"stream": stream, "capture_error_mode": "thread_local"}]
+    assert memory.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize(

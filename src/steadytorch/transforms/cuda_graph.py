@@ -184,16 +184,13 @@ def _record(
             if _versions(static) != before:
                 raise UnsupportedError(_WRITES_INPUTS)
             try:
-                with pool.lock:
+                with pool.lock, _collector_paused():  # `link` may record as well
                     pool.follow()  # what proves links replays it, in memory that others use
-                    with (
-                        _collector_paused(),
-                        torch.cuda.graph(
-                            graph,
-                            pool=pool.handle,
-                            stream=pool.stream,
-                            capture_error_mode="thread_local",
-                        ),
+                    with torch.cuda.graph(
+                        graph,
+                        pool=pool.handle,
+                        stream=pool.stream,
+                        capture_error_mode="thread_local",
                     ):
                         outputs = model(*static.args, **static.kwargs)
                     pool.memory.look()

@@ -26,6 +26,8 @@ from steadytorch.transforms.pointers import (
 
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """What is set, by bytes of an element."""
+_DEVICE_OF_MEMORY = 9
+"""`CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`."""
 
 
 class _Memset(NamedTuple):
@@ -39,8 +41,8 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
 
     Args:
         driver: of CUDA.
-        graph: recorded with `keep_graph`, not instantiated yet; nothing else is being recorded on
-            this thread.
+        graph: recorded with `keep_graph`, not instantiated yet. Nothing else is being recorded on
+            this thread, nor on the current stream, which is not the default one.
 
     Returns:
         How many were replaced. A node stays where the driver refuses, and where its neighbours do
@@ -49,10 +51,13 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
     found = _memsets(driver, graph.raw_cuda_graph())
     if not found:
         return 0
-    fills = _recorded_fills(found)
+    try:
+        fills = _recorded_fills(found)
+    except RuntimeError:  # CUDA refuses, or there is no memory for it
+        return 0
     try:
         kernels = node_handles(driver, fills.raw_cuda_graph())
-        if len(kernels) != len(found):
+        if len(kernels) != len(found) or not _is_chain(driver, kernels):
             return 0
         into = ctypes.c_void_p(graph.raw_cuda_graph())
         pairs = zip(found, kernels, strict=True)
@@ -64,7 +69,10 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
 def _recorded_fills(memsets: Sequence[_Memset]) -> torch.cuda.CUDAGraph:
     """A graph of one kernel for each, in order."""
     fills = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(fills, capture_error_mode="thread_local"):
+    # Without a stream it would be one for the whole process, on which others may be recording, and
+    # of whichever device was the first.
+    stream = torch.cuda.current_stream()
+    with torch.cuda.graph(fills, stream=stream, capture_error_mode="thread_local"):
         for memset in memsets:
             memset.memory.fill_(memset.value)
     return fills
@@ -79,10 +87,26 @@ def _memsets(driver: Any, graph: int) -> list[_Memset]:
         if driver.cuGraphMemsetNodeGetParams(ctypes.c_void_p(node), ctypes.byref(of)):
             continue
         dtype = _TYPES.get(of.element_bytes)
-        if dtype is not None and of.height <= 1 and of.width:
+        if dtype is not None and of.height <= 1 and of.width and _is_here(driver, of.target):
             memory = _memory(of.target, of.width, dtype)
             found.append(_Memset(node, memory, _signed(of.value, dtype)))
     return found
+
+
+def _is_here(driver: Any, address: int) -> bool:
+    """Whether it is memory of the current device: kernels fail on that of others."""
+    device, which = ctypes.c_int(), ctypes.c_int(_DEVICE_OF_MEMORY)
+    refused = driver.cuPointerGetAttribute(ctypes.byref(device), which, ctypes.c_uint64(address))
+    return not refused and device.value == torch.cuda.current_device()
+
+
+def _is_chain(driver: Any, nodes: Sequence[int]) -> bool:
+    """Whether each node waits for the one before it alone, as in the order of recording."""
+    for waited, node in zip([[], *([node] for node in nodes)], nodes, strict=False):
+        before = _neighbours(driver.cuGraphNodeGetDependencies, ctypes.c_void_p(node))
+        if before is None or list(before) != waited:
+            return False
+    return True
 
 
 def _signed(value: int, dtype: torch.dtype) -> int:
