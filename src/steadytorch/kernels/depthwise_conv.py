@@ -207,7 +207,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     with torch.enable_grad():
         # Views, as one tensor may have been given twice, or made of another.
         views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-        y = _eager(*views, stride, padding, dilation, ctx.activation)
+        x, weight, bias = views
+        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
     wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
     return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)
