@@ -5,7 +5,7 @@ twice: called from Python, and as part of a CUDA graph, where only the device co
 copy that moves as many bytes, timed alongside. Inputs that fit the L2 cache stay in it, for every
 option alike.
 
-    python benchmarks/kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results/NAME]
+    python benchmarks/kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -346,9 +346,12 @@ def main() -> None:
             found["cases"].append(matmul(options.rounds))
     print(markdown(found))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(markdown(found))
+        options.out.mkdir(parents=True, exist_ok=True)
+        some = "" if tuple(options.only) == KINDS else f"-{'-'.join(options.only)}"
+        device = (facts.name or "gpu").split()[-1].lower()
+        path = options.out / f"kernels{some}_{device}_{found['date']}"
+        path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(markdown(found))
 
 
 if __name__ == "__main__":
