@@ -9,6 +9,7 @@ import torch
 
 from steadytorch.conv import choose as choosing
 from steadytorch.conv import timing
+from steadytorch.conv.blocks import Flush
 from steadytorch.conv.check import operands
 from steadytorch.conv.choices import ATEN, read_choice
 from steadytorch.conv.choose import Options, choose, first_sound, is_cold, variants
@@ -264,7 +265,7 @@ def test_the_cache_is_flushed_of_all_but_the_input_where_the_network_is_cold(
     assert len(lab.flushes) > 4 * len(MEDIANS_NS)
     (flush,) = set(lab.flushes)
     if cold:
-        assert isinstance(flush, timing.Flush)
+        assert isinstance(flush, Flush)
         assert torch.equal(flush._kept, operands(PLAIN, CPU).first)
     else:
         assert flush is None

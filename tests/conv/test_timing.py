@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ from steadytorch.conv.timing import (
     BENCHMARK,
     HOPELESS,
     RACE_LOOKS,
-    REPEATS,
     SCREEN_ROUNDS,
     Arm,
-    Flush,
     Measured,
     _Thread,
     device_answers,
@@ -106,51 +102,6 @@ def test_each_round_has_an_order_of_its_own_which_the_seed_decides():
     assert len(set(rounds)) > 8
     assert orders(0) == rounds
     assert orders(1) != rounds
-
-
-@pytest.mark.parametrize("cold", [True, False])
-def test_each_run_is_timed_by_itself_after_a_flush_where_the_cache_is_to_be_cold(monkeypatch, cold):
-    seen: list[str] = []
-    durations_ms = iter([3.0, 1.0, 2.0])
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            self.place = 0
-
-        def record(self):
-            seen.append("event")
-            self.place = len(seen)
-
-        def elapsed_time(self, end):
-            assert seen[-1] == "synchronize"
-            assert end.place == self.place + 2  # nothing but the run in between
-            return next(durations_ms)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("synchronize"))
-    arm = Arm(Measured("eng1"), lambda: seen.append("run"))
-    flush: Any = (lambda: seen.append("flush")) if cold else None
-    assert arm.block_ns(flush) == 2e6
-    one = (["flush"] if cold else []) + ["event", "run", "event"]
-    assert seen == one * REPEATS + ["synchronize"]
-
-
-@pytest.mark.parametrize("l2_bytes", [2**20, 60 * 2**20])
-def test_a_flush_writes_twice_the_cache_and_touches_the_input_without_changing_it(
-    monkeypatch, l2_bytes
-):
-    properties = SimpleNamespace(L2_cache_size=l2_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    kept = torch.arange(4.0)
-    flush = Flush(torch.device("cpu"), kept)
-    flush._junk.fill_(1)
-    order = flush._junk._version, kept._version
-    flush()
-    assert flush._junk.nbytes >= 2 * l2_bytes
-    assert not flush._junk.any()
-    assert (flush._junk._version, kept._version) == (order[0] + 1, order[1] + 1)
-    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 class Recorded(Steady):

@@ -184,6 +184,7 @@ def test_gradients_by_engines_are_those_of_pytorch():
     assert plans.MISSES == {}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_the_operator_passes_through_the_compiler_whole():
     given = arguments()
     compiled = torch.compile(

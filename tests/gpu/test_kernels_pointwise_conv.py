@@ -169,6 +169,7 @@ def test_it_can_be_recorded(launched):
     assert len(launched) == 3
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shape", [(2, 40, 9, 9), (2, 40, 1, 1)], ids=str)
 def test_compiled_it_is_the_same(shape, launched):
     x, weight, bias, gate, other = operands(shape, 24)

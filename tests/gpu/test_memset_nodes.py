@@ -55,7 +55,7 @@ class Adds(nn.Module):
 
 def memsets_of(call) -> int:
     call()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()
     return sum("memset" in event.name.lower() for event in seen.events())

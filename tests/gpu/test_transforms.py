@@ -171,7 +171,7 @@ def test_a_mask_that_is_written_out_lets_attention_be_fused(facts):
     for fused, tried in ((False, specs[1:]), (True, specs)):
         with torch.no_grad(), applied_in_order([create(one) for one in tried], made) as changed:
             changed.model(query)
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
                 found = changed.model(query)
                 torch.cuda.synchronize()
             names = " ".join(event.name for event in seen.events())

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.conv.blocks import Flush
 from steadytorch.conv.check import Operands, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.decide import pick, stays
@@ -26,7 +27,6 @@ from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import (
     BENCHMARK,
     Arm,
-    Flush,
     Measured,
     barred,
     by_pytorch,

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
+from steadytorch.conv.blocks import Flush, block_ns
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
 from steadytorch.conv.engines import NONDETERMINISTIC
@@ -34,7 +34,6 @@ HOPELESS = 3.0
 """What takes more than so many times the fastest is not screened on after its first round: of some
 100 engines the slow ones take most of the time."""
 RACE_LOOKS = (16, 24, 36)
-REPEATS = 3
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -143,19 +142,8 @@ class Arm:
         self.run = graph.replay
 
     def block_ns(self, flush: Flush | None) -> float:
-        """Median time of a few runs, each between two events."""
-        pairs = []
-        for _ in range(REPEATS):
-            if flush is not None:
-                flush()
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            self.run()
-            end.record()
-            pairs.append((begin, end))
-        torch.cuda.synchronize()
-        return float(np.median([begin.elapsed_time(end) * 1e6 for begin, end in pairs]))
+        """Median time of a few runs; see `blocks.block_ns`."""
+        return block_ns(self.run, flush)
 
     def summary(self) -> Measured:
         """What is known of it, with its times unless it is excluded."""
@@ -224,26 +212,6 @@ class _Thread:
             except BaseException as error:
                 self._error = error
             self._done.release()
-
-
-class Flush:
-    """Empties the L2 cache of all but the input, which the layer before has just written.
-
-    Args:
-        device: a CUDA device.
-        kept: the input.
-    """
-
-    def __init__(self, device: torch.device, kept: Tensor) -> None:
-        properties: Any = torch.cuda.get_device_properties(device)
-        size = 2 * max(properties.L2_cache_size, 32 * 2**20)
-        self._junk = torch.empty(size, dtype=torch.uint8, device=device)
-        self._kept = kept
-
-    def __call__(self) -> None:
-        """Enqueues it."""
-        self._junk.zero_()
-        self._kept.add_(0)
 
 
 def record_all(arms: Sequence[Arm]) -> list[Arm]:

@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from steadytorch import transforms
-from steadytorch.conv.timing import NOISE, Arm, Flush, Measured, record_all, take_rounds
+from steadytorch.conv.blocks import Flush
+from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_rounds
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import Worker

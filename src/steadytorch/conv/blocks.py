@@ -1,0 +1,95 @@
+"""A block of runs timed on the device, whatever the host that feeds it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+REPEATS = 3
+LEAST_CYCLES = 200_000
+"""Of the device's clock: 0.1 ms on an H200, in which a fast host enqueues a block."""
+MOST_CYCLES = 2**6 * LEAST_CYCLES
+TRIES = 7
+
+
+class Lead:
+    """Holds the device up until the host has enqueued a whole block.
+
+    A recorded convolution of one image takes 7 us, and a slow or busy host longer to launch it:
+    between two events would then lie what the host took. How long to wait is found out: twice as
+    long where the device was there first, by an eighth less after each block where it was not.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = LEAST_CYCLES
+
+    def __call__(self) -> None:
+        """Enqueues it."""
+        torch.cuda._sleep(self._cycles)
+
+    def was_enough(self, first: torch.cuda.Event) -> bool:
+        """Whether the device had not come to this event, the first of a block, by now."""
+        enough = not first.query()
+        longer, shorter = 2 * self._cycles, self._cycles * 7 // 8
+        self._cycles = max(LEAST_CYCLES, shorter) if enough else min(MOST_CYCLES, longer)
+        return enough
+
+
+class Flush:
+    """Empties the L2 cache of all but the input, which the layer before has just written.
+
+    Args:
+        device: a CUDA device.
+        kept: the input.
+    """
+
+    def __init__(self, device: torch.device, kept: Tensor) -> None:
+        properties: Any = torch.cuda.get_device_properties(device)
+        size = 2 * max(properties.L2_cache_size, 32 * 2**20)
+        self._junk = torch.empty(size, dtype=torch.uint8, device=device)
+        self._kept = kept
+
+    def __call__(self) -> None:
+        """Enqueues it."""
+        self._junk.zero_()
+        self._kept.add_(0)
+
+
+_LEAD = Lead()
+
+
+def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead = _LEAD) -> float:
+    """Median time of a few runs, each between two events.
+
+    Where the device had begun before the host had enqueued all, the block is no measurement of the
+    device, whatever it shows: another is taken, with a longer lead, up to `TRIES` of them.
+
+    Args:
+        run: enqueues what is timed on the current stream, best as one launch.
+        flush: before each run; None for a warm cache.
+        lead: before the block.
+    """
+    for _ in range(TRIES):
+        lead()
+        pairs = [_timed(run, flush) for _ in range(REPEATS)]
+        if lead.was_enough(pairs[0][0]):
+            break
+    torch.cuda.synchronize()
+    return float(np.median([begin.elapsed_time(end) * 1e6 for begin, end in pairs]))
+
+
+def _timed(
+    run: Callable[[], Any], flush: Flush | None
+) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    if flush is not None:
+        flush()
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    return begin, end

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from steadytorch.conv.blocks import (
+    LEAST_CYCLES,
+    MOST_CYCLES,
+    REPEATS,
+    TRIES,
+    Flush,
+    Lead,
+    block_ns,
+)
+
+
+class Queue:
+    """A device that notes what it is given, and begins before the host is done if it is to.
+
+    Attributes:
+        seen: what was enqueued, in order.
+        early: how many blocks it begins before all of it is enqueued.
+        took_ms: of each timed run, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[Any] = []
+        self.early, self.took_ms = 0, [3.0, 1.0, 2.0]
+        queue = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.place = 0
+
+            def record(self) -> None:
+                queue.seen.append("event")
+                self.place = len(queue.seen)
+
+            def query(self) -> bool:
+                queue.early -= 1
+                return queue.early >= 0
+
+            def elapsed_time(self, end: Event) -> float:
+                assert queue.seen[-1] == "synchronize"
+                assert end.place == self.place + 2  # nothing but the run in between
+                return queue.took_ms.pop(0)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.seen.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", self.seen.append)
+
+    def run(self) -> None:
+        self.seen.append("run")
+
+    def flush(self) -> None:
+        self.seen.append("flush")
+
+    @property
+    def leads(self) -> list[int]:
+        return [entry for entry in self.seen if isinstance(entry, int)]
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    return Queue(monkeypatch)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_each_run_is_timed_by_itself_after_a_flush_where_the_cache_is_to_be_cold(queue, cold):
+    flush: Any = queue.flush if cold else None
+    assert block_ns(queue.run, flush, Lead()) == 2e6
+    one = (["flush"] if cold else []) + ["event", "run", "event"]
+    assert queue.seen == [LEAST_CYCLES, *one * REPEATS, "synchronize"]
+
+
+def test_a_block_that_the_device_began_too_early_is_taken_anew_with_a_longer_lead(queue):
+    queue.early = 2
+    assert block_ns(queue.run, None, Lead()) == 2e6
+    assert queue.leads == [LEAST_CYCLES, 2 * LEAST_CYCLES, 4 * LEAST_CYCLES]
+    assert queue.seen.count("run") == 3 * REPEATS
+    assert queue.seen.count("synchronize") == 1
+
+
+def test_a_host_that_is_never_fast_enough_does_not_hold_up_forever(queue):
+    queue.early = 1000
+    assert block_ns(queue.run, None, Lead()) == 2e6
+    assert len(queue.leads) == TRIES
+    assert queue.leads[-1] == MOST_CYCLES
+    assert max(queue.leads) == MOST_CYCLES
+
+
+def test_a_lead_grows_shorter_again_but_not_below_the_least(queue):
+    lead, later = Lead(), []
+    queue.early = 2
+    for _ in range(12):
+        queue.took_ms = [1.0] * REPEATS
+        block_ns(queue.run, None, lead)
+        later.append(queue.leads[-1])
+    assert later[0] == 4 * LEAST_CYCLES
+    assert later == sorted(later, reverse=True)
+    assert later[-1] == LEAST_CYCLES
+
+
+@pytest.mark.parametrize("l2_bytes", [2**20, 60 * 2**20])
+def test_a_flush_writes_twice_the_cache_and_touches_the_input_without_changing_it(
+    monkeypatch, l2_bytes
+):
+    properties = SimpleNamespace(L2_cache_size=l2_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kept = torch.arange(4.0)
+    flush = Flush(torch.device("cpu"), kept)
+    flush._junk.fill_(1)
+    order = flush._junk._version, kept._version
+    flush()
+    assert flush._junk.nbytes >= 2 * l2_bytes
+    assert not flush._junk.any()
+    assert (flush._junk._version, kept._version) == (order[0] + 1, order[1] + 1)
+    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]
