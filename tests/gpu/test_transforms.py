@@ -61,6 +61,12 @@ STACKS = {
     "compiled in TF32": (FROZEN, spec("tf32"), spec("cuda_graph")),
 }
 
+# The model of patches has no batch norm.
+PATCHES = {
+    label: order([spec("linear_patches"), *STACKS[label][start:]])
+    for label, start in (("eager stack", 1), ("compiled stack", 0))
+}
+
 
 def _cases() -> list[Any]:
     cases = []
@@ -74,6 +80,8 @@ def _cases() -> list[Any]:
     cases.append(
         pytest.param(("attention", (COMPILED[2],)), id="attention-graphs", marks=contract.SLOW)
     )
+    for label, stack in PATCHES.items():
+        cases.append(pytest.param(("patches", stack), id=f"patches-{label}", marks=contract.SLOW))
     for label, stack in STACKS.items():
         cases.append(pytest.param(("conv", order(stack)), id=f"conv-{label}", marks=contract.SLOW))
     return cases

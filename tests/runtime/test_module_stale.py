@@ -226,6 +226,25 @@ def test_what_engines_and_kernels_fold_and_pack_is_never_served_stale(name, chan
     assert tuned.report().hits == 2
 
 
+class Patched(nn.Module):
+    """Patches, and what the changes above ask for."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 4, 4), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.convolution(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_patches_are_never_multiplied_by_stale_weights(x, serving, change):
+    torch.manual_seed(0)
+    candidate = (TransformSpec("linear_patches"),)
+    _check_never_stale(Patched().eval(), x, serving(candidate, x), CHANGES[change])
+
+
 def test_a_hook_that_comes_later_is_not_left_out(model, x, tuned):
     tuned(x)
     model.head.register_forward_hook(lambda module, args, output: output * 0)

@@ -59,6 +59,24 @@ class AttentionNet(nn.Module):
         return {"hidden": hidden, "pooled": hidden.mean(1)}
 
 
+class PatchNet(nn.Module):
+    """Patches, a layer over each channel, patches of these, tokens: ConvNeXt and ViT in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.down = nn.Conv2d(8, 16, 2, 2, bias=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = self.down(x + F.gelu(self.mix(x)))
+        tokens = x.reshape(x.shape[0], x.shape[1], -1).permute(0, 2, 1)
+        return {"tokens": tokens, "scores": self.head(tokens.mean(1))}
+
+
 def conv_workload(device: str = "cpu") -> Workload:
     torch.manual_seed(0)
     model = ConvNet().eval()
@@ -73,6 +91,12 @@ def attention_workload(device: str = "cpu") -> Workload:
     torch.manual_seed(0)
     tokens, bias = torch.randint(0, 32, (2, 16)), torch.randn(16)
     return Workload(AttentionNet().eval(), tokens, {"bias": bias}).to(device)
+
+
+def patch_workload(device: str = "cpu") -> Workload:
+    torch.manual_seed(0)
+    # Sizes of which something is left beside the last whole patch, at both layers.
+    return Workload(PatchNet().eval(), torch.randn(2, 3, 21, 31)).to(device)
 
 
 class SmoothNet(ConvNet):
@@ -129,7 +153,11 @@ class Supervised(nn.Module):
 
 
 TRAINING = {"conv": conv_training, "attention": attention_training}
-WORKLOADS = {"conv": conv_workload, "attention": attention_workload}
+WORKLOADS = {
+    "conv": conv_workload,
+    "attention": attention_workload,
+    "patches": patch_workload,
+}
 
 
 @dataclass

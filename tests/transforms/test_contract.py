@@ -41,6 +41,11 @@ def _cases() -> list[Any]:
             if transform.name != "compile":
                 specs = (transform.spec,)
                 cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
+    # It is for CUDA, and right everywhere.
+    patches = (TransformSpec("linear_patches"),)
+    cases.append(pytest.param(("patches", patches), id="patches-linear_patches"))
+    stack = order([*STACK, *patches])
+    cases.append(pytest.param(("patches", stack), id="patches-stack", marks=contract.SLOW))
     slow = {"stack": STACK, **{str(spec): (spec,) for spec in COMPILED}}
     for label, specs in slow.items():
         cases.append(pytest.param(("conv", specs), id=f"conv-{label}", marks=contract.SLOW))

@@ -79,6 +79,14 @@ def test_what_kernels_fuse_leaves_the_rest_to_engines(asked):
     assert names_in_order == ["fold_batch_norm", "fused_kernels", "cudnn_engines"]
 
 
+def test_patches_are_products_before_engines_look_for_convolutions():
+    stack = [spec("cudnn_engines"), spec("linear_patches"), spec("channels_last"), spec("compile")]
+    assert conflict(tuple(stack)) is None
+    assert [s.name for s in order(stack)] == [
+        *("channels_last", "linear_patches", "cudnn_engines", "compile"),
+    ]
+
+
 def test_two_settings_of_one_transform_exclude_each_other():
     both = (spec("threads", count=1), spec("threads", count=2))
     assert conflict(both) == "threads occurs twice"

@@ -359,3 +359,35 @@ def test_masks_are_written_out_where_code_is_compiled_and_recorded(regime):
     mask = single("dense_mask")
     seeds = Moves([BF16, LAYOUT, mask, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
     assert transforms.order([BF16, LAYOUT, mask, FROZEN, GRAPH]) in seeds[:3]
+
+
+PATCHES = single("linear_patches")
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_patches_are_tried_as_products_first_of_each_way_and_then_as_convolutions(regime):
+    available = [BF16, LAYOUT, PATCHES, FROZEN, GRAPH]
+    seeds = Moves(available, WORKLOAD, "bf16", regime).seeds()
+    recorded, compiled = (BF16, LAYOUT, GRAPH), (BF16, LAYOUT, FROZEN, GRAPH)
+    with_patches = [transforms.order([*seed, PATCHES]) for seed in (recorded, compiled)]
+    assert set(with_patches) | {compiled} == set(seeds[:3])
+    for plain, with_them in zip((recorded, compiled), with_patches, strict=True):
+        assert seeds.index(with_them) < seeds.index(plain)
+    without = [spec for spec in available if spec != PATCHES]
+    others = Moves(without, WORKLOAD, "bf16", regime).seeds()
+    assert set(seeds) == {*others, *with_patches}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_patches_go_along_with_masks(regime):
+    mask = single("dense_mask")
+    both = [BF16, LAYOUT, PATCHES, mask, FROZEN, GRAPH]
+    seeds = Moves(both, WORKLOAD, "bf16", regime).seeds()
+    assert transforms.order(both) in seeds[:2]
+    assert transforms.order([spec for spec in both if spec != PATCHES]) in seeds[:3]
+
+
+def test_patches_are_products_without_a_graph_or_a_compiler_too():
+    for way in ([GRAPH], [FROZEN]):
+        seeds = Moves([PATCHES, *way], WORKLOAD, "same", "memory-bound").seeds()
+        assert seeds[:2] == [(PATCHES, *way), tuple(way)]

@@ -28,6 +28,7 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.gc_freeze import GcFreeze
 from steadytorch.transforms.inference_mode import InferenceMode
+from steadytorch.transforms.linear_patches import LinearPatches
 from steadytorch.transforms.prefetch import Prefetch
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.transforms.threads import Threads
@@ -89,6 +90,8 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(FusedKernels, _of_fused),
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
+    # Before engines look for convolutions, and where it is known in which layout they run.
+    Entry(LinearPatches),
     Entry(CudnnEngines, lambda parameters: (_SUMS,)),
     Entry(DenseMask),
     # What stands above is compiled along; what stands below surrounds compiled code.

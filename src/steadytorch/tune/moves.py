@@ -151,13 +151,18 @@ class Moves:
         # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
         if (mask := self._spec("dense_mask")) is not None:
             compiled.insert(0, (lower, layout, mask, frozen, graph))
+        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
+        leading = 1
+        # Each way's first with patches as matrix products, and after it that with convolutions.
+        if (patches := self._spec("linear_patches")) is not None:
+            compiled.insert(0, (*compiled[0], patches))
+            uncompiled.insert(0, (*uncompiled[0], patches))
+            leading += 1
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
-        leading = 1
         if separable is not None:
             compiled.insert(leading, (separable, lower, layout, frozen, graph))
             leading += 1
-        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
         alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
         rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
         first, second = (
