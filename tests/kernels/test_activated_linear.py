@@ -49,9 +49,7 @@ def fused(x, weight, bias, activation):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings(
-    "ignore:overflow:RuntimeWarning"
-)  # an exponential may: that is infinity
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # as an exponential may
 class TestInterpreted:
     @pytest.mark.parametrize("is_biased", [False, True], ids=["", "bias"])
     @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

@@ -68,9 +68,7 @@ def fused(x, weight, bias, activation, gate, other):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.filterwarnings(
-    "ignore:overflow:RuntimeWarning"
-)  # an exponential may: that is infinity
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # as an exponential may
 class TestInterpreted:
     @pytest.mark.parametrize("parts", ["", "b", "bg", "bo", "bgo"])
     @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
