@@ -27,6 +27,7 @@ import steadytorch as steady
 import tiled_matmul
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import copy_bandwidth
+from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
@@ -158,6 +159,24 @@ def depthwise(shape: tuple[int, ...], side: int, stride: int) -> Case:
     return Case(name, eager, ours, (x, weight, bias), moved, alone)
 
 
+def linear(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
+    """The first Linear of a block of ConvNeXt, whose channels lie innermost, with its GELU."""
+    x, weight, bias = made(shape, dtype), made((outputs, shape[-1]), dtype), made((outputs,), dtype)
+    weight = weight * shape[-1] ** -0.5
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, weight, bias))
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return activated_linear(x, weight, bias, "gelu")
+
+    y, exact = ours(x, weight, bias), eager(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    name = f"Linear + GELU, {list(shape)} to {outputs}, {str(dtype).removeprefix('torch.')}"
+    moved = x.nbytes + weight.nbytes + bias.nbytes + y.nbytes
+    return Case(name, eager, ours, (x, weight, bias), moved, {"Linear alone": F.linear})
+
+
 def _kind(x: torch.Tensor) -> str:
     layout = "NCHW" if x.is_contiguous() else "NHWC"
     return f"{str(x.dtype).removeprefix('torch.')} {layout}"
@@ -188,10 +207,12 @@ def cases() -> list[tuple[str, Callable[[], Case]]]:
         ("depthwise", lambda: depthwise((64, 480, 14, 14), 5, 1)),
         ("depthwise", lambda: depthwise((1, 672, 14, 14), 3, 1)),
         ("depthwise", lambda: depthwise((32, 96, 56, 56), 7, 1)),
+        ("linear", lambda: linear((32, 56, 56, 96), 384, half)),
+        ("linear", lambda: linear((32, 28, 28, 192), 768, half)),
     ]
 
 
-KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "matmul")
+KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "linear", "matmul")
 
 
 def recorded(call: Call, repeats: int) -> Call:

@@ -11,6 +11,7 @@ import pytest
 
 from steadytorch import kernels
 from steadytorch.kernels import (
+    activated_linear,
     bias_add_relu,
     conv_relu_max_pool,
     depthwise_conv,
@@ -61,7 +62,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", widened)
-    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv, depthwise_conv)
+    separable = (pointwise_conv, depthwise_conv, activated_linear)
+    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, *separable)
     for module in operators:
         module._fused.cache_clear()
     yield

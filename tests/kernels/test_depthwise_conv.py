@@ -89,6 +89,7 @@ def tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # as an exponential may
 class TestInterpreted:
     @pytest.fixture(autouse=True)
     def few_programs(self, tiles):

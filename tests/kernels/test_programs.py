@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from steadytorch.kernels import depthwise_conv
-from steadytorch.kernels.pointwise_conv import CORES, VECTOR, cut_for
+from steadytorch.kernels.pointwise_cut import CORES, VECTOR, cut_for
 from steadytorch.kernels.stem import CONFIGS, geometry_of, shared_bytes
 
 pytest.importorskip("triton", reason="compiling the programs needs Triton: not installed")
@@ -106,10 +106,32 @@ def pointwise(sizes, element="fp16", capability=90, gate="each", activation="har
 @pytest.mark.parametrize("sizes", POINTWISE, ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_a_pointwise_convolution_runs_on_tensor_cores_without_spilling(sizes, gate, tmp_path):
+    runs_on_tensor_cores(sizes, gate, "hardswish", tmp_path)
+
+
+LINEARS = [(100352, 384, 96), (25088, 768, 192), (784, 768, 192), (50176, 256, 64)]
+"""Rows, outputs and channels: of ConvNeXt's first layers, of a batch and of a single image."""
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("sizes", LINEARS, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_so_does_a_linear_with_gelu(sizes, activation, tmp_path):
+    ptx = runs_on_tensor_cores(sizes, "", activation, tmp_path)
+    # Each thread's results side by side, and one exponential for each.
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+    rows, outputs, channels = sizes
+    cut = cut_for(rows, outputs, channels, CORES)
+    assert ptx.count("ex2.approx") == cut.rows * cut.columns // (32 * cut.warps)
+
+
+def runs_on_tensor_cores(sizes, gate, activation, tmp_path):
+    """Compiles a product that spills nothing, and leaves room for another program; its PTX."""
     import triton
 
-    found, cut = pointwise(sizes, gate=gate)
-    assert ("wgmma.mma_async" if cut.rows >= 64 else "mma.sync") in found.asm["ptx"]
+    found, cut = pointwise(sizes, gate=gate, activation=activation)
+    ptx = found.asm["ptx"]
+    assert ("wgmma.mma_async" if cut.rows >= 64 else "mma.sync") in ptx
     # Two programs at least are to fit on a core.
     assert found.metadata.shared <= 113 << 10
     (tmp_path / "cubin").write_bytes(found.asm["cubin"])
@@ -122,6 +144,7 @@ def test_a_pointwise_convolution_runs_on_tensor_cores_without_spilling(sizes, ga
     registers, stack = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
     assert stack == 0
     assert registers * cut.warps * 32 * 2 <= 65536
+    return ptx
 
 
 @pytest.mark.parametrize("sizes", POINTWISE, ids=str)

@@ -1,4 +1,4 @@
-"""Separable convolutions: layers to fuse, and what was fused."""
+"""Separable convolutions and Linears: layers to fuse, and what was fused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.transforms.fused_kernels import FusedKernels
@@ -41,9 +42,10 @@ class Net(nn.Module):
         self.same_size = nn.Conv2d(6, 6, 3, padding="same", groups=6)
         self.norm, self.same = nn.BatchNorm2d(6), nn.Identity()
         self.relu, self.relu_, self.silu = nn.ReLU(), nn.ReLU(True), nn.SiLU()
-        self.gelu, self.dropout = nn.GELU(), nn.Dropout(0.5)
+        self.gelu, self.dropout, self.mish = nn.GELU(), nn.Dropout(0.5), nn.Mish()
         self.squeeze, self.excite = nn.Conv2d(6, 2, 1), nn.Conv2d(2, 6, 1)
         self.one = nn.Conv2d(6, 1, 1)
+        self.wide, self.back = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
         self.row = nn.Parameter(torch.randn(1, 6, 1, 1))
         self.run = forward
         nn.init.uniform_(self.norm.running_mean, -1, 1)
@@ -63,16 +65,19 @@ def made(forward: Any, *, batch: int = 2) -> Workload:
 
 
 def fused_nodes(model: Any) -> list[torch.fx.Node]:
-    operators = (pointwise_conv2d, depthwise_conv2d)
+    operators = (pointwise_conv2d, depthwise_conv2d, activated_linear)
     return [node for node in model.graph.nodes if node.target in operators]
 
 
 def shown(model: Any) -> list[str]:
-    """Each fused convolution of a graph in a few words."""
+    """Each fused layer of a graph in a few words."""
     found = []
     for node in fused_nodes(model):
         if node.target is depthwise_conv2d:
             found.append(" ".join(["depthwise", node.args[6]]).strip())
+            continue
+        if node.target is activated_linear:
+            found.append(f"linear {node.args[3]}")
             continue
         *_, activation, gate, other = node.args
         with_gate, with_sum = "gate" * (gate is not None), "sum" * (other is not None)

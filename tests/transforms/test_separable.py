@@ -23,6 +23,8 @@ ACTIVATIONS = {
     "F.silu": (lambda net, x: F.silu(net.point(x), inplace=True), "silu"),
     "F.hardswish": (lambda net, x: F.hardswish(net.point(x)), "hardswish"),
     "F.hardsigmoid": (lambda net, x: F.hardsigmoid(net.point(x), True), "hardsigmoid"),
+    "F.gelu": (lambda net, x: F.gelu(net.point(x)), "gelu"),
+    "F.gelu with tanh": (lambda net, x: F.gelu(net.point(x), approximate="tanh"), "gelu_tanh"),
     "F.relu6": (lambda net, x: F.relu6(net.point(x)), "relu6"),
     "torch.relu_": (lambda net, x: torch.relu_(net.point(x)), "relu"),
     "torch.sigmoid": (lambda net, x: torch.sigmoid(net.point(x)), "sigmoid"),
@@ -46,7 +48,8 @@ def test_a_pointwise_convolution_takes_its_activation_along(forward, name):
     ("layer", "name"),
     [
         *((nn.ReLU, "relu"), (nn.ReLU6, "relu6"), (nn.SiLU, "silu"), (nn.Sigmoid, "sigmoid")),
-        *((nn.Hardswish, "hardswish"), (nn.Hardsigmoid, "hardsigmoid")),
+        *((nn.Hardswish, "hardswish"), (nn.Hardsigmoid, "hardsigmoid"), (nn.GELU, "gelu")),
+        (lambda: nn.GELU("tanh"), "gelu_tanh"),
     ],
 )
 def test_every_activation_is_known_as_a_layer(layer, name):
@@ -58,7 +61,7 @@ def test_every_activation_is_known_as_a_layer(layer, name):
 
 DEPTHWISE = {
     "with its activation": (lambda net, x: net.silu(net.deep(x)), "depthwise silu"),
-    "without": (lambda net, x: net.gelu(net.deep(x)), "depthwise"),
+    "without": (lambda net, x: net.mish(net.deep(x)), "depthwise"),
     "before a sum": (lambda net, x: net.deep(x) + net.strided(x)[..., :1, :1], "depthwise"),
     "its result read by several": (lambda net, x: net.relu(y := net.deep(x)) + y, "depthwise"),
     "behind batch norm": (lambda net, x: net.relu_(net.norm(net.deep(x))), "depthwise relu"),
@@ -229,7 +232,7 @@ def test_an_operator_that_only_computes_is_no_writer():
 REFUSED = {
     "alone": lambda net, x: net.point(x),
     "the result is read by others": lambda net, x: net.relu(y := net.point(x)) + y.flip(0),
-    "another activation": lambda net, x: net.gelu(net.point(x)),
+    "another activation": lambda net, x: net.mish(net.point(x)),
     "strided": lambda net, x: net.relu(net.strided(x)),
     "padded": lambda net, x: net.relu(net.padded(x)),
     "grouped": lambda net, x: net.relu(net.grouped(x)),

@@ -1,4 +1,4 @@
-"""Activations that fused convolutions end with, as PyTorch computes them."""
+"""Activations that fused convolutions and Linears end with, as PyTorch computes them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "hardswish": F.hardswish,
         "sigmoid": lambda x: x.sigmoid(),
         "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }
 )
 """By name; the programs know the same names."""

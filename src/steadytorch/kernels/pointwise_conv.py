@@ -7,8 +7,7 @@ or, of a single image, by the time that kernels take to start.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.launch import Launch, is_covered, route
-
-TYPES = (torch.float16, torch.bfloat16)
-"""float32 is PyTorch's: whether it may round to TF32 is not for a kernel to say."""
-CORES = 132
-"""Of an H200; what is reckoned with where there is no GPU."""
-VECTOR = 8
-"""Elements of 16 bits in the widest load."""
-MOST_ROWS, MOST_DEPTH = 128, 128
-TALL, WIDE = 64, 128
-"""Rows that four warps give to tensor cores at once; columns of the widest block."""
+from steadytorch.kernels.launch import is_covered, route
+from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
 
 
 def pointwise_conv2d(
@@ -119,65 +109,6 @@ def program_for(
     )
 
 
-class Cut(NamedTuple):
-    """How the product is cut up: of a program, `rows` (pixels) by `columns` (outputs).
-
-    It takes `depth` channels at a time, in `stages` of which all but one read ahead, and has
-    `warps` of 32 threads.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
-    """How to cut up a product of these sizes on a device with so many cores.
-
-    Of a batch, time goes by the pixels read. As many outputs as possible, up to 128, share one
-    read, of 64 rows or more, which is what Hopper's tensor cores take at once; more outputs make
-    blocks that follow each other and find the pixels in the L2 cache. Between 128 and 64 outputs
-    the choice is what leaves fewer of them empty: 320 are five blocks of 64. A block holds no more
-    than 64 sums a thread, so that a core has room for several programs: those of few channels have
-    no later block to read ahead, and hide each other's waiting instead.
-
-    Of a single image, all tensors are in the L2 cache, and time goes by how long one core works, so
-    that blocks shrink until each core has one. Every program walks all channels, in an order that
-    nothing changes, for the same bits each time. Small blocks take 128 channels at a time and read
-    further ahead: what they wait for is latency.
-    """
-    wide = max(16, _power_of_two(outputs))
-    if wide > WIDE:
-        wide = min((WIDE, WIDE // 2), key=lambda columns: -outputs % columns)
-    low = min(wide, 32)
-    shapes = [
-        *([(MOST_ROWS, wide, 2 * cores)] if wide < WIDE else []),
-        *((TALL, wide, cores), (32, min(wide, 64), cores), (32, low, cores), (16, low, cores)),
-    ]
-    height, width = 16, 16
-    for high, across, wanted in shapes:
-        if _blocks(rows, high) * _blocks(outputs, across) >= wanted and high < 2 * rows:
-            height, width = high, across
-            break
-    small = height < TALL
-    depth = min(max(16, _power_of_two(channels)), MOST_DEPTH if small else 64)
-    # No more than there is to read ahead: room set aside for it is room for fewer programs. With
-    # one stage even the first block would take registers on its way, and room as well.
-    stages = min(_blocks(channels, depth) + 1, 6 if small else 3)
-    return Cut(height, width, depth, 2 if height * width <= 16 * 32 else 4, stages)
-
-
-def _power_of_two(count: int) -> int:
-    """The least that is not below."""
-    return 1 << (count - 1).bit_length()
-
-
-def _blocks(count: int, block: int) -> int:
-    return -(-count // block)
-
-
 class Fused:
     """The program, made up for inputs of one shape, type and layout.
 
@@ -203,27 +134,12 @@ class Fused:
         is_added: bool,
         device: torch.device,
     ) -> None:
-        from steadytorch.kernels import separable_programs
-
         batch, outputs, height, width = shape
         pixels = height * width
-        cut = cut_for(batch * pixels, outputs, channels, _cores(device))
-        gate = ""
-        if is_gated:
-            gate = "one" if batch == 1 or pixels % cut.rows == 0 else "each"
-        steps = gcd(outputs, VECTOR), gcd(channels, VECTOR)
-        sizes = (batch * pixels, outputs // steps[0], channels // steps[1], pixels)
-        kind = (activation, is_biased, gate, is_added, *steps)
-        block = (channels % cut.depth == 0, cut.rows, cut.columns, cut.depth)
+        sizes = (batch * pixels, outputs, channels)
+        kind = (activation, is_biased, is_gated, is_added)
         self._shape, self._strides = shape, strides
-        self._launch = Launch(
-            separable_programs.pointwise_conv,
-            (_blocks(batch * pixels, cut.rows) * _blocks(outputs, cut.columns), 1, 1),
-            (*sizes, *kind, *block),
-            device,
-            cut.warps,
-            {"num_stages": cut.stages},
-        )
+        self._launch = launch_for(sizes, pixels, *kind, device)
 
     def __call__(
         self,
@@ -268,9 +184,7 @@ def _fused(
     full = (batch, kernel[0], height, width)
     if bias not in (None, kernel[:1]) or gate not in (None, (batch, channels, 1, 1)):
         return None
-    # Offsets are computed in 32 bits, of what masks leave out as well.
-    most = max(batch * height * width, kernel[0]) + MOST_ROWS
-    if most * max(channels, kernel[0]) + MOST_DEPTH >= 2**31:
+    if not is_within_reach(batch * height * width, kernel[0], channels):
         return None
     strides = _strides(x, weight, activation, gate is not None, other)
     if strides is None or (other and other[0] != full):
@@ -308,12 +222,6 @@ def _orders(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     _, channels, height, width = shape
     image = channels * height * width
     return (image, height * width, width, 1), (image, 1, channels * width, channels)
-
-
-def _cores(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CORES
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Programs for the convolutions of separable networks, in Triton: pointwise and depthwise ones.
 
-As those of `programs`, each computes in float32.
+A Linear is a pointwise one. As those of `programs`, each computes in float32.
 """
 
 # ruff: noqa: N803 - constants of a program are written in capitals, as Triton's users know them
@@ -19,6 +19,26 @@ def _clipped(value, low, high):
 
 
 @triton.jit
+def _gelu(value):
+    """GELU's erf form: the value times the share of a normal distribution that lies below it.
+
+    The share beyond, on the other side, is two to the power of a polynomial, fitted so that results
+    are within 3e-7 and a hundred-thousandth of themselves. `tl.erf` takes three times as many
+    instructions, three in four of a product of 96 channels, and negative values lose digits where
+    it comes near to -1.
+    """
+    size = tl.abs(value)
+    power = -1.0e-6 * size + 4.72963e-5
+    power = power * size - 8.416717e-4
+    power = power * size + 8.250238e-3
+    power = power * size - 5.359812e-2
+    power = power * size - 0.4586887
+    power = power * size - 1.151207
+    beyond = tl.exp2(power * size - 0.999995)
+    return value * tl.where(value > 0.0, 1.0 - beyond, beyond)
+
+
+@triton.jit
 def activated(value, ACTIVATION: tl.constexpr):
     """The activation of this name out of `activations.ACTIVATIONS`, in float32."""
     if ACTIVATION == "relu":
@@ -33,6 +53,12 @@ def activated(value, ACTIVATION: tl.constexpr):
         value = 1.0 / (1.0 + tl.exp(-value))
     if ACTIVATION == "silu":
         value = value / (1.0 + tl.exp(-value))
+    if ACTIVATION == "gelu":
+        value = _gelu(value)
+    if ACTIVATION == "gelu_tanh":
+        # Half of 1 + tanh(u) is the sigmoid of 2u; here with -2u, and twice the root of 2 / pi.
+        inner = -1.5957691216057308 * (value + 0.044715 * value * value * value)
+        value = value / (1.0 + tl.exp(inner))
     return value
 
 

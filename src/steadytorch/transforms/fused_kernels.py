@@ -26,7 +26,9 @@ from steadytorch.workload.workload import Workload
 _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dimensions alone"
 _NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
 _NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
-_NO_SEPARABLE = "the model has no pointwise or depthwise convolution with something to fuse"
+_NO_SEPARABLE = (
+    "the model has no pointwise or depthwise convolution and no thin Linear with something to fuse"
+)
 
 
 class FusedKernels(Transform):
@@ -48,7 +50,8 @@ class FusedKernels(Transform):
             config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
                 what follows from the sizes.
             separable: pointwise convolutions, and depthwise ones, with their activation, and with
-                the gate before and the sum after pointwise ones.
+                the gate before and the sum after pointwise ones; Linears that memory bounds, with
+                their activation.
         """
 
         stem: bool = False
@@ -67,7 +70,7 @@ class FusedKernels(Transform):
 
     @property
     def takes_half_only(self) -> bool:
-        """True for separable convolutions: those of other types are PyTorch's, and gain nothing."""
+        """True with `separable`: what it fuses is PyTorch's in other types, and gains nothing."""
         return self.parameters.separable
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Pointwise and depthwise convolutions, each one operator with what stands around it."""
+"""Pointwise and depthwise convolutions, and thin Linears: one operator each with what is around."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.conv.writes import may_write
+from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.transforms.copying import copy_with
@@ -35,25 +36,37 @@ _FUNCTIONS = {
     **dict.fromkeys((torch.relu, torch.relu_, F.relu_), "relu"),
     **dict.fromkeys((torch.sigmoid, torch.sigmoid_), "sigmoid"),
 }
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+"""By the formula that is asked for."""
 _METHODS = {"relu": "relu", "relu_": "relu", "sigmoid": "sigmoid", "sigmoid_": "sigmoid"}
 _PRODUCTS = (operator.mul, torch.mul)
 _DROPOUTS = (nn.Dropout, nn.Dropout2d)
+MOST_INTENSE = 160
+"""Multiplications for each element that a product moves, up to which a Linear is taken.
+
+A product of R rows multiplies R * in * out times, two operations each, and moves R * (in + out)
+elements of two bytes besides its weight: in * out / (in + out) operations a byte. An H200 has about
+790 TFLOP/s for 4.3 TB/s, 184 operations a byte: where there are fewer, memory takes longer than the
+arithmetic, and the result that is not written and read once more counts in full. From there on it
+counts less and less, and the rate of the arithmetic, a library's strength, more. Widened by four,
+96 and 192 channels have 77 and 154, 384 and 768 have 307 and 614.
+"""
 
 
 class Separable(NamedTuple):
-    """A pointwise or depthwise convolution, and what one operator does along with it.
+    """A pointwise or depthwise convolution or a Linear, and what one operator does along with it.
 
     Attributes:
-        conv: the convolution.
+        layer: the convolution, or the Linear.
         after: what its result goes to, one after the other: layers that do nothing, then an
             activation or a sum.
         activation: its name; "" for none.
-        product: of the convolution's input and a gate; None where it is not gated.
+        product: of the layer's input and a gate; None where it is not gated.
         gate: which of the product's two factors is the gate.
         add: the sum that is the last of `after`, or None.
     """
 
-    conv: torch.fx.Node
+    layer: torch.fx.Node
     after: tuple[torch.fx.Node, ...] = ()
     activation: str = ""
     product: torch.fx.Node | None = None
@@ -63,16 +76,18 @@ class Separable(NamedTuple):
     @property
     def nodes(self) -> tuple[torch.fx.Node, ...]:
         """All that the operator stands for, in the order of the graph."""
-        return (*(() if self.product is None else (self.product,)), self.conv, *self.after)
+        return (*(() if self.product is None else (self.product,)), self.layer, *self.after)
 
 
 def separables(
     layers: Layers, workload: Workload, folded: Set[str], taken: Set[torch.fx.Node]
 ) -> Iterator[Separable]:
-    """Each convolution that one operator can stand for, with all that this one takes along.
+    """Each layer that one operator can stand for, with all that this one takes along.
 
-    Pointwise ones on images of one pixel, as of squeeze-and-excitation, are left alone, and so are
-    those with nothing around them to be taken along.
+    Pointwise convolutions on images of one pixel, as of squeeze-and-excitation, are left alone, and
+    so are those with nothing around them to be taken along. Linears are taken with an activation,
+    up to `MOST_INTENSE`, and of more rows than multiplications for each element: of fewer it is
+    the weight that takes time to read.
 
     Args:
         layers: the model and its graph.
@@ -102,8 +117,8 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
         graph: to be changed.
         found: of `separables` for the two; batch norms that were to be folded have been.
     """
-    name, (source, *_) = str(found.conv.target), found.conv.args
-    conv: Any = model.get_submodule(name)
+    name, (source, *_) = str(found.layer.target), found.layer.args
+    layer: Any = model.get_submodule(name)
     gate = other = None
     if found.product is not None:
         source, gate = found.product.args[1 - found.gate], found.product.args[found.gate]
@@ -113,15 +128,18 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
     last = found.nodes[-1]
     with graph.inserting_before(last):
         weight = graph.get_attr(f"{name}.weight")
-        bias = None if conv.bias is None else graph.get_attr(f"{name}.bias")
-        if conv.groups == 1:
+        bias = None if layer.bias is None else graph.get_attr(f"{name}.bias")
+        if type(layer) is nn.Linear:
+            given = (source, weight, bias, found.activation)
+            fused = graph.call_function(activated_linear, given)
+        elif layer.groups == 1:
             given = (source, weight, bias, found.activation, gate, other)
             fused = graph.call_function(pointwise_conv2d, given)
         else:
             with torch.inference_mode(False), torch.no_grad():
-                packed = channels_innermost(conv.weight.detach())
-            conv.weight = nn.Parameter(packed, conv.weight.requires_grad)
-            geometry = (conv.stride, conv.padding, conv.dilation)
+                packed = channels_innermost(layer.weight.detach())
+            layer.weight = nn.Parameter(packed, layer.weight.requires_grad)
+            geometry = (layer.stride, layer.padding, layer.dilation)
             given = (source, weight, bias, *geometry, found.activation)
             fused = graph.call_function(depthwise_conv2d, given)
     last.replace_all_uses_with(fused)
@@ -153,7 +171,7 @@ def _seen(layers: Layers, workload: Workload) -> Seen:
 
 
 class _Finder:
-    """Looks at the surroundings of single convolutions; arguments as of `separables`."""
+    """Looks at the surroundings of single layers; arguments as of `separables`."""
 
     def __init__(
         self, layers: Layers, seen: Seen, folded: Set[str], taken: Set[torch.fx.Node]
@@ -162,11 +180,15 @@ class _Finder:
         self._order = {node: place for place, node in enumerate(layers.nodes)}
 
     def found(self, node: torch.fx.Node, sums: Set[torch.fx.Node]) -> Separable | None:
-        """What a convolution takes along, or None; `sums` have found theirs."""
-        if len(shape := self._seen[node][0]) != 4:
+        """What a layer takes along, or None; `sums` have found theirs."""
+        layer, shape = self._layers.called(node), self._seen[node][0]
+        if type(layer) is nn.Linear:
+            found = self._activated(Separable(node))
+            return found if found.activation and _is_thin(layer, shape[:-1].numel()) else None
+        if len(shape) != 4:
             return None
         found = self._activated(Separable(node))
-        if self._layers.called(node).groups > 1:
+        if layer.groups > 1:
             return found
         if not found.activation:
             found = self._summed(found, sums)
@@ -201,7 +223,7 @@ class _Finder:
         return further if alike and self._is_quiet(further) else found
 
     def _gated(self, found: Separable) -> Separable:
-        product = found.conv.all_input_nodes[0]
+        product = found.layer.all_input_nodes[0]
         known = product.op == "call_function" and product.target in _PRODUCTS
         known = known or (product.op == "call_method" and product.target == "mul")
         factors = product.all_input_nodes
@@ -225,8 +247,12 @@ class _Finder:
     def _activation(self, node: torch.fx.Node) -> str:
         """The name of the activation that a node computes of its first argument; "" if none."""
         called: Any = self._layers.called(node)
-        if len(node.all_input_nodes) != 1 or not set(node.kwargs) <= {"inplace"}:
+        if len(node.all_input_nodes) != 1 or not set(node.kwargs) <= {"inplace", "approximate"}:
             return ""
+        if type(called) is nn.GELU:
+            return _GELUS.get(called.approximate, "")
+        if called is F.gelu:
+            return _GELUS.get(str(node.kwargs.get("approximate", "none")), "")
         if node.op == "call_module":
             return _LAYERS.get(type(called), "")
         names = _METHODS if node.op == "call_method" else _FUNCTIONS
@@ -253,15 +279,25 @@ class _Finder:
 
 
 def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
-    """Whether it calls a plain layer of the one kind or the other."""
-    conv: Any = layers.called(node)
-    if node.op != "call_module" or type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
+    """Whether it calls a plain layer of one kind or another."""
+    layer: Any = layers.called(node)
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
-    if isinstance(conv.padding, str) or len(node.args) != 1 or node.kwargs:
+    if type(layer) is nn.Linear:
+        return _is_thin(layer)
+    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros":
         return False
-    if conv.groups > 1:
-        return conv.groups == conv.in_channels == conv.out_channels
-    return (conv.kernel_size, conv.stride, conv.padding) == ((1, 1), (1, 1), (0, 0))
+    if isinstance(layer.padding, str):
+        return False
+    if layer.groups > 1:
+        return layer.groups == layer.in_channels == layer.out_channels
+    return (layer.kernel_size, layer.stride, layer.padding) == ((1, 1), (1, 1), (0, 0))
+
+
+def _is_thin(linear: nn.Linear, rows: int = MOST_INTENSE) -> bool:
+    """Whether the rows that it reads and writes are what it takes its time for."""
+    inputs, outputs = linear.in_features, linear.out_features
+    return inputs * outputs <= min(rows, MOST_INTENSE) * (inputs + outputs)
 
 
 def _is_idle_depth(node: torch.fx.Node) -> bool:

@@ -1,0 +1,151 @@
+"""A Linear with its activation, in one pass: the program of a convolution of single pixels.
+
+The result of a product of few inputs and outputs costs more to write, to read back and to write
+again than to compute.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.activations import ACTIVATIONS
+from steadytorch.kernels.launch import is_covered, route
+from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
+
+
+def activated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = ""
+) -> Tensor:
+    """`activation(linear(x, weight, bias))`, on CUDA in one pass.
+
+    There it sums in float32 and rounds once, at the end, where PyTorch rounds after each step.
+
+    Args:
+        x: shape (..., C).
+        weight: shape (K, C).
+        bias: shape (K,), or None for none.
+        activation: a name out of `ACTIVATIONS`; "" for none.
+
+    Returns:
+        Shape (..., K).
+
+    Raises:
+        KeyError: there is no such activation.
+        RuntimeError: whatever PyTorch's own operators refuse.
+    """
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if has_torch_function(tensors):
+        return handle_torch_function(activated_linear, tensors, x, weight, bias, activation)
+    # Autocast chooses the type of PyTorch's product, and knows no other.
+    cast = torch.is_autocast_enabled("cuda")
+    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
+    return run(x, weight, bias, activation)
+
+
+def _eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return ACTIVATIONS[activation](F.linear(x, weight, bias))
+
+
+def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    fused = None
+    if is_covered(*(t for t in (x, weight, bias) if t is not None)):
+        fused = program_for(x, weight, bias, activation)
+    if fused is None:
+        return _eager(x, weight, bias, activation)
+    return fused(x, weight, bias)
+
+
+def program_for(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Fused | None:
+    """The program for such tensors, wherever they are, or None where it is not made for them."""
+    device, given = x.device, (x, weight, *(() if bias is None else (bias,)))
+    if not all(t.device == device and t.is_contiguous() for t in given):
+        return None
+    shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
+    return _fused(*shapes, activation, x.dtype, device)
+
+
+class Fused:
+    """The program, made up for inputs of one shape and type.
+
+    Args:
+        shape: of the result, (..., K).
+        channels: of the input.
+        activation: by name.
+        is_biased: whether there is a bias.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        channels: int,
+        activation: str,
+        is_biased: bool,
+        device: torch.device,
+    ) -> None:
+        rows = shape[:-1].numel()
+        kind = (activation, is_biased, False, False)
+        self._shape = shape
+        self._launch = launch_for((rows, shape[-1], channels), rows, *kind, device)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result; the tensors must be as described."""
+        y = torch.empty(self._shape, dtype=x.dtype, device=x.device)
+        self._launch(x, weight, x if bias is None else bias, x, x, y)
+        return y
+
+
+@lru_cache(maxsize=1024)
+def _fused(
+    x: torch.Size,
+    weight: torch.Size,
+    bias: torch.Size | None,
+    activation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Fused | None:
+    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    if dtype not in TYPES or activation not in ACTIVATIONS or len(x) < 2:
+        return None
+    if len(weight) != 2 or weight[1] != x[-1] or bias not in (None, weight[:1]):
+        return None
+    if not is_within_reach(x[:-1].numel(), *weight):
+        return None
+    full = torch.Size((*x[:-1], weight[0]))
+    return Fused(full, x[-1], activation, bias is not None, device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # Computed again: what the activation was given was never in memory.
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, as one tensor may have been given twice, or made of another.
+        views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+        x, weight, bias = views
+        y = _eager(x, weight, bias, ctx.activation)
+    wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
+    return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None)
+
+
+_NAME = "steadytorch::activated_linear"
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "activated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.impl("activated_linear", _impl, "CompositeExplicitAutograd")
+torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_OPERATOR: Any = torch.ops.steadytorch.activated_linear.default
