@@ -211,12 +211,12 @@ def test_a_stem_compiles_for_the_oldest_gpu_of_the_operator():
     assert stem("64x32x1-w4s1", "bf16", 80, kernel=3)[0].asm["cubin"]
 
 
-def depthwise(shape, side, stride, element):
+def depthwise(shape, side, stride, element, activation="hardswish"):
     """A depthwise convolution of such a square kernel, cut up as for an H200."""
     room, dtype = depthwise_conv, TYPES[element]
     kernel = torch.Size((shape[1], 1, side, side))
     like = (torch.Size(shape), True, kernel, (1, 1, side * shape[1], shape[1]))
-    sizes = ((stride, stride), (side // 2, side // 2), (1, 1), "hardswish")
+    sizes = ((stride, stride), (side // 2, side // 2), (1, 1), activation)
     fused = room._fused(*like, True, dtype, torch.device("meta"), *sizes)
     constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
     return compiled("depthwise_conv", constants, element, 90, ALIGNED, options), fused.geometry
@@ -234,22 +234,22 @@ def resources(found, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "side", "stride", "element"),
+    ("shape", "side", "stride", "element", "activation"),
     [
-        ((64, 144, 56, 56), 5, 2, "fp16"),
-        ((64, 480, 14, 14), 5, 1, "bf16"),
-        ((1, 672, 14, 14), 3, 1, "fp16"),
-        ((1, 960, 7, 7), 5, 1, "fp16"),
-        ((32, 96, 56, 56), 7, 1, "fp16"),
-        ((32, 24, 112, 112), 3, 2, "fp16"),
+        ((64, 144, 56, 56), 5, 2, "fp16", "hardswish"),
+        ((64, 480, 14, 14), 5, 1, "bf16", "hardswish"),
+        ((1, 672, 14, 14), 3, 1, "fp16", "hardswish"),
+        ((1, 960, 7, 7), 5, 1, "fp16", "hardswish"),
+        ((32, 96, 56, 56), 7, 1, "fp16", ""),
+        ((32, 24, 112, 112), 3, 2, "fp16", "hardswish"),
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_depthwise_convolution_keeps_everything_in_registers(
-    shape, side, stride, element, tmp_path
+    shape, side, stride, element, activation, tmp_path
 ):
-    found, geometry = depthwise(shape, side, stride, element)
+    found, geometry = depthwise(shape, side, stride, element, activation)
     loads = geometry.seen_rows * geometry.seen_columns + side**2 + 1
     ptx = found.asm["ptx"]
     assert found.metadata.shared == 0  # nothing is handed from thread to thread

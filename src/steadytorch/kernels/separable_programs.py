@@ -167,7 +167,8 @@ def _with_line(total, values, taps, COLUMN: tl.constexpr, BELOW: tl.constexpr, G
     if BELOW >= 0 and BELOW % G.dilation_h == 0 and BELOW // G.dilation_h < G.kernel_h:
         for column in tl.static_range(tl.constexpr(G.kernel_w)):
             value = values[COLUMN * G.stride_w + column * G.dilation_w]
-            total += value * taps[BELOW // G.dilation_h * G.kernel_w + column]
+            # One operation: as two, 7x7 without an activation took 167 registers, not 121.
+            total = tl.fma(value, taps[BELOW // G.dilation_h * G.kernel_w + column], total)
     return total
 
 
