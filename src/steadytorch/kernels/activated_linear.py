@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.launch import is_covered, route
+from steadytorch.kernels.launch import is_covered, route, traced
 from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
 
 
@@ -146,6 +146,6 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.impl("activated_linear", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
 _OPERATOR: Any = torch.ops.steadytorch.activated_linear.default

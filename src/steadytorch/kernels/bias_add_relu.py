@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, route
+from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, route, traced
 
 BLOCK = 1024
 """Elements of a program; at four warps eight a thread, one vector of 16 bytes in 16-bit types."""
@@ -47,14 +47,21 @@ def _per_channel(bias: torch.Size, x: torch.Size) -> list[int]:
 
 
 def _impl(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
-    fused = None
-    others = (other,) if bias is None else (other, bias)
-    if is_covered(x, *others) and x.shape == other.shape and x.stride() == other.stride():
-        shape = None if bias is None else bias.shape
-        is_here = bias is None or (bias.device == x.device and bias.is_contiguous())
-        if is_here and other.device == x.device:
-            fused = _fused(x.shape, is_channels_last(x), shape, x.dtype, x.device)
+    fused = program_for(x, other, bias)
     return _eager(x, other, bias) if fused is None else fused(x, other, bias)
+
+
+def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> Fused | None:
+    """The program that such a call runs, or None where PyTorch's own operators run."""
+    others = (other,) if bias is None else (other, bias)
+    if not is_covered(x, *others) or x.shape != other.shape or x.stride() != other.stride():
+        return None
+    if other.device != x.device:
+        return None
+    if bias is not None and not (bias.device == x.device and bias.is_contiguous()):
+        return None
+    shape = None if bias is None else bias.shape
+    return _fused(x.shape, is_channels_last(x), shape, x.dtype, x.device)
 
 
 class Fused:
@@ -127,6 +134,6 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.impl("bias_add_relu", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
 _OPERATOR: Any = torch.ops.steadytorch.bias_add_relu.default

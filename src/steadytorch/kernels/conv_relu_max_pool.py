@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from steadytorch.kernels.launch import Launch, is_covered, route
+from steadytorch.kernels.launch import Launch, is_covered, route, traced
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import (
     MOST_CHANNELS,
@@ -272,6 +272,6 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.impl("conv_relu_max_pool2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
 _OPERATOR: Any = torch.ops.steadytorch.conv_relu_max_pool2d.default

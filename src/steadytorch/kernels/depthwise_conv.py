@@ -13,7 +13,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.depthwise_tile import CORES, Geometry, Pair, tile_for
-from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, is_launchable, route
+from steadytorch.kernels.launch import (
+    Launch,
+    is_channels_last,
+    is_covered,
+    is_launchable,
+    route,
+    traced,
+)
 
 MOST_TAPS = 49
 """Of a kernel: all are unrolled, and more take long to compile."""
@@ -95,17 +102,32 @@ def _impl(
     dilation: list[int],
     activation: str,
 ) -> Tensor:
-    fused = None
+    given = (x, weight, bias, stride, padding, dilation, activation)
+    fused = program_for(*given)
+    return _eager(*given) if fused is None else fused(x, weight, bias)
+
+
+def program_for(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+) -> Fused | None:
+    """The program that such a call runs, or None where PyTorch's own operators run.
+
+    Args are those of `depthwise_conv2d`, sizes as pairs.
+    """
     others = (weight,) if bias is None else (weight, bias)
-    if is_covered(x, *others) and all(t.device == x.device for t in others):
-        is_biased = bias is not None
-        if not is_biased or (bias.shape == weight.shape[:1] and bias.is_contiguous()):
-            like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
-            sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-            fused = _fused(*like, is_biased, x.dtype, x.device, *sizes, activation)
-    if fused is None:
-        return _eager(x, weight, bias, stride, padding, dilation, activation)
-    return fused(x, weight, bias)
+    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+        return None
+    if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
+        return None
+    like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
+    sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
+    return _fused(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
 class Fused:
@@ -222,6 +244,6 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.impl("depthwise_conv2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
 _OPERATOR: Any = torch.ops.steadytorch.depthwise_conv2d.default

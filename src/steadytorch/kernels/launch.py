@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -11,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
+
+from steadytorch.kernels import ahead
 
 ALIGNMENT = 16
 """Bytes: Triton compiles one program for addresses that are multiples of it, another for others."""
@@ -81,11 +86,53 @@ def _is_unwatched(tensor: Tensor) -> bool:
     )
 
 
+_traced: ContextVar[torch.dtype | None] = ContextVar("_traced", default=None)
+"""Of tensors without contents, for which a launch is being made; None for any others."""
+_is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
+"""Whether what is traced stands for another operator's program: of its own, none will run."""
+
+
+def traced(find: Callable[..., Any], eager: Function) -> Function:
+    """What tracers are to call for an operator: `eager`, while threads compile its program.
+
+    Args:
+        find: makes the launch for the operator's arguments, as the operator will for real ones.
+        eager: for tensors without contents as well.
+    """
+
+    def fake(*given: Any, **named: Any) -> Tensor:
+        found = None
+        tensors = [t for t in (*given, *named.values()) if isinstance(t, Tensor)]
+        is_asked = torch.cuda.is_initialized() and not _is_within.get()
+        if is_asked and all(map(_is_concrete, tensors)) and is_covered(*tensors):
+            token = _traced.set(tensors[0].dtype)
+            try:
+                with suppress(Exception), unset_fake_temporarily():  # the call will say it, if any
+                    found = find(*given, **named)
+            finally:
+                _traced.reset(token)
+        if found is None:
+            return eager(*given, **named)
+        token = _is_within.set(True)
+        try:
+            return eager(*given, **named)
+        finally:
+            _is_within.reset(token)
+
+    return fake
+
+
+def _is_concrete(tensor: Tensor) -> bool:
+    """Whether all sizes are numbers, none a symbol: to ask about those would be to decide them."""
+    return all(type(size) is int for size in (*tensor.shape, *tensor.stride()))
+
+
 class Launch:
     """A program with its grid and all arguments that are no tensors, for one kind of tensors.
 
     The first call goes through Triton's compiler and its cache. Later ones hand addresses to what
-    was compiled, which saves the look at each argument.
+    was compiled, which saves the look at each argument. One that is made while an operator is
+    traced has its program compiled in a thread, see `ahead`.
 
     Args:
         program: what `triton.jit` made.
@@ -108,6 +155,11 @@ class Launch:
         self._program, self._grid, self._arguments = program, grid, tuple(arguments)
         self._device, self._options = device, {"num_warps": warps, **options}
         self._compiled: Any = None
+        dtype = _traced.get()
+        if dtype is not None:
+            count = len(program.arg_names) - len(self._arguments)
+            with torch.cuda.device(device):
+                ahead.begin(program, dtype, count, self._arguments, self._options)
 
     def __call__(self, *tensors: Tensor) -> None:
         """Enqueues the program on the current stream of the tensors' device."""
@@ -122,7 +174,8 @@ class Launch:
         is_aligned = not any(address % ALIGNMENT for address in addresses)
         compiled = self._compiled
         if compiled is None or not is_aligned:
-            compiled = self._program[self._grid](*tensors, *self._arguments, **self._options)
+            given = (*tensors, *self._arguments)
+            compiled = ahead.call(self._program, self._grid, given, self._options)
             if is_aligned:  # None from the interpreter, which compiles nothing
                 self._compiled = compiled
             return

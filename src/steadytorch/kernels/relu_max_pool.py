@@ -22,6 +22,7 @@ from steadytorch.kernels.launch import (
     is_covered,
     is_launchable,
     route,
+    traced,
 )
 
 _BLOCKS = {"last": (1024, 256, 8), "pairs": (1024, 128, 8), "single": (256, 256, 4)}
@@ -103,13 +104,27 @@ def _impl(
     dilation: list[int],
     ceil_mode: bool,
 ) -> Tensor:
-    fused = None
-    if is_covered(x):
-        sizes: Any = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
-        fused = _fused(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
-    if fused is None:
-        return _eager(x, kernel_size, stride, padding, dilation, ceil_mode)
-    return fused(x)
+    given = (x, kernel_size, stride, padding, dilation, ceil_mode)
+    fused = program_for(*given)
+    return _eager(*given) if fused is None else fused(x)
+
+
+def program_for(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Fused | None:
+    """The program that such a call runs, or None where PyTorch's own operators run.
+
+    Args are those of `relu_max_pool2d`, sizes as pairs.
+    """
+    if not is_covered(x):
+        return None
+    sizes: Any = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
+    return _fused(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
 
 
 class Fused:
@@ -266,6 +281,6 @@ _LIBRARY.define(
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.impl("relu_max_pool2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, _eager, lib=_LIBRARY)
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
 _OPERATOR: Any = torch.ops.steadytorch.relu_max_pool2d.default
