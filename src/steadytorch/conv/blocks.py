@@ -73,6 +73,7 @@ def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead = _LEAD) ->
         flush: before each run; None for a warm cache.
         lead: before the block.
     """
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(TRIES):
         lead()
         pairs = [_timed(run, flush) for _ in range(REPEATS)]
