@@ -16,6 +16,7 @@ from steadytorch.kernels import (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
+    thin_conv,
 )
 
 
@@ -61,7 +62,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", widened)
-    operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, pointwise_conv, depthwise_conv)
+    sums = (relu_max_pool, bias_add_relu)
+    operators = (*sums, conv_relu_max_pool, pointwise_conv, depthwise_conv, thin_conv)
     for module in operators:
         module._fused.cache_clear()
     yield

@@ -26,7 +26,10 @@ from steadytorch.workload.workload import Workload
 _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dimensions alone"
 _NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
 _NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
-_NO_SEPARABLE = "the model has no pointwise or depthwise convolution with something to fuse"
+_NO_SEPARABLE = (
+    "the model has no pointwise or depthwise convolution, nor one of few channels, with something "
+    "to fuse"
+)
 
 
 class FusedKernels(Transform):
@@ -47,8 +50,8 @@ class FusedKernels(Transform):
             residual: a sum with the ReLU after it, and the bias of a convolution before it.
             config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
                 what follows from the sizes.
-            separable: pointwise convolutions, and depthwise ones, with their activation, and with
-                the gate before and the sum after pointwise ones.
+            separable: pointwise convolutions, depthwise ones and those of few channels, with their
+                activation, and with the gate before and the sum after pointwise ones.
         """
 
         stem: bool = False

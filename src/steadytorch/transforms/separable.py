@@ -1,4 +1,4 @@
-"""Pointwise and depthwise convolutions, each one operator with what stands around it."""
+"""Convolutions of pixels, channels and images, each one operator with what stands around it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from steadytorch.conv.writes import may_write
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
+from steadytorch.kernels.thin_conv import is_thin, thin_conv2d
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.fusible import ADDS, Layers
 from steadytorch.workload.signature import map_tensors
@@ -41,7 +42,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout2d)
 
 
 class Separable(NamedTuple):
-    """A pointwise or depthwise convolution, and what one operator does along with it.
+    """A pointwise, depthwise or thin convolution, and what one operator does along with it.
 
     Attributes:
         conv: the convolution.
@@ -72,7 +73,7 @@ def separables(
     """Each convolution that one operator can stand for, with all that this one takes along.
 
     Pointwise ones on images of one pixel, as of squeeze-and-excitation, are left alone, and so are
-    those with nothing around them to be taken along.
+    those with nothing around them to be taken along, and those of few channels without activation.
 
     Args:
         layers: the model and its graph.
@@ -114,14 +115,17 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
     with graph.inserting_before(last):
         weight = graph.get_attr(f"{name}.weight")
         bias = None if conv.bias is None else graph.get_attr(f"{name}.bias")
-        if conv.groups == 1:
+        geometry = (conv.stride, conv.padding, conv.dilation)
+        if conv.groups == 1 and is_thin(conv.weight.shape):
+            given = (source, weight, bias, *geometry, found.activation)
+            fused = graph.call_function(thin_conv2d, given)
+        elif conv.groups == 1:
             given = (source, weight, bias, found.activation, gate, other)
             fused = graph.call_function(pointwise_conv2d, given)
         else:
             with torch.inference_mode(False), torch.no_grad():
                 packed = channels_innermost(conv.weight.detach())
             conv.weight = nn.Parameter(packed, conv.weight.requires_grad)
-            geometry = (conv.stride, conv.padding, conv.dilation)
             given = (source, weight, bias, *geometry, found.activation)
             fused = graph.call_function(depthwise_conv2d, given)
     last.replace_all_uses_with(fused)
@@ -166,8 +170,11 @@ class _Finder:
         if len(shape := self._seen[node][0]) != 4:
             return None
         found = self._activated(Separable(node))
-        if self._layers.called(node).groups > 1:
+        conv = self._layers.called(node)
+        if conv.groups > 1:
             return found
+        if is_thin(conv.weight.shape):
+            return found if found.activation else None
         if not found.activation:
             found = self._summed(found, sums)
         found = self._gated(found)
@@ -253,7 +260,7 @@ class _Finder:
 
 
 def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
-    """Whether it calls a plain layer of the one kind or the other."""
+    """Whether it calls a plain layer of one of the three kinds."""
     conv: Any = layers.called(node)
     if node.op != "call_module" or type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
         return False
@@ -261,6 +268,8 @@ def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
         return False
     if conv.groups > 1:
         return conv.groups == conv.in_channels == conv.out_channels
+    if is_thin(conv.weight.shape):
+        return True
     return (conv.kernel_size, conv.stride, conv.padding) == ((1, 1), (1, 1), (0, 0))
 
 
