@@ -205,7 +205,7 @@ def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
     of its thread: where a tap lies is part of the instruction that loads it, and one comparison of
     a line, and one of a column, serve all taps that lie there. (Of two axes along which nothing is
     contiguous, Triton gives threads the first.) With taps along the threads, each load would have
-    an address and two comparisons of its own: twice as many instructions for the whole.
+    an address and two comparisons of its own: nearly twice the instructions for the whole.
     """
     depth: tl.constexpr = G.kernel_h * G.kernel_w * G.channels
     blocks: tl.constexpr = (G.outputs + G.columns - 1) // G.columns
@@ -238,9 +238,12 @@ def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
     if G.biased:
         total += tl.load(bias + output, is_output, other=0.0).to(tl.float32)[None, :]
     total = activated(total, tl.constexpr(G.activation)).to(y.dtype.element_ty)
+    to = (pixel * G.outputs)[:, None] + output[None, :]
     stored = has[:, None] & is_output[None, :]
-    if G.out_last:
-        tl.store(y + (pixel * G.outputs)[:, None] + output[None, :], total, stored)
-    else:
-        to = (image * (G.outputs * size) + pixel % size)[None, :] + (output * size)[:, None]
-        tl.store(y + to, tl.trans(total), tl.trans(stored))
+    if not G.out_last:
+        to = (image * (G.outputs * size) + pixel % size)[:, None] + (output * size)[None, :]
+        if size % 2 == 0:
+            # As many pixels as a wide store takes shall be one thread's, but not while they are
+            # loaded: Triton treats loads and stores of one shape alike.
+            to, total, stored = tl.trans(to), tl.trans(total), tl.trans(stored)
+    tl.store(y + to, total, stored)
