@@ -28,11 +28,13 @@ import tiled_matmul
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import copy_bandwidth
 from steadytorch.kernels.activated_linear import activated_linear
+from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.kernels.thin_conv import thin_conv2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
 from steadytorch.tune.stem import fastest
 
@@ -177,6 +179,25 @@ def linear(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
     return Case(name, eager, ours, (x, weight, bias), moved, {"Linear alone": F.linear})
 
 
+def thin(batch: int, outputs: int, dtype: torch.dtype, layout: Any, activation: str) -> Case:
+    """The first convolution of EfficientNet or MobileNetV3, 3x3 with stride 2, bias, activation."""
+    x, weight = made((batch, 3, 224, 224), dtype, layout), made((outputs, 3, 3, 3), dtype, layout)
+    weight, bias = weight * 27**-0.5, torch.randn(outputs, device="cuda").to(dtype)
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[activation](F.conv2d(x, weight, bias, 2, 1))
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return thin_conv2d(x, weight, bias, 2, 1, activation=activation)
+
+    y, exact = ours(x, weight, bias), eager(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    name = f"convolution 3x3 / 2 + {activation}, {list(x.shape)} to {outputs}, {_kind(x)}"
+    alone = {"convolution alone": lambda x, w, b: F.conv2d(x, w, b, 2, 1)}
+    moved = x.nbytes + weight.nbytes + y.nbytes
+    return Case(name, eager, ours, (x, weight, bias), moved, alone)
+
+
 def _kind(x: torch.Tensor) -> str:
     layout = "NCHW" if x.is_contiguous() else "NHWC"
     return f"{str(x.dtype).removeprefix('torch.')} {layout}"
@@ -209,10 +230,13 @@ def cases() -> list[tuple[str, Callable[[], Case]]]:
         ("depthwise", lambda: depthwise((32, 96, 56, 56), 7, 1)),
         ("linear", lambda: linear((32, 56, 56, 96), 384, half)),
         ("linear", lambda: linear((32, 28, 28, 192), 768, half)),
+        ("thin", lambda: thin(64, 32, torch.bfloat16, LAST, "silu")),
+        ("thin", lambda: thin(64, 32, torch.bfloat16, FIRST, "silu")),
+        ("thin", lambda: thin(1, 16, half, LAST, "hardswish")),
     ]
 
 
-KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "linear", "matmul")
+KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "linear", "thin", "matmul")
 
 
 def recorded(call: Call, repeats: int) -> Call:

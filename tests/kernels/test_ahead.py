@@ -25,6 +25,7 @@ from steadytorch.kernels import (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
+    thin_conv,
 )
 from steadytorch.kernels.launch import Launch, traced
 
@@ -39,6 +40,7 @@ MODULES = (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
+    thin_conv,
 )
 
 
@@ -164,6 +166,12 @@ CALLS = {
         lambda: (empty(16, 128, 4, 4, **LAST), empty(8, 128, 1, 1), None),
         ("", None, None),
         6,
+    ),
+    "thin": (
+        thin_conv,
+        lambda: (empty(2, 3, 16, 16, **LAST), empty(16, 3, 3, 3), empty(16)),
+        ([2, 2], [1, 1], [1, 1], "relu"),
+        4,
     ),
     "linear": (
         activated_linear,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadytorch.kernels import depthwise_conv
+from steadytorch.kernels import depthwise_conv, thin_conv
 from steadytorch.kernels.pointwise_cut import CORES, VECTOR, cut_for
 from steadytorch.kernels.stem import CONFIGS, geometry_of, shared_bytes
 
@@ -256,3 +256,53 @@ def test_a_depthwise_convolution_keeps_everything_in_registers(
     assert len(re.findall(r"ld\.global\.b32", ptx)) == len(re.findall(r"ld\.global", ptx)) == loads
     registers, stack = resources(found, tmp_path)
     assert (registers <= 128, stack) == (True, 0)
+
+
+def thin(shape, outputs, side, stride, last, element="bf16", capability=90):
+    """A convolution of few channels with such a square kernel, cut up as for an H200."""
+    layout = torch.channels_last if last else torch.contiguous_format
+    x, weight = (
+        torch.empty(sizes, device="meta", memory_format=layout)
+        for sizes in (shape, (outputs, shape[1], side, side))
+    )
+    like = (x.shape, x.stride(), weight.shape, weight.stride(), True, TYPES[element])
+    sizes = ((stride, stride), (side // 2, side // 2), (1, 1), "hardswish")
+    fused = thin_conv._fused(*like, torch.device("meta"), *sizes)
+    constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
+    found = compiled("thin_conv", constants, element, capability, ALIGNED, options)
+    return found, fused.geometry
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "side", "stride"),
+    [
+        ((64, 3, 224, 224), 32, 3, 2),
+        ((1, 3, 224, 224), 16, 3, 2),
+        ((16, 3, 224, 224), 64, 3, 1),
+        ((16, 3, 640, 640), 48, 6, 2),
+        ((64, 1, 28, 28), 32, 5, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_thin_convolution_has_taps_in_registers(shape, outputs, side, stride, last, tmp_path):
+    found, geometry = thin(shape, outputs, side, stride, last)
+    ptx = found.asm["ptx"]
+    assert ("wgmma.mma_async" if geometry.rows >= 128 else "mma.sync") in ptx
+    steps = -(-shape[1] * side**2 // geometry.depth)
+    weights = steps * geometry.depth * geometry.columns // geometry.rows
+    loads = steps * geometry.depth + weights + geometry.columns
+    assert len(re.findall(r"ld\.global", ptx)) <= loads
+    aligned = last or geometry.out_height * geometry.out_width % 8 == 0
+    assert bool(re.search(r"st\.global\.v4\.b32", ptx)) is aligned
+    if aligned:
+        # A pixel is a thread's: only its own place is computed, and where its taps lie is known.
+        assert len(re.findall(r"(?:mul|mad)\.\w+\.[su]32", ptx)) <= 24 + 8 * steps
+    registers, stack = resources(found, tmp_path)
+    assert (registers <= 128, stack) == (True, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_thin_convolution_compiles_for_the_oldest_gpu():
+    assert thin((1, 3, 224, 224), 16, 3, 2, True, "fp16", 80)[0].asm["cubin"]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
+from steadytorch.kernels.thin_conv import thin_conv2d
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.workload.workload import Workload
 
@@ -65,7 +66,7 @@ def made(forward: Any, *, batch: int = 2) -> Workload:
 
 
 def fused_nodes(model: Any) -> list[torch.fx.Node]:
-    operators = (pointwise_conv2d, depthwise_conv2d, activated_linear)
+    operators = (pointwise_conv2d, depthwise_conv2d, thin_conv2d, activated_linear)
     return [node for node in model.graph.nodes if node.target in operators]
 
 
@@ -73,11 +74,12 @@ def shown(model: Any) -> list[str]:
     """Each fused layer of a graph in a few words."""
     found = []
     for node in fused_nodes(model):
-        if node.target is depthwise_conv2d:
-            found.append(" ".join(["depthwise", node.args[6]]).strip())
-            continue
         if node.target is activated_linear:
             found.append(f"linear {node.args[3]}")
+            continue
+        if node.target is not pointwise_conv2d:
+            name = node.target.__name__.removesuffix("_conv2d")
+            found.append(" ".join([name, node.args[6]]).strip())
             continue
         *_, activation, gate, other = node.args
         with_gate, with_sum = "gate" * (gate is not None), "sum" * (other is not None)

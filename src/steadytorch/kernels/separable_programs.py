@@ -1,4 +1,4 @@
-"""Programs for the convolutions of separable networks, in Triton: pointwise and depthwise ones.
+"""Programs for convolutions of separable networks, in Triton: of pixels, channels and images.
 
 A Linear is a pointwise one. As those of `programs`, each computes in float32.
 """
@@ -221,3 +221,56 @@ def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
         to = (output // G.columns * G.out_width + output % G.columns) * G.all_channels
         total = activated(totals[output], tl.constexpr(G.activation))
         tl.store(target + to, total.to(y.dtype.element_ty), stored)
+
+
+@triton.jit
+def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
+    """A convolution of few channels, its bias and activation, as a product of matrices.
+
+    Rows are pixels of the result, numbered through lines and images; the depth are the taps of all
+    channels, in blocks. Pixels lie along the threads, one for each, and a pixel's taps in registers
+    of its thread: where a tap lies is part of the instruction that loads it, and one comparison of
+    a line, and one of a column, serve all taps that lie there. (Of two axes along which nothing is
+    contiguous, Triton gives threads the first.) With taps along the threads, each load would have
+    an address and two comparisons of its own: nearly twice the instructions for the whole.
+    """
+    depth: tl.constexpr = G.kernel_h * G.kernel_w * G.channels
+    blocks: tl.constexpr = (G.outputs + G.columns - 1) // G.columns
+    size: tl.constexpr = G.out_height * G.out_width
+    output = tl.program_id(0) % blocks * G.columns + tl.arange(0, G.columns)
+    pixel = tl.program_id(0) // blocks * G.rows + tl.arange(0, G.rows)
+    has, is_output = pixel < images * size, output < G.outputs
+    image = pixel // size
+    top = pixel // G.out_width % G.out_height * G.stride_h - G.padding_h
+    left = pixel % G.out_width * G.stride_w - G.padding_w
+    own = image * (G.channels * G.height * G.width) + (top * G.width + left) * G.x_column
+    top = tl.where(has, top, G.height)  # below the image, where nothing is loaded
+    total = tl.full((G.rows, G.columns), 0.0, tl.float32)
+    for start in tl.static_range(0, depth, tl.constexpr(G.depth)):
+        tap = start + tl.arange(0, G.depth)
+        channel = tap % G.channels
+        column = tap // G.channels % G.kernel_w
+        row = tap // (G.channels * G.kernel_w)
+        at = channel * G.w_channel + row * G.w_row + column * G.w_column
+        at = at[:, None] + output[None, :] * G.w_output
+        taps = tl.load(weight + at, (tap < depth)[:, None] & is_output[None, :], other=0.0)
+        row, column = row * G.dilation_h, column * G.dilation_w
+        at = channel * G.x_channel + (row * G.width + column) * G.x_column
+        # As numbers without a sign, so that one comparison says it for both edges.
+        inside = (top[:, None] + row[None, :]).to(tl.uint32, bitcast=True) < G.height
+        inside &= (left[:, None] + column[None, :]).to(tl.uint32, bitcast=True) < G.width
+        inside &= (tap < depth)[None, :]
+        value = tl.load((x + own)[:, None] + at[None, :], inside, other=0.0)
+        total = tl.dot(value, taps, total)
+    if G.biased:
+        total += tl.load(bias + output, is_output, other=0.0).to(tl.float32)[None, :]
+    total = activated(total, tl.constexpr(G.activation)).to(y.dtype.element_ty)
+    to = (pixel * G.outputs)[:, None] + output[None, :]
+    stored = has[:, None] & is_output[None, :]
+    if not G.out_last:
+        to = (image * (G.outputs * size) + pixel % size)[:, None] + (output * size)[None, :]
+        if size % 2 == 0:
+            # As many pixels as a wide store takes shall be one thread's, but not while they are
+            # loaded: Triton treats loads and stores of one shape alike.
+            to, total, stored = tl.trans(to), tl.trans(total), tl.trans(stored)
+    tl.store(y + to, total, stored)

@@ -156,11 +156,11 @@ def geometry_of(
     Returns:
         None for what the program does not take, or PyTorch refuses.
     """
-    layouts = _layouts(x, weight)
+    placed = layouts(x, weight)
     sizes = _sizes(x, weight, stride, padding, pool_padding, ceil_mode)
-    if layouts is None or sizes is None:
+    if placed is None or sizes is None:
         return None
-    is_last, becomes_last = layouts
+    is_last, becomes_last = placed
     _, channels, height, width = x.shape
     outputs, _, kernel_h, kernel_w = weight.shape
     per_output, per_channel, per_row, per_column = weight.stride()
@@ -199,7 +199,7 @@ def geometry_of(
     )
 
 
-def _layouts(x: Tensor, weight: Tensor) -> tuple[bool, bool] | None:
+def layouts(x: Tensor, weight: Tensor) -> tuple[bool, bool] | None:
     """Whether channels lie innermost, of the input and of PyTorch's result; None for other ways."""
     is_last, weight_last = is_channels_last(x), is_channels_last(weight)
     if is_last is None or weight_last is None:

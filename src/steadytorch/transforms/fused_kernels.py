@@ -27,7 +27,8 @@ _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dime
 _NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
 _NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
 _NO_SEPARABLE = (
-    "the model has no pointwise or depthwise convolution and no thin Linear with something to fuse"
+    "the model has no pointwise or depthwise convolution, none of few channels and no Linear bound by "
+    "memory with something to fuse"
 )
 
 
@@ -49,9 +50,9 @@ class FusedKernels(Transform):
             residual: a sum with the ReLU after it, and the bias of a convolution before it.
             config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
                 what follows from the sizes.
-            separable: pointwise convolutions, and depthwise ones, with their activation, and with
-                the gate before and the sum after pointwise ones; Linears that memory bounds, with
-                their activation.
+            separable: pointwise convolutions, depthwise ones and those of few channels, with their
+                activation, and with the gate before and the sum after pointwise ones; Linears that
+                memory bounds, with their activation.
         """
 
         stem: bool = False

@@ -1,4 +1,4 @@
-"""Pointwise and depthwise convolutions, and thin Linears: one operator each with what is around."""
+"""Convolutions of pixels, channels and images, and Linears: one operator with what is around."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from steadytorch.conv.writes import may_write
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
+from steadytorch.kernels.thin_conv import is_thin, thin_conv2d
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.fusible import ADDS, Layers
 from steadytorch.workload.signature import map_tensors
@@ -54,7 +55,7 @@ counts less and less, and the rate of the arithmetic, a library's strength, more
 
 
 class Separable(NamedTuple):
-    """A pointwise or depthwise convolution or a Linear, and what one operator does along with it.
+    """A pointwise, depthwise or thin convolution or a Linear, and what one operator does with it.
 
     Attributes:
         layer: the convolution, or the Linear.
@@ -85,9 +86,9 @@ def separables(
     """Each layer that one operator can stand for, with all that this one takes along.
 
     Pointwise convolutions on images of one pixel, as of squeeze-and-excitation, are left alone, and
-    so are those with nothing around them to be taken along. Linears are taken with an activation,
-    up to `MOST_INTENSE`, and of more rows than multiplications for each element: of fewer it is
-    the weight that takes time to read.
+    so are those with nothing around them to be taken along, and those of few channels without an
+    activation. Linears are taken with an activation, up to `MOST_INTENSE`, and of more rows than
+    multiplications for each element: of fewer it is the weight that takes time to read.
 
     Args:
         layers: the model and its graph.
@@ -132,6 +133,10 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
         if type(layer) is nn.Linear:
             given = (source, weight, bias, found.activation)
             fused = graph.call_function(activated_linear, given)
+        elif layer.groups == 1 and is_thin(layer.weight.shape):
+            geometry = (layer.stride, layer.padding, layer.dilation)
+            given = (source, weight, bias, *geometry, found.activation)
+            fused = graph.call_function(thin_conv2d, given)
         elif layer.groups == 1:
             given = (source, weight, bias, found.activation, gate, other)
             fused = graph.call_function(pointwise_conv2d, given)
@@ -184,12 +189,18 @@ class _Finder:
         layer, shape = self._layers.called(node), self._seen[node][0]
         if type(layer) is nn.Linear:
             found = self._activated(Separable(node))
-            return found if found.activation and _is_thin(layer, shape[:-1].numel()) else None
+            return (
+                found
+                if found.activation and _is_bound_by_memory(layer, shape[:-1].numel())
+                else None
+            )
         if len(shape) != 4:
             return None
         found = self._activated(Separable(node))
         if layer.groups > 1:
             return found
+        if is_thin(layer.weight.shape):
+            return found if found.activation else None
         if not found.activation:
             found = self._summed(found, sums)
         found = self._gated(found)
@@ -284,17 +295,19 @@ def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
     if type(layer) is nn.Linear:
-        return _is_thin(layer)
+        return _is_bound_by_memory(layer)
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros":
         return False
     if isinstance(layer.padding, str):
         return False
     if layer.groups > 1:
         return layer.groups == layer.in_channels == layer.out_channels
+    if is_thin(layer.weight.shape):
+        return True
     return (layer.kernel_size, layer.stride, layer.padding) == ((1, 1), (1, 1), (0, 0))
 
 
-def _is_thin(linear: nn.Linear, rows: int = MOST_INTENSE) -> bool:
+def _is_bound_by_memory(linear: nn.Linear, rows: int = MOST_INTENSE) -> bool:
     """Whether the rows that it reads and writes are what it takes its time for."""
     inputs, outputs = linear.in_features, linear.out_features
     return inputs * outputs <= min(rows, MOST_INTENSE) * (inputs + outputs)

@@ -1,0 +1,304 @@
+"""A convolution of few channels, as networks begin with, with bias and activation in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.activations import ACTIVATIONS
+from steadytorch.kernels.launch import Launch, is_covered, is_launchable, route, traced
+from steadytorch.kernels.stem import CORES, MOST_CHANNELS, SHORTEST_PRODUCT, Pair, layouts
+
+MOST_TAPS = 256
+"""Of a kernel, in all channels: all are unrolled, and more take long to compile."""
+MOST_OUTPUTS = 128
+"""With more of them what is computed outweighs what is written, and libraries do well."""
+MOST_DEPTH = 32
+"""Taps that a thread holds at once."""
+
+
+def thin_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    activation: str = "",
+) -> Tensor:
+    """`activation(conv2d(x, weight, bias, stride, padding, dilation))`.
+
+    On CUDA in one pass for 16-bit types and up to four channels. There it sums in float32 and
+    rounds once, where PyTorch rounds after each step.
+
+    Args:
+        x: shape (N, C, H, W).
+        weight: shape (K, C, kernel height, kernel width).
+        bias: shape (K,), or None for none.
+        stride: of the convolution; like all that follow, one number or (vertical, horizontal).
+        padding: zeros on each side.
+        dilation: distance between taps.
+        activation: a name out of `ACTIVATIONS`.
+
+    Raises:
+        KeyError: no activation has this name.
+        RuntimeError: whatever PyTorch's own operators refuse.
+    """
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if has_torch_function(tensors):
+        given = (x, weight, bias, stride, padding, dilation, activation)
+        return handle_torch_function(thin_conv2d, tensors, *given)
+    sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
+    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    cast = torch.is_autocast_enabled("cuda")
+    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
+    return run(x, weight, bias, *sizes, activation)
+
+
+def is_thin(kernel: Sequence[int]) -> bool:
+    """Whether the program is made for a weight of such a shape, (K, C, height, width).
+
+    Of single pixels `pointwise_conv2d` is the operator. A result of one channel is in both orders
+    of memory, and which one its strides say is a riddle.
+    """
+    if len(kernel) != 4 or not 1 < kernel[0] <= MOST_OUTPUTS or kernel[1] > MOST_CHANNELS:
+        return False
+    return prod(kernel[2:]) > 1 and 0 < prod(kernel[1:]) <= MOST_TAPS
+
+
+def _eager(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+) -> Tensor:
+    function = ACTIVATIONS[activation]
+    return function(F.conv2d(x, weight, bias, list(stride), list(padding), list(dilation)))
+
+
+def _impl(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    activation: str,
+) -> Tensor:
+    given = (x, weight, bias, stride, padding, dilation, activation)
+    fused = program_for(*given)
+    return _eager(*given) if fused is None else fused(x, weight, bias)
+
+
+def program_for(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+) -> Fused | None:
+    """The program that such a call runs, or None where PyTorch's own operators run.
+
+    Args are those of `thin_conv2d`, sizes as pairs.
+    """
+    others = (weight,) if bias is None else (weight, bias)
+    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+        return None
+    if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
+        return None
+    like = (x.shape, x.stride(), weight.shape, weight.stride())
+    sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
+    return _fused(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+
+
+class Cut(NamedTuple):
+    """Pixels by outputs of a program, and the taps that it takes at a time.
+
+    A thread has one pixel.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+
+
+def cut_for(pixels: int, outputs: int, taps: int, cores: int) -> Cut:
+    """How to cut up a convolution of these sizes on a device with so many cores.
+
+    Of 27 taps, what a thread does to have them costs about as many instructions as twelve outputs
+    with SiLU, thirteen each; more than 64 outputs would leave it too few registers. So 32 outputs
+    are one block and 96 are three: less is computed in vain, though pixels are loaded three times.
+
+    128 pixels are what four warps give to Hopper's tensor cores in two steps. Of a single image of
+    112x112 they would be 98 programs, for 132 cores: the less there is, the fewer pixels a program
+    has, down to a warp's, until there are two programs for each core.
+    """
+    columns = min((64, 32, 16), key=lambda wide: -(-outputs // wide) * (wide + 12))
+    blocks = -(-outputs // columns)
+    fitting = (rows for rows in (128, 64) if -(-pixels // rows) * blocks >= 2 * cores)
+    depth = SHORTEST_PRODUCT if taps <= SHORTEST_PRODUCT else MOST_DEPTH
+    return Cut(next(fitting, 32), columns, depth)
+
+
+class Geometry(NamedTuple):
+    """What is compiled into a program: all but how many images there are.
+
+    Attributes:
+        height: of the input, like `width`.
+        x_channel: elements from one channel of the input to the next.
+        x_column: elements from one pixel of the input to the next.
+        w_output: stride of the weight, like `w_channel`, `w_row` and `w_column`.
+        out_last: whether the result's channels lie innermost.
+        biased: whether there is a bias.
+        activation: a name out of `ACTIVATIONS`.
+        rows: see `Cut`, like `columns` and `depth`.
+    """
+
+    channels: int
+    height: int
+    width: int
+    outputs: int
+    out_height: int
+    out_width: int
+    kernel_h: int
+    kernel_w: int
+    stride_h: int
+    stride_w: int
+    padding_h: int
+    padding_w: int
+    dilation_h: int
+    dilation_w: int
+    x_channel: int
+    x_column: int
+    w_output: int
+    w_channel: int
+    w_row: int
+    w_column: int
+    out_last: bool
+    biased: bool
+    activation: str
+    rows: int
+    columns: int
+    depth: int
+
+
+class Fused:
+    """The program, made up for inputs of one shape, type and layout.
+
+    Args:
+        images: how many there are.
+        geometry: all other sizes.
+        device: where the tensors are.
+
+    Attributes:
+        geometry: as given.
+        warps: of a program.
+    """
+
+    def __init__(self, images: int, geometry: Geometry, device: torch.device) -> None:
+        from steadytorch.kernels import separable_programs
+
+        g = self.geometry = geometry
+        self.warps = g.rows // 32
+        programs = -(-images * g.out_height * g.out_width // g.rows) * -(-g.outputs // g.columns)
+        self._shape = (images, g.outputs, g.out_height, g.out_width)
+        self._layout = torch.channels_last if g.out_last else torch.contiguous_format
+        program = separable_programs.thin_conv
+        self._launch = Launch(program, (programs, 1, 1), (images, g), device, self.warps)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result; the tensors must be as described."""
+        y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
+        self._launch(x, weight, weight if bias is None else bias, y)
+        return y
+
+
+@lru_cache(maxsize=1024)
+def _fused(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    kernel: torch.Size,
+    kernel_strides: tuple[int, ...],
+    is_biased: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    activation: str,
+) -> Fused | None:
+    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    if dtype not in (torch.float16, torch.bfloat16) or activation not in ACTIVATIONS:
+        return None
+    if len(shape) != 4 or not is_thin(kernel) or shape[1] != kernel[1]:
+        return None
+    if not len(stride) == len(padding) == len(dilation) == 2:
+        return None
+    if min(*stride, *dilation) < 1 or min(padding) < 0:
+        return None
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    weight = torch.empty_strided(kernel, kernel_strides, dtype=dtype, device="meta")
+    try:
+        y = F.conv2d(x, weight, None, stride, padding, dilation)
+    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+        return None
+    # Of one pixel, what strides PyTorch gives depends on who computes.
+    if not is_launchable(y, dtype) or 1 in (shape[2:].numel(), y.shape[2:].numel()):
+        return None
+    placed = layouts(x, weight)
+    if placed is None:
+        return None
+    is_last, becomes_last = placed
+    cores = CORES
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    cut = cut_for(y.shape[0] * y.shape[2:].numel(), kernel[0], kernel[1:].numel(), cores)
+    steps = (1, shape[1]) if is_last else (shape[2:].numel(), 1)
+    window = (*y.shape[1:], *kernel[2:], *stride, *padding, *dilation)
+    places = (*steps, *kernel_strides, becomes_last)
+    values: Any = (*shape[1:], *window, *places, is_biased, activation, *cut)
+    return Fused(shape[0], Geometry._make(values), device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.sizes, ctx.activation = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # Computed again: what the activation was given was never in memory.
+    stride, padding, dilation = ctx.sizes
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, as one tensor may have been given twice, or made of another.
+        views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+        x, weight, bias = views
+        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
+    wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
+    return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)
+
+
+_NAME = "steadytorch::thin_conv2d"
+_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+_LIBRARY.define(
+    "thin_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "int[] dilation, str activation) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_LIBRARY.impl("thin_conv2d", _impl, "CompositeExplicitAutograd")
+torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_OPERATOR: Any = torch.ops.steadytorch.thin_conv2d.default
