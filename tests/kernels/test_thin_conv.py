@@ -77,6 +77,7 @@ LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # as an exponential may
 class TestInterpreted:
     @pytest.mark.parametrize("last", LAYOUTS, ids=str)
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

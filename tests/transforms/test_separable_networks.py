@@ -217,7 +217,7 @@ def test_it_applies_where_there_is_something_to_fuse(gpu):
     assert SEPARABLE.applies_to(inverted(), gpu) == Applicable()
     answer = SEPARABLE.applies_to(made(lambda net, x: net.relu(net.grouped(net.point(x)))), gpu)
     assert isinstance(answer, NotApplicable)
-    assert "no pointwise or depthwise convolution and no thin Linear" in answer.reason
+    assert "no pointwise or depthwise convolution, none of few channels" in answer.reason
 
 
 def test_results_that_depend_on_values_are_refused(gpu):
