@@ -27,8 +27,8 @@ _NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dime
 _NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
 _NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
 _NO_SEPARABLE = (
-    "the model has no pointwise or depthwise convolution, none of few channels and no Linear bound by "
-    "memory with something to fuse"
+    "the model has no pointwise or depthwise convolution, none of few channels, and no Linear "
+    "bound by memory, with something to fuse"
 )
 
 

@@ -1,6 +1,7 @@
 """Which candidates are worth a trial: known-strong combinations, then neighbours of the leaders.
 
-What never came near the best in recorded searches (`benchmarks/results/rivals_h200_*`) comes last.
+What never came near the best in recorded searches (`benchmarks/results/rivals_h200_*`) comes last,
+what was it wherever it applied (fused separable convolutions, patches as products) first.
 Pure functions over names. Order and exclusion of transforms come from the registry.
 """
 
@@ -138,9 +139,16 @@ class Moves:
             (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
+        # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
+        mask, patches = self._spec("dense_mask"), self._spec("linear_patches")
         separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
+        front: list[tuple[TransformSpec | None, ...]] = []
         if separable is not None:
-            with_engines.insert(0, (separable, lower, layout, engines, frozen, graph))
+            front.append((separable, lower, layout, patches, frozen, graph))
+            with_engines.insert(0, (separable, lower, layout, patches, engines, frozen, graph))
+        if patches is not None:
+            front.append((lower, layout, patches, mask, frozen, graph))
+            front += [(lower, layout, patches, graph)] if graph is not None else []
         compiled = [
             (lower, layout, frozen, graph),
             (lower, layout, plain, graph or eager),
@@ -148,34 +156,24 @@ class Moves:
             (lower, layout, frozen),
             (lower, layout, trees),
         ]
-        # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
-        if (mask := self._spec("dense_mask")) is not None:
+        if mask is not None:
             compiled.insert(0, (lower, layout, mask, frozen, graph))
-        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
-        leading = 1
-        # Each way's first with patches as matrix products, and after it that with convolutions.
-        if (patches := self._spec("linear_patches")) is not None:
-            compiled.insert(0, (*compiled[0], patches))
-            uncompiled.insert(0, (*uncompiled[0], patches))
-            leading += 1
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
-        if separable is not None:
-            compiled.insert(leading, (separable, lower, layout, frozen, graph))
-            leading += 1
+        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
         alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
         rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
         first, second = (
-            (uncompiled[:1] + compiled[:leading], uncompiled[1:] + compiled[leading:])
+            (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
             if self._regime == "launch-bound"
-            else (compiled[:leading] + uncompiled[:1], compiled[leading:] + uncompiled[1:])
+            else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
         )
         if self._regime == "launch-bound":
             with_engines.reverse()
         sums = self._spec("fused_kernels", residual=True, stem=stem is not None) or stem
         without = [(fold, sums, lower, layout, graph)] if sums is not None else []
         chosen = with_engines if engines is not None else without
-        return [*chosen, *first, *second, *alone, *rest]
+        return [*front, *chosen, *first, *second, *alone, *rest]
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
         """No graph replays a step, so that a compiler is what helps against launches too."""
