@@ -76,7 +76,7 @@ class Lab:
                 ctypes.memmove(pointers[OUTPUT], made.data_ptr(), made.nbytes)
                 return True
 
-        def block_ns(arm: Any, flush: object) -> float:
+        def block_ns(arm: Any, flush: object, lead: object) -> float:
             lab.flushes.append(flush)
             arm.run()
             return MEDIANS_NS.get(arm.found.choice, 2000.0)

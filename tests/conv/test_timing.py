@@ -28,7 +28,7 @@ class Steady(Arm):
         super().__init__(Measured(name), lambda: None)
         self._ns, self._rng = ns, Random(name)
 
-    def block_ns(self, flush: object) -> float:
+    def block_ns(self, flush: object, lead: object) -> float:
         return self._rng.gauss(self._ns, 0.005 * self._ns)
 
 
@@ -86,9 +86,9 @@ def orders(seed):
     ran: list[str] = []
 
     class Seen(Steady):
-        def block_ns(self, flush):
+        def block_ns(self, flush, lead):
             ran.append(self.found.choice)
-            return super().block_ns(flush)
+            return super().block_ns(flush, lead)
 
     arms = [Seen(f"eng{number}", 1000) for number in range(6)]
     take_rounds(arms, None, Random(seed), lambda: len(ran) >= 60)

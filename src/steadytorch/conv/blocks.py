@@ -13,30 +13,28 @@ REPEATS = 3
 LEAST_CYCLES = 200_000
 """Of the device's clock: 0.1 ms on an H200, in which a fast host enqueues a block."""
 MOST_CYCLES = 2**6 * LEAST_CYCLES
-TRIES = 7
+TRIES = 8
 
 
 class Lead:
-    """Holds the device up until the host has enqueued a whole block.
+    """Holds the device up while the host enqueues a block, where it would be there first otherwise.
 
     A recorded convolution of one image takes 7 us, and a slow or busy host longer to launch it:
-    between two events would then lie what the host took. How long to wait is found out: twice as
-    long where the device was there first, by an eighth less after each block where it was not.
+    between two events would then lie what the host took. How long to wait is found out: not at all,
+    until a run was late, and twice as long each time that one is again.
     """
 
     def __init__(self) -> None:
-        self._cycles = LEAST_CYCLES
+        self._cycles = 0
 
     def __call__(self) -> None:
         """Enqueues it."""
-        torch.cuda._sleep(self._cycles)
+        if self._cycles:
+            torch.cuda._sleep(self._cycles)
 
-    def was_enough(self, first: torch.cuda.Event) -> bool:
-        """Whether the device had not come to this event, the first of a block, by now."""
-        enough = not first.query()
-        longer, shorter = 2 * self._cycles, self._cycles * 7 // 8
-        self._cycles = max(LEAST_CYCLES, shorter) if enough else min(MOST_CYCLES, longer)
-        return enough
+    def lengthen(self) -> None:
+        """After a block with a run that was late."""
+        self._cycles = min(MOST_CYCLES, max(LEAST_CYCLES, 2 * self._cycles))
 
 
 class Flush:
@@ -59,38 +57,33 @@ class Flush:
         self._kept.add_(0)
 
 
-_LEAD = Lead()
-
-
-def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead = _LEAD) -> float:
+def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead) -> float:
     """Median time of a few runs, each between two events.
 
-    Where the device had begun before the host had enqueued all, the block is no measurement of the
-    device, whatever it shows: another is taken, with a longer lead, up to `TRIES` of them.
+    Where the device had come to a run before the host had enqueued it, the block is no measurement
+    of the device, whatever it shows: another is taken, with a longer lead, up to `TRIES` of them.
 
     Args:
         run: enqueues what is timed on the current stream, best as one launch.
         flush: before each run; None for a warm cache.
-        lead: before the block.
+        lead: before the block; one for all blocks that are compared.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(TRIES):
         lead()
-        pairs = [_timed(run, flush) for _ in range(REPEATS)]
-        if lead.was_enough(pairs[0][0]):
+        pairs, is_late = [], False
+        for _ in range(REPEATS):
+            if flush is not None:
+                flush()
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            is_late |= begin.query()
+            end.record()
+            pairs.append((begin, end))
+        if not is_late:
             break
+        lead.lengthen()
     torch.cuda.synchronize()
     return float(np.median([begin.elapsed_time(end) * 1e6 for begin, end in pairs]))
-
-
-def _timed(
-    run: Callable[[], Any], flush: Flush | None
-) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    if flush is not None:
-        flush()
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    return begin, end

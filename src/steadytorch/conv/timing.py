@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.conv.blocks import Flush, block_ns
+from steadytorch.conv.blocks import Flush, Lead, block_ns
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
 from steadytorch.conv.engines import NONDETERMINISTIC
@@ -141,9 +141,9 @@ class Arm:
                 graph.capture_end()
         self.run = graph.replay
 
-    def block_ns(self, flush: Flush | None) -> float:
+    def block_ns(self, flush: Flush | None, lead: Lead) -> float:
         """Median time of a few runs; see `blocks.block_ns`."""
-        return block_ns(self.run, flush)
+        return block_ns(self.run, flush, lead)
 
     def summary(self) -> Measured:
         """What is known of it, with its times unless it is excluded."""
@@ -261,14 +261,14 @@ def take_rounds(
     Raises:
         UnsupportedError: the device no longer answers.
     """
-    screened = list(arms)
+    screened, lead = list(arms), Lead()
     for _ in range(SCREEN_ROUNDS):
         for arm in rng.sample(screened, len(screened)):
             with suppress(_ArmError):
-                arm.times_ns.append(_block_ns(arm, flush))
+                arm.times_ns.append(_block_ns(arm, flush, lead))
         screened = _within(HOPELESS, screened, (ATEN, BENCHMARK, incumbent))
     while near := _within(FAR_BEHIND, arms, (incumbent,)):
-        blocks = [lambda arm=arm: _block_ns(arm, flush) for arm in near]
+        blocks = [lambda arm=arm: _block_ns(arm, flush, lead) for arm in near]
         with suppress(_ArmError):
             result = race(blocks, rng=rng, looks=RACE_LOOKS, tie=NOISE, stop=stop)
             for arm, times in zip(near, result.times, strict=True):
@@ -280,9 +280,9 @@ class _ArmError(Exception):
     """An arm raised and is excluded."""
 
 
-def _block_ns(arm: Arm, flush: Flush | None) -> float:
+def _block_ns(arm: Arm, flush: Flush | None, lead: Lead) -> float:
     try:
-        return arm.block_ns(flush)
+        return arm.block_ns(flush, lead)
     except Exception as fault:
         arm.found = barred(arm.found, fault)
         raise _ArmError from fault
