@@ -42,13 +42,18 @@ def test_nothing_is_launched_over_no_elements():
     [
         (like(2, 3, 4, 5), False),
         (like(2, 3, 4, 5, memory_format=torch.channels_last), True),
+        (like(1, 3, 4, 5, memory_format=torch.channels_last), True),
+        (like(4, 5, 3).permute(2, 0, 1)[None], None),
         (like(2, 1, 4, 5, memory_format=torch.channels_last), False),
         (like(2, 3, 1, 1, memory_format=torch.channels_last), False),
         (like(2, 3, 4, 6)[..., ::2], None),
         (like(2, 3, 5, 4).mT, None),
         (like(7), False),
     ],
-    ids=["in order", "last", "one channel", "one pixel", "with gaps", "transposed", "flat"],
+    ids=[
+        *("in order", "last", "one image", "a picture", "one channel", "one pixel", "with gaps"),
+        *("transposed", "flat"),
+    ],
 )
 def test_the_layout_is_known_by_its_strides(tensor, expected):
     assert is_channels_last(tensor) is expected

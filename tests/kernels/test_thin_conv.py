@@ -165,6 +165,7 @@ SIZES = ((1, 1), (1, 1), (1, 1))
         (operands((0, 3, 9, 7), 8, (3, 3)), SIZES, ""),
         ((ordinary()[0][0], *ordinary()[1:]), SIZES, ""),
         ((ordinary()[0].mT, *ordinary()[1:]), SIZES, ""),
+        ((torch.ones(9, 7, 3).half().permute(2, 0, 1)[None], *ordinary()[1:]), SIZES, ""),
         ((ordinary()[0], ordinary()[1].mT, None), SIZES, ""),
         ((ordinary()[0], torch.ones(8, 1, 3, 3).half(), None), SIZES, ""),
         (ordinary(), ((1,), (1,), (1,)), ""),
@@ -177,7 +178,7 @@ SIZES = ((1, 1), (1, 1), (1, 1))
     ids=[
         *("float32", "float64", "integers", "many channels", "one output", "many outputs"),
         *("single pixels", "many taps", "one pixel", "one pixel left", "empty", "no batch"),
-        *("transposed", "weight transposed", "two groups", "sizes for all axes"),
+        *("transposed", "a picture", "weight transposed", "two groups", "sizes for all axes"),
         *("unknown activation", "kernel too large", "negative padding", "no stride"),
         "no dilation",
     ],

@@ -73,6 +73,29 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
+STRANGE = {
+    "one image whose channels lie innermost": lambda x: (
+        x[:1].permute(0, 2, 3, 1).contiguous()[0].permute(2, 0, 1)[None]
+    ),
+    "spread over a batch": lambda x: laid_out(x[:1], "NHWC").expand(3, -1, -1, -1),
+    "no batch, channels innermost": lambda x: laid_out(x[:1], "NHWC")[0],
+    "one channel, taken for channels last": lambda x: laid_out(x[:, :1], "NHWC").as_strided(
+        (2, 1, 12, 12), (144, 1, 12, 1)
+    ),
+    "one patch": lambda x: x[..., :4, :4].contiguous(),
+}
+
+
+@pytest.mark.parametrize("of_weight", LAYOUTS)
+@pytest.mark.parametrize("made", STRANGE.values(), ids=STRANGE)
+def test_results_lie_as_the_convolutions_do_however_the_images_lie(made, of_weight):
+    x = made(torch.randn(2, 3, 12, 12))
+    weight = laid_out(torch.randn(8, x.shape[-3], 4, 4), of_weight)
+    found, expected = conv_of_patches(x, weight, None), convolved(x, weight, None)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 every_layout = pytest.mark.parametrize(
     ("of_images", "of_weight"), [(one, other) for one in LAYOUTS for other in LAYOUTS]
 )

@@ -72,6 +72,42 @@ def test_hooked_layers_are_left_alone(layer):
     assert fused(workload) == []
 
 
+@pytest.mark.parametrize("name", ["wide", "point"])
+def test_a_layer_whose_forward_was_replaced_computes_that(name):
+    made_of = made(lambda net, x: net.gelu(net.wide(x)) + F.silu(net.point(x)).mean())
+    layer, before = getattr(made_of.model, name), getattr(made_of.model, name).forward
+    layer.forward = lambda x: before(x) + 100
+    expected = made_of.model(*made_of.inputs)
+    with SEPARABLE.applied(made_of) as changed:
+        torch.testing.assert_close(changed.model(*made_of.inputs), expected)
+
+
+def test_a_model_whose_own_forward_was_replaced_is_left_alone(gpu):
+    made_of = made(lambda net, x: net.gelu(net.wide(x)))
+    before = made_of.model.forward
+    made_of.model.forward = lambda x: before(x) + 100
+    refused = SEPARABLE.applies_to(made_of, gpu)
+    assert isinstance(refused, NotApplicable)
+    assert "forward was replaced" in refused.reason
+
+
+class Doubled(torch.Tensor):
+    """A weight with an idea of its own of what a Linear is."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * result if func is F.linear else result
+
+
+def test_weights_of_other_types_are_left_alone():
+    net = made(lambda net, x: net.gelu(net.wide(x)))
+    weight = net.model.wide.weight.detach().as_subclass(Doubled)
+    net.model.wide.weight = nn.Parameter(weight)
+    assert type(net.model.wide.weight) is Doubled
+    assert fused(net) == []
+
+
 def test_a_subclass_of_linear_is_left_alone():
     class Doubled(nn.Linear):
         def forward(self, input):

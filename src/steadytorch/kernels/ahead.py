@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from steadytorch.device.host import allowed_cpus
+from steadytorch.device.host import allowed_cpus, cpu_quota
+from steadytorch.device.observe import NotObservable
 
 Key = tuple[int, str]
 
@@ -72,7 +73,8 @@ def _mode(submit: Callable[..., Any]) -> Any:
 
     device = driver.active.get_current_device()
     mode: Any = AsyncCompileMode(None)  # pyright: ignore[reportArgumentType] - nothing is submitted
-    mode.submit = lambda key, *functions: submit((device, key), *functions)
+    # Later versions hand over one more function, for what a failure leaves behind.
+    mode.submit = lambda key, make, finish, *_: submit((device, key), make, finish)
     return mode
 
 
@@ -81,9 +83,10 @@ def _start(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> 
         if key in _started:
             return
         future = _started[key] = Future()
+        turns = _turns()
     # No daemon: one that returns from Triton while the interpreter ends would take the process
     # down. What has begun is waited for then, what has not is left.
-    threading.Thread(target=_run, args=(future, make), name="steadytorch-compile").start()
+    threading.Thread(target=_run, args=(turns, future, make), name="steadytorch-compile").start()
 
 
 def _take(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
@@ -96,8 +99,8 @@ def _take(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> A
     return made
 
 
-def _run(future: Future[Any], make: Callable[[], Any]) -> None:
-    with _turns():
+def _run(turns: threading.BoundedSemaphore, future: Future[Any], make: Callable[[], Any]) -> None:
+    with turns:
         if not threading.main_thread().is_alive() or not future.set_running_or_notify_cancel():
             return
         made = None
@@ -113,7 +116,10 @@ def _run(future: Future[Any], make: Callable[[], Any]) -> None:
 @cache
 def _turns() -> threading.BoundedSemaphore:
     """One for each core that this process may use."""
-    return threading.BoundedSemaphore(len(allowed_cpus()))
+    cores = float(len(allowed_cpus()))
+    with suppress(NotObservable):
+        cores = min(cores, cpu_quota() or cores)
+    return threading.BoundedSemaphore(max(1, int(cores)))
 
 
 class _Warnings:
@@ -127,13 +133,13 @@ class _Warnings:
     def __getattr__(self, name: str) -> Any:
         return getattr(warnings, name)
 
-    def catch_warnings(self) -> Any:
+    def catch_warnings(self, *given: Any, **named: Any) -> Any:
         is_ours = getattr(_own, "is_compiling", False)
-        return nullcontext() if is_ours else warnings.catch_warnings()
+        return nullcontext() if is_ours else warnings.catch_warnings(*given, **named)
 
-    def simplefilter(self, *given: Any) -> None:
+    def simplefilter(self, *given: Any, **named: Any) -> None:
         if not getattr(_own, "is_compiling", False):
-            warnings.simplefilter(*given)
+            warnings.simplefilter(*given, **named)
 
 
 @cache

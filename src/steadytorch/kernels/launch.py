@@ -46,13 +46,17 @@ def is_launchable(tensor: Tensor, dtype: torch.dtype) -> bool:
 def is_channels_last(tensor: Tensor) -> bool | None:
     """Whether channels lie innermost; None where elements are neither so nor in order.
 
-    A tensor whose sizes make it both, as with one channel, counts as in order.
+    A tensor whose sizes make it both, as with one channel, counts as in order. One image of which
+    the stride of the batch is another, as of (H, W, C) permuted, is neither: PyTorch takes it for
+    one in order where it decides how results lie.
     """
     if tensor.is_contiguous():
         return False
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return True
-    return None
+    if tensor.dim() != 4:
+        return None
+    _, channels, height, width = tensor.shape
+    last = (channels * height * width, 1, width * channels, channels)
+    return True if tensor.stride() == last else None
 
 
 Function = Callable[..., Tensor]

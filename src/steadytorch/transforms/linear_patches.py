@@ -113,15 +113,32 @@ def conv_of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patches = patches.narrow(axis, 0, whole * size).unflatten(axis, (whole, size))
     channels, windows = (-2 * n - 1,), tuple(range(-2 * n + 1, 0, 2))
     last = _is_channels_last(x, n)
+    becomes_last = _is_taken_for_last(x, n) or _is_taken_for_last(weight, n)
     # Each pixel's channels, or each channel's pixels: as they lie in memory, in long runs.
     within = (*windows, *channels) if last else (*channels, *windows)
     rows = patches.movedim(within, tuple(range(-n - 1, 0))).flatten(-n - 1)
     matrix = (weight.movedim(1, -1) if last else weight).flatten(1)
     y = F.linear(rows, matrix, bias).movedim(-1, -n - 1)
-    return y if last or _is_channels_last(weight, n) else y.contiguous()
+    # Flattened, so that axes of length one have the strides that they have in new memory.
+    return y if becomes_last else y.flatten().view(y.shape)
 
 
 def _is_channels_last(images: Tensor, n: int) -> bool:
-    """Whether PyTorch takes them for it; a step of zero, of what is spread, is no layout."""
+    """Whether they lie so, pixel by pixel; a step of zero, of what is spread, is no layout."""
     channels, *spatial = images.stride()[-n - 1 :]
     return 0 < channels < spatial[-1] and spatial == sorted(spatial, reverse=True)
+
+
+def _is_taken_for_last(images: Tensor, n: int) -> bool:
+    """Whether PyTorch takes them for channels last, by its rule, and makes results so."""
+    if images.dim() == n + 1:
+        images = images.unsqueeze(0)
+    sizes, strides, least = images.shape, images.stride(), 0
+    for axis in (1, *range(n + 1, 1, -1), 0):
+        if sizes[axis] == 0 or strides[axis] < least or strides[1] == 0:
+            return False
+        # With nothing but the batch longer than one, both ways are the same.
+        if axis == 0 and least == strides[1]:
+            return False
+        least = strides[axis] * sizes[axis]
+    return True

@@ -294,11 +294,14 @@ def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
     layer: Any = layers.called(node)
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
+    if type(layer) not in (nn.Linear, nn.Conv2d):
+        return False
+    # Tensors of other types may have their own idea of what such a layer does with them.
+    if any(type(tensor) is not nn.Parameter for tensor in layer.parameters()):
+        return False
     if type(layer) is nn.Linear:
         return _is_bound_by_memory(layer)
-    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros":
-        return False
-    if isinstance(layer.padding, str):
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return False
     if layer.groups > 1:
         return layer.groups == layer.in_channels == layer.out_channels

@@ -15,6 +15,7 @@ from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.hooks import GRAPH_LACKS, is_hooked
 from steadytorch.workload.workload import Workload
 
+_REPLACED = "the model's forward was replaced, and tracing would pass that by"
 _TRACING = threading.Lock()
 """torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
 
@@ -29,7 +30,8 @@ def traced(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
         A copy of the model that shares its tensors, and the graph of that copy.
 
     Raises:
-        UnsupportedError: a module that calls others has a hook, which tracing would call.
+        UnsupportedError: a module that calls others has a hook, which tracing would call, or the
+            model a `forward` of its own beside that of its class.
         Exception: whatever the model's `forward` raises when traced with symbols.
     """
     # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
@@ -61,6 +63,9 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
     """Traces on this thread alone; modules that others call meanwhile run as ever."""
     from torch import fx
 
+    if "forward" in vars(model):
+        raise UnsupportedError(_REPLACED)
+
     class ThreadTracer(fx.Tracer):
         thread = threading.get_ident()
 
@@ -70,6 +75,11 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
             if is_hooked(m) and not self.is_leaf_module(m, self.path_of_module(m)):
                 raise UnsupportedError(GRAPH_LACKS)
             return super().call_module(m, forward, args, kwargs)
+
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            # One whose `forward` was replaced computes that, and not what its class says.
+            replaced = "forward" in vars(m)
+            return not replaced and super().is_leaf_module(m, module_qualified_name)
 
         def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
             if threading.get_ident() != self.thread:
