@@ -119,9 +119,7 @@ def test_another_environment_runs_untouched_and_the_field_is_named(plan, model, 
     old = _other(getattr(plan.key, field))
     stored = replace(plan, key=replace(plan.key, **{field: old}))
     reason = reason_untouched(stored.apply(model), model, x)
-    assert (
-        f"does not fit here: {field} was {old!s:.40}, is {getattr(plan.key, field)!s:.40}" in reason
-    )
+    assert f"does not fit here: {field} was {old}, is {getattr(plan.key, field)}" in reason
 
 
 @pytest.mark.parametrize("field", ["workload", "signature"])
