@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_covered, route, traced
+from steadytorch.kernels.operators import recomputed, registered
 from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
 
 
@@ -121,31 +122,9 @@ def _fused(
     return Fused(full, x[-1], activation, bias is not None, device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Computed again: what the activation was given was never in memory.
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, as one tensor may have been given twice, or made of another.
-        views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-        x, weight, bias = views
-        y = _eager(x, weight, bias, ctx.activation)
-    wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
-    return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None)
-
-
-_NAME = "steadytorch::activated_linear"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "activated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    recomputed(_eager),
 )
-_LIBRARY.impl("activated_linear", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.activated_linear.default

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, route, traced
+from steadytorch.kernels.operators import registered
 
 BLOCK = 1024
 """Elements of a program; at four warps eight a thread, one vector of 16 bytes in 16-bit types."""
@@ -127,13 +128,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return to_x, to_other, to_bias
 
 
-_NAME = "steadytorch::bias_add_relu"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "bias_add_relu(Tensor x, Tensor other, Tensor? bias) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    (_setup_context, _backward),
 )
-_LIBRARY.impl("bias_add_relu", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.bias_add_relu.default

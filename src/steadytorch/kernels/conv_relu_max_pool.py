@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.launch import Launch, is_covered, route, traced
+from steadytorch.kernels.operators import registered
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import (
     MOST_CHANNELS,
@@ -263,15 +264,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *found, *([None] * 7)
 
 
-_NAME = "steadytorch::conv_relu_max_pool2d"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "conv_relu_max_pool2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] kernel_size, int[] pool_stride, int[] pool_padding, bool ceil_mode, str config) "
     "-> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    (_setup_context, _backward),
 )
-_LIBRARY.impl("conv_relu_max_pool2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.conv_relu_max_pool2d.default

@@ -21,6 +21,7 @@ from steadytorch.kernels.launch import (
     route,
     traced,
 )
+from steadytorch.kernels.operators import recomputed, registered
 
 MOST_TAPS = 49
 """Of a kernel: all are unrolled, and more take long to compile."""
@@ -217,33 +218,10 @@ def _fused(
     return Fused(shape[0], geometry, tile.warps, is_innermost, device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *ctx.sizes, ctx.activation = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Computed again: what the activation was given was never in memory.
-    stride, padding, dilation = ctx.sizes
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, as one tensor may have been given twice, or made of another.
-        views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-        x, weight, bias = views
-        y = _eager(x, weight, bias, stride, padding, dilation, ctx.activation)
-    wanted = [t for t, needs in zip(views, ctx.needs_input_grad, strict=False) if needs]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=again))
-    return (*(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), *[None] * 4)
-
-
-_NAME = "steadytorch::depthwise_conv2d"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] dilation, str activation) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    recomputed(_eager),
 )
-_LIBRARY.impl("depthwise_conv2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.depthwise_conv2d.default

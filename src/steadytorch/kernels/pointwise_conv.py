@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_covered, route, traced
+from steadytorch.kernels.operators import recomputed, registered
 from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
 
 
@@ -224,35 +225,10 @@ def _orders(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (image, height * width, width, 1), (image, 1, channels * width, channels)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.activation = inputs[3]
-    ctx.save_for_backward(*inputs[:3], *inputs[4:])
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # PyTorch's own, of steps computed again: they were never in memory.
-    inputs = ctx.saved_tensors
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, as one tensor may have been given twice, or made of another.
-        views: Any = [None if t is None else t.view_as(t) for t in inputs]
-        x, weight, bias, gate, other = views
-        y = _eager(x, weight, bias, ctx.activation, gate, other)
-        needed = [i for i, place in enumerate((0, 1, 2, 4, 5)) if ctx.needs_input_grad[place]]
-        grads = torch.autograd.grad(y, [views[i] for i in needed], grad, create_graph=again)
-    by_place = dict(zip(needed, grads, strict=True))
-    found = [by_place.get(i) for i in range(len(inputs))]
-    return *found[:3], None, *found[3:]
-
-
-_NAME = "steadytorch::pointwise_conv2d"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "pointwise_conv2d(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? gate, "
     "Tensor? other) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    recomputed(_eager),
 )
-_LIBRARY.impl("pointwise_conv2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.pointwise_conv2d.default

@@ -24,6 +24,7 @@ from steadytorch.kernels.launch import (
     route,
     traced,
 )
+from steadytorch.kernels.operators import registered
 
 _BLOCKS = {"last": (1024, 256, 8), "pairs": (1024, 128, 8), "single": (256, 256, 4)}
 """By the way of reading: outputs of a program, the most of them side by side, and warps.
@@ -273,14 +274,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.aten.threshold_backward(grad, y, 0), *([None] * len(ctx.window))
 
 
-_NAME = "steadytorch::relu_max_pool2d"
-_LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
-_LIBRARY.define(
+_OPERATOR = registered(
     "relu_max_pool2d(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    _impl,
+    traced(program_for, _eager),
+    (_setup_context, _backward),
 )
-_LIBRARY.impl("relu_max_pool2d", _impl, "CompositeExplicitAutograd")
-torch.library.register_fake(_NAME, traced(program_for, _eager), lib=_LIBRARY)
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
-_OPERATOR: Any = torch.ops.steadytorch.relu_max_pool2d.default
