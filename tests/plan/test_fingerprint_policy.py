@@ -8,21 +8,20 @@ from steadytorch.runtime import agreement
 from steadytorch.trial import worker
 from steadytorch.tune import budget, field, select, training_step, verdict, verify
 
-POLICIES = {
-    1: {
-        "looks": (12, 18, 27, 40, 60),
-        "alpha": 0.01,
-        "tie": 0.005,
-        "power": 0.90,
-        "least processes": 3,
-        "screening": (6, 4, 1.10),
-        "blocks": [(10, 69), (5, 69), (3, 69)],
-        "discarded": 2,
-        "errors": (4.0, 2.0, 4.0, {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}),
-        "inputs": (3, (0.5, 0.9), 1e-4),
-        "training": (0.25, 1e-2),
-    },
+FIRST = {
+    "looks": (12, 18, 27, 40, 60),
+    "alpha": 0.01,
+    "tie": 0.005,
+    "power": 0.90,
+    "least processes": 3,
+    "screening": (6, 4, 1.10),
+    "blocks": [(10, 69), (5, 69), (3, 69)],
+    "discarded": 2,
+    "errors": (4.0, 2.0, 4.0, {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}),
+    "inputs": (3, (0.5, 0.9), 1e-4),
+    "training": (0.25, 1e-2),
 }
+POLICIES = {1: FIRST, 2: {**FIRST, "discarded": (2, 2e6)}}
 """What plans of each version of the rules were measured and verified by. What changes belongs to a
 new version: plans of the old one are in stores."""
 
@@ -42,7 +41,7 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
             )
             for ns in (1e6, 1e7, 1e9)
         ],
-        "discarded": worker.DISCARD,
+        "discarded": (worker.DISCARD, worker.RAMP_NS),
         "errors": (
             verdict.SAME_FACTOR,
             verdict.STEP_FACTOR,

@@ -19,9 +19,14 @@ from steadytorch.workload.workload import Workload
     ids=["2d", "transposed", "3d"],
 )
 def test_weights_and_inputs_are_channels_last(conv, shape, layout):
-    with ChannelsLast().applied(Workload(nn.Sequential(conv).eval(), torch.randn(shape))) as last:
-        assert last.model.inner[0].weight.is_contiguous(memory_format=layout)
-        assert last.inputs[0].is_contiguous(memory_format=layout)
+    given, seen = torch.randn(shape), []
+    with ChannelsLast().applied(Workload(nn.Sequential(conv).eval(), given)) as last:
+        inner = last.model.inner[0]
+        assert inner.weight.is_contiguous(memory_format=layout)
+        inner.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        last.model(*last.inputs)
+        assert last.inputs[0] is given
+    assert seen[0].is_contiguous(memory_format=layout)
 
 
 def test_the_inner_model_sees_images_channels_last_whatever_it_is_given(conv_workload):
@@ -58,7 +63,7 @@ def test_training_runs_the_model_itself_channels_last(channels):
     strides = [p.stride() for p in model.parameters()]
     with ChannelsLast().applied(made) as last:
         assert last.model.inner is model
-        for given in (made.inputs, last.inputs):
+        for given in (made.inputs, [to_channels_last(x) for x in made.inputs]):
             last.model(*given).sum().backward()
     assert all(out.is_contiguous(memory_format=torch.channels_last) for out in outputs)
     assert not any(out.is_contiguous() for out in outputs)

@@ -106,9 +106,23 @@ def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
         calls += 1
         step()
 
-    loaded._step, loaded._group = counted, 5
+    loaded._step, loaded._group, loaded._iteration_ns = counted, 5, base.RAMP_NS
     loaded.block("latency", 4)
     assert calls == 5 * (4 + base.DISCARD)
+
+
+@pytest.mark.parametrize(("iteration_ns", "most"), [(1e5, 20), (3e5, 7), (1e9, 2)])
+def test_what_follows_a_switch_is_not_kept_for_a_time(loaded, iteration_ns, most):
+    loaded.set_up([])
+    calls = 0
+
+    def counted():
+        nonlocal calls
+        calls += 1
+
+    loaded._step, loaded._group, loaded._iteration_ns = counted, 1, iteration_ns
+    assert len(loaded.block("period", 4)) == 4
+    assert calls == most + 4
 
 
 def test_the_untouched_candidate_agrees_with_the_reference(loaded):

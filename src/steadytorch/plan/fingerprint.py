@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from steadytorch.workload.signature import Leaf, Signature
     from steadytorch.workload.workload import Workload
 
-RULES_VERSION = 1
+RULES_VERSION = 2
 """Raised when transforms, verification or selection change so that older plans no longer hold.
 
 With a key's objective it is the policy that a plan was measured under: blocks, looks, error rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +15,10 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import (
     HALF_TYPES,
+    Convert,
+    Converting,
     HalfName,
     own_dtype,
-    with_converted,
 )
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import decide, half_unsupported, no_copy, not_float32
@@ -60,41 +62,37 @@ class CastWeights(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the converted copy, with converted inputs; nothing to undo."""
+        """Yields the workload on the converted copy; nothing to undo."""
         dtype = HALF_TYPES[self.parameters.dtype]
-
-        def to_half(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
+        to_half = partial(to_type, dtype=dtype)
         copied = copy_with(workload.model, to_half, apart=True)
-        model = CastModel(copied, dtype, own_dtype(workload))
-        yield with_converted(workload, model, to_half)
+        yield workload.with_model(CastModel(copied, to_half, dtype, own_dtype(workload)))
 
 
-class CastModel(nn.Module):
+def to_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gives a floating-point tensor another type; returns others as is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class CastModel(Converting):
     """A model in one floating-point type that takes and returns another.
 
     Args:
         inner: the model, its weights in `dtype`.
-        dtype: the type that floating-point inputs are converted to.
-        outer: the type that outputs of type `dtype` are converted to.
+        convert: of its arguments.
+        dtype: of the outputs that are converted.
+        outer: the type that they get.
     """
 
-    def __init__(self, inner: nn.Module, dtype: torch.dtype, outer: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
-        self.dtype = dtype
-        self.outer = outer
-        self.training = inner.training
+    def __init__(
+        self, inner: nn.Module, convert: Convert, dtype: torch.dtype, outer: torch.dtype
+    ) -> None:
+        super().__init__(inner, convert)
+        self.dtype, self.outer = dtype, outer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model between the two conversions."""
-        return map_tensors(
-            self._out, self.inner(*map_tensors(self._in, args), **map_tensors(self._in, kwargs))
-        )
-
-    def _in(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return map_tensors(self._out, super().forward(*args, **kwargs))
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor

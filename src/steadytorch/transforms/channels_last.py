@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Convert, with_converted
+from steadytorch.transforms.conversion import Converting
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
@@ -19,7 +18,7 @@ from steadytorch.transforms.traits import (
     convolutions,
     decide,
 )
-from steadytorch.workload.signature import map_tensors, tensors_of
+from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -62,36 +61,17 @@ class ChannelsLast(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload with converted inputs; nothing to undo."""
+        """Yields the workload on a model that converts its inputs; nothing to undo."""
         if workload.is_training:
-            model = ChannelsLastModel(workload.model, _strictly_last)
-            yield with_converted(workload, model, _strictly_last)
+            yield workload.with_model(Converting(workload.model, _strictly_last))
             return
         weights = {id(weight) for weight in _weights(workload.model)}
 
         def converted(tensor: torch.Tensor) -> torch.Tensor:
             return to_channels_last(tensor) if id(tensor) in weights else tensor
 
-        model = ChannelsLastModel(copy_with(workload.model, converted, apart=True))
-        yield with_converted(workload, model, to_channels_last)
-
-
-class ChannelsLastModel(nn.Module):
-    """A model that is given its images channels last.
-
-    Args:
-        inner: the model.
-        to_last: converts an image.
-    """
-
-    def __init__(self, inner: nn.Module, to_last: Convert = to_channels_last) -> None:
-        super().__init__()
-        self.inner, self.to_last = inner, to_last
-        self.training = inner.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the inner model on converted inputs."""
-        return self.inner(*map_tensors(self.to_last, args), **map_tensors(self.to_last, kwargs))
+        copied = copy_with(workload.model, converted, apart=True)
+        yield workload.with_model(Converting(copied, to_channels_last))
 
 
 def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
@@ -17,14 +18,26 @@ HalfName = Literal["bf16", "fp16"]
 HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def with_converted(workload: Workload, model: Any, function: Convert) -> Workload:
-    """The workload through `model`, its inputs already converted, so that `model` need not."""
-    return replace(
-        workload,
-        model=model,
-        inputs=map_tensors(function, workload.inputs),
-        kwargs=map_tensors(function, dict(workload.kwargs)),
-    )
+class Converting(nn.Module):
+    """A model whose arguments are converted at every call: callers give what they always gave.
+
+    Args:
+        inner: the model.
+        convert: takes and returns a tensor.
+    """
+
+    def __init__(self, inner: nn.Module, convert: Convert) -> None:
+        super().__init__()
+        self.inner, self.convert = inner, convert
+        self.training = inner.training
+
+    def converted(self, arguments: Any) -> Any:
+        """What the inner model is called with: tensors in containers, nested at will."""
+        return map_tensors(self.convert, arguments)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the inner model on converted arguments."""
+        return self.inner(*self.converted(args), **self.converted(kwargs))
 
 
 def own_dtype(workload: Workload) -> torch.dtype:

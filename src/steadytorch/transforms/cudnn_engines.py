@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,7 @@ from steadytorch.conv.choices import read_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.cast_weights import CastModel
-from steadytorch.transforms.channels_last import ChannelsLastModel
+from steadytorch.transforms.conversion import Converting
 from steadytorch.transforms.copying import twin
 from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import (
@@ -32,7 +32,6 @@ from steadytorch.workload.workload import Workload
 if TYPE_CHECKING:
     from steadytorch.conv.training import Engines
 
-_WRAPPERS = (CastModel, ChannelsLastModel)
 _UNKNOWN_KIND = "none of its convolutions is a plain one padded with zeros"
 
 
@@ -105,7 +104,7 @@ def _fusible(workload: Workload) -> Applicable | NotApplicable:
     if isinstance(refused, NotApplicable):
         return refused
     try:
-        traced_to_run(workload.with_model(_innermost(model)))
+        traced_to_run(_innermost(workload))
     except Exception as error:  # forward is the user's code: anything may come out of tracing
         return untraceable(error)
     return Applicable()
@@ -135,23 +134,25 @@ def rewritten_model(workload: Workload) -> Any:
 
     from steadytorch.conv.rewrite import rewrite
 
-    inner = _innermost(workload.model)
-    model, graph = traced_to_run(workload.with_model(inner))
+    inner = _innermost(workload)
+    model, graph = traced_to_run(inner)
     with torch.inference_mode(False):
-        fused = rewrite(GraphModule(model, graph), workload.inputs, workload.kwargs)
+        fused = rewrite(GraphModule(model, graph), inner.inputs, inner.kwargs)
     return _around(workload.model, fused.eval())
 
 
-def _innermost(model: Any) -> Any:
-    # What these wrap around the model has no graph: it looks at the types of its arguments.
-    while isinstance(model, _WRAPPERS):
-        model = model.inner
-    return model
+def _innermost(workload: Workload) -> Workload:
+    """The workload of what conversions are around; they look at types, and have no graph."""
+    model, arguments = workload.model, (workload.inputs, dict(workload.kwargs))
+    while isinstance(model, Converting):
+        model, arguments = model.inner, model.converted(arguments)
+    inputs, kwargs = arguments
+    return replace(workload, model=model, inputs=inputs, kwargs=kwargs)
 
 
 def _around(model: Any, inner: nn.Module) -> Any:
     """The wrappers of a model, anew, around another one."""
-    if not isinstance(model, _WRAPPERS):
+    if not isinstance(model, Converting):
         return inner
     wrapper = copy.copy(model)
     wrapper._modules = {**model._modules, "inner": _around(model.inner, inner)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,9 @@ from steadytorch.workload.workload import Workload
 PAYLOAD = "workload.pt"
 DISCARD = 2
 """Iterations thrown away after each switch between workers: they ramp up, they are not samples."""
+RAMP_NS = 2e6
+"""The least time of these. What ran meanwhile has taken the caches of the host: on an H200, calls of
+0.3 ms took up to 1.5 times as long in the first 1.6 ms after a switch, and none did later."""
 LOOKS = tuple(int(100 * 1.5**k) for k in range(18))
 """Sample counts at which a series may be found precise enough."""
 RESOLVED = 0.005
@@ -215,13 +219,16 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after `DISCARD` that are not kept.
+        """Times a block of `count` iterations in ns each, after the first, which are not kept.
+
+        These are `DISCARD` at least, and as many as `RAMP_NS` holds.
 
         Training begins anew with each block: on one batch for ever, weights overflow or gradients
         vanish, which a CPU is slow with, and blocks would depend on how many there were before.
         """
         self._start.restore()
-        return self._time(metric, count + DISCARD)[0][DISCARD:].tolist()
+        ramp = max(DISCARD, math.ceil(RAMP_NS / max(self._iteration_ns * self._group, 1)))
+        return self._time(metric, ramp + count)[0][ramp:].tolist()
 
     def broken_off(self) -> dict[str, Any] | None:
         """What was timed before warming up failed, as a `BrokenOff`; None if nothing was."""
