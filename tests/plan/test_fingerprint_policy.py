@@ -21,7 +21,7 @@ FIRST = {
     "inputs": (3, (0.5, 0.9), 1e-4),
     "training": (0.25, 1e-2),
 }
-POLICIES = {1: FIRST, 2: {**FIRST, "discarded": (2, 2e6)}}
+POLICIES = {1: FIRST, 2: {**FIRST, "discarded": (2, 4e6)}}
 """What plans of each version of the rules were measured and verified by. What changes belongs to a
 new version: plans of the old one are in stores."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ class Weights:
     inference tensors, and by other processes to shared memory.
 
     Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
-    them, or a hook of the optimizer, would let some pass. The loops are over lists made once, and
-    make none: 0.14 us for each tensor that is in the processor's cache, 1 us for others.
+    them, or a hook of the optimizer, would let some pass. It takes 0.13 us for each tensor that is
+    in the processor's cache, 1 us for others; what is compared with them lies close together.
 
     Args:
         model: to be watched.
@@ -88,14 +88,14 @@ def _comparison(
     linked = [dict(found) for found in filled]
     before, after = ON_ALL
     on_all = hooks_on_all()
-    traits = [(tensor, tensor._version, tensor.data_ptr()) for tensor in contents]
+    version, place = attrgetter("_version"), Tensor.data_ptr
+    versions, places = [*map(version, contents)], [*map(place, contents)]
     gradients = [(tensor, tensor.requires_grad) for tensor in trained]
     modes = [(found, found["training"]) for found in attributes]
 
     def changed() -> bool:
-        for tensor, number, place in traits:
-            if tensor._version != number or tensor.data_ptr() != place:
-                return True
+        if [*map(version, contents)] != versions or [*map(place, contents)] != places:
+            return True
         for tensor, needed in gradients:
             if tensor.requires_grad != needed:
                 return True

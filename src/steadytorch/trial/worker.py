@@ -36,9 +36,9 @@ from steadytorch.workload.workload import Workload
 PAYLOAD = "workload.pt"
 DISCARD = 2
 """Iterations thrown away after each switch between workers: they ramp up, they are not samples."""
-RAMP_NS = 2e6
-"""The least time of these. What ran meanwhile has taken the caches of the host: on an H200, calls of
-0.3 ms took up to 1.5 times as long in the first 1.6 ms after a switch, and none did later."""
+RAMP_NS = 4e6
+"""The least time of these. What ran meanwhile has taken the caches of the host: on an H200, calls
+under 1 ms took up to 1.5 times as long in the first 2.4 ms after a switch, and few did later."""
 LOOKS = tuple(int(100 * 1.5**k) for k in range(18))
 """Sample counts at which a series may be found precise enough."""
 RESOLVED = 0.005
