@@ -5,7 +5,7 @@ from __future__ import annotations
 from steadytorch.measure import race
 from steadytorch.plan.fingerprint import RULES_VERSION
 from steadytorch.runtime import agreement
-from steadytorch.trial import worker
+from steadytorch.trial import ramp
 from steadytorch.tune import budget, field, select, training_step, verdict, verify
 
 FIRST = {
@@ -41,7 +41,7 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
             )
             for ns in (1e6, 1e7, 1e9)
         ],
-        "discarded": (worker.DISCARD, worker.RAMP_NS),
+        "discarded": (ramp.DISCARD, ramp.RAMP_NS),
         "errors": (
             verdict.SAME_FACTOR,
             verdict.STEP_FACTOR,

@@ -6,7 +6,7 @@ import pytest
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
-from steadytorch.tune.budget import KEEP, Budget
+from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.select import BlockShape
 
 
@@ -20,7 +20,7 @@ def after(spent_s, block_s):
 
 
 def test_all_looks_are_planned_where_they_fit():
-    assert after(0.0, 1e-3).looks() == LOOKS
+    assert after(0.0, 0.1).looks() == LOOKS
 
 
 def test_looks_that_do_not_fit_are_not_planned():
@@ -40,6 +40,11 @@ def test_what_cannot_even_be_confirmed_is_refused_with_numbers(spent_s, enough):
     refused = pytest.raises(UsageError, match=r"a budget of 60 s .* took 58 s .* at least 184 s")
     with nullcontext() if enough else refused:
         budget.require_confirmation()
+
+
+@pytest.mark.parametrize(("fresh", "blocks"), [(0, 0), (1, 2), (5, 6)])
+def test_the_baseline_is_timed_beside_what_is_screened(fresh, blocks):
+    assert after(0.0, 0.4).screening_s(fresh) == pytest.approx(SCREEN_BLOCKS * blocks * 0.4)
 
 
 def test_until_a_candidate_was_timed_only_the_confirmation_is_kept_back():

@@ -260,3 +260,39 @@ def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     assert {trial.reason for trial in trials} == {"verification: there was no time left for it"}
     assert not any(trial.worker.alive for trial in trials)
     assert preparation.begun == ()
+
+
+def test_processes_started_early_load_nothing_until_a_candidate_needs_them():
+    stage, launched = Stage(), []
+
+    def launch(name):
+        launched.append((name, len(stage.events)))
+        return stage(name)
+
+    preparation = Preparation(launch, "cpu", {}, Options(), Notes(), early=2)
+    preparation.baseline(lambda: 60.0)
+    assert launched == [("reference", 0), ("trial-1", 0), ("trial-2", 0), ("trial-3", 0)]
+    assert [method for method, _ in stage.events].count("load") == 2
+    trials = preparation.prepare([(EAGER,), (GC,), (FOLD,)], 3, 60.0, 1)
+    assert [trial.worker.name for trial in trials] == ["trial-2", "trial-3", "trial-4"]
+    assert [method for method, _ in stage.events].count("load") == 5
+    assert all(trial.ok for trial in trials)
+
+
+def test_those_that_no_candidate_needs_end_with_the_others():
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=2)
+    preparation.baseline(lambda: 60.0)
+    preparation.kill_all()
+    assert len(stage.workers) == 4
+    assert not any(worker.alive for worker in stage.workers)
+
+
+def test_one_started_early_that_died_is_the_candidates_fault_alone():
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=1)
+    preparation.baseline(lambda: 60.0)
+    stage.workers[-1].alive = False
+    died_early, other = preparation.prepare([(EAGER,), (GC,)], 2, 60.0, 1)
+    assert (died_early.status, other.ok) == ("rejected", True)
+    assert died_early.reason == "starting: process exited with status 1"

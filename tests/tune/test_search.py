@@ -9,6 +9,7 @@ from scripted import (
     TF32,
     Act,
     Notes,
+    ScriptedWorker,
     Stage,
     died,
     make_search,
@@ -17,6 +18,7 @@ from scripted import (
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.transforms.base import TransformSpec
+from steadytorch.tune import prepare
 from steadytorch.tune.moves import describe
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError, Reference
@@ -315,3 +317,31 @@ def test_the_search_does_not_outlast_its_budget(budget_s):
     stage = Stage({(spec,): Act(9 * MS, setup_s=3.0) for spec in (EAGER, GC, FOLD, LAYOUT)})
     result = make_search(stage, [EAGER, GC, FOLD, LAYOUT], Options(budget_s=budget_s)).run()
     assert result.seconds <= budget_s
+
+
+def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
+    stage = Stage({(spec,): Act(180 * MS) for spec in (EAGER, GC, LAYOUT)})
+    stage.acts[()] = Act(200 * MS)
+    search = make_search(stage, [EAGER, GC, FOLD, LAYOUT], Options(budget_s=120), slots=8)
+    ready, left = ScriptedWorker.ready, []
+
+    def never(worker):
+        pending = worker._pending
+        if pending and pending[0] == "set_up" and "fold_batch_norm" in str(pending[1]):
+            stage.seconds += 0.5
+            return False
+        return ready(worker)
+
+    def decide():
+        left.append(search._budget.left_to_explore())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(ScriptedWorker, "ready", never)
+    monkeypatch.setattr(search, "_decide", decide)
+    result = search.run()
+    late = [t for t in result.candidates if "there was no time left" in (t.reason or "")]
+    assert late
+    assert all(FOLD in trial.transforms for trial in late)
+    assert sum(trial.samples > 0 for trial in result.candidates) >= 4
+    assert left[0] >= 0

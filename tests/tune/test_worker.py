@@ -11,6 +11,7 @@ from steadytorch.explain.worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
 from steadytorch.trial import worker as base
+from steadytorch.trial.ramp import DISCARD, RAMP_NS
 from steadytorch.trial.worker import SetUp, save_payload
 from steadytorch.tune import worker as module
 from steadytorch.tune.verdict import Reference, Verification, decide
@@ -106,9 +107,9 @@ def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
         calls += 1
         step()
 
-    loaded._step, loaded._group, loaded._iteration_ns = counted, 5, base.RAMP_NS
+    loaded._step, loaded._group, loaded._iteration_ns = counted, 5, RAMP_NS
     loaded.block("latency", 4)
-    assert calls == 5 * (4 + base.DISCARD)
+    assert calls == 5 * (4 + DISCARD)
 
 
 @pytest.mark.parametrize(("iteration_ns", "most"), [(1e5, 40), (3e5, 14), (1e9, 2)])

@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from steadytorch.device.recorder import Recorder
 from steadytorch.runtime.benchmark_mode import has_convolved
-from steadytorch.trial.worker import DISCARD, WorkloadHandler, own_errors
+from steadytorch.trial.ramp import DISCARD
+from steadytorch.trial.worker import WorkloadHandler, own_errors
 
 STEP_MARK = "ProfilerStep#"
 """What PyTorch's own schedule calls its steps, so that every reader of traces knows them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,16 +28,12 @@ from steadytorch.measure.sampler import (
 )
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.workload import travel
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
 PAYLOAD = "workload.pt"
-DISCARD = 2
-"""Iterations thrown away after each switch between workers: they ramp up, they are not samples."""
-RAMP_NS = 4e6
-"""The least time of these. What ran meanwhile has taken the caches of the host: on an H200, calls
-under 1 ms took up to 1.5 times as long in the first 2.4 ms after a switch, and few did later."""
 LOOKS = tuple(int(100 * 1.5**k) for k in range(18))
 """Sample counts at which a series may be found precise enough."""
 RESOLVED = 0.005
@@ -219,16 +214,14 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after the first, which are not kept.
-
-        These are `DISCARD` at least, and as many as `RAMP_NS` holds.
+        """Times a block of `count` iterations in ns each, after a `ramp` that is not kept.
 
         Training begins anew with each block: on one batch for ever, weights overflow or gradients
         vanish, which a CPU is slow with, and blocks would depend on how many there were before.
         """
         self._start.restore()
-        ramp = max(DISCARD, math.ceil(RAMP_NS / max(self._iteration_ns * self._group, 1)))
-        return self._time(metric, ramp + count)[0][ramp:].tolist()
+        before = ramp(self._iteration_ns * self._group)
+        return self._time(metric, before + count)[0][before:].tolist()
 
     def broken_off(self) -> dict[str, Any] | None:
         """What was timed before warming up failed, as a `BrokenOff`; None if nothing was."""
@@ -300,15 +293,15 @@ class WorkloadHandler:
         typical_ns = float(np.median(durations)) if durations else float(self._iteration_ns)
         count = _next_count(len(durations), typical_ns * self._group, seconds_left)
         # A device's queue is empty after each break: filling it is no period.
-        ramp = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
+        before = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
         began, failed = time.perf_counter_ns(), None
         try:
-            times, host = self._time(metric, ramp + count)
+            times, host = self._time(metric, before + count)
         except StepError as error:
             times, host = error.durations_ns // self._group, error.host_ns // self._group
             failed = _one_line(error.__cause__)
-        began += int(times[:ramp].sum()) * self._group
-        return began, times[ramp:], host[ramp:], failed
+        began += int(times[:before].sum()) * self._group
+        return began, times[before:], host[before:], failed
 
     def close(self) -> None:
         """Undoes the candidate."""

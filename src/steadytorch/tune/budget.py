@@ -88,12 +88,16 @@ class Budget:
             race_s = LOOKS[0] * (self.shape.expected_s + KEEP * fast.expected_s)
         return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
 
+    def screening_s(self, fresh: int) -> float:
+        """Seconds that screening so many takes, at the most: beside them the baseline is timed."""
+        return (fresh + 1) * SCREEN_BLOCKS * self.shape.expected_s if fresh else 0.0
+
     def left_to_explore(self) -> float:
         """Seconds left beside the reserve."""
         return self.remaining() - self.reserve_s()
 
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
-        """What set-ups with the same compiler setting took at the most, else a guess; in seconds."""
+        """The longest set-up with the same compiler setting, else a guess; in seconds."""
         compiled = [spec for spec in candidate if spec.name == "compile"]
         seen = [
             trial.set_up.setup_s
@@ -101,7 +105,7 @@ class Budget:
             if trial.set_up is not None
             and [spec for spec in trial.candidate if spec.name == "compile"] == compiled
         ]
-        start_s = _START_S + 2 * SCREEN_BLOCKS * self.shape.expected_s
+        start_s = _START_S + self.screening_s(1)
         if seen:
             return start_s + max(seen)
         heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)

@@ -52,6 +52,8 @@ class Preparation:
         ambient: the caller's process-wide settings, which the workers take over.
         options: what the user asks.
         watcher: is told how it goes.
+        early: how many processes to start for candidates while the untouched workload is set up.
+            They import PyTorch meanwhile, and load nothing: memory is that workload's.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Preparation:
         ambient: dict[str, str],
         options: Options,
         watcher: Watcher,
+        early: int = 0,
     ) -> None:
         self._launch, self._device, self._ambient = launch, device, ambient
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
+        self._early, self._idle = early, list[Worker]()
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
         self.character: Character | None = None
@@ -87,6 +91,7 @@ class Preparation:
         trial = self._new_trial(())
         worker = trial.worker
         reference.send("load", device=self._device, ambient=self._ambient)
+        self._idle = [self._started() for _ in range(self._early)]
         worker.call("load", remaining(), device=self._device, ambient=self._ambient)
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         trial.stage = "timing"
@@ -197,14 +202,14 @@ class Preparation:
         for worker in self._workers:
             worker.kill()
 
-    def _started(self, name: str) -> Worker:
-        worker = self._launch(name)
+    def _started(self, name: str = "") -> Worker:
+        worker = self._launch(name or f"trial-{len(self._workers)}")
         self._workers.append(worker)
         return worker
 
     def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
         self._watcher.trial(describe(candidate), "set-up")
-        worker = self._started(f"trial-{len(self._workers)}")
+        worker = self._idle.pop(0) if self._idle else self._started()
         return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
 
     def _advance(self, trial: LiveTrial, crowded: bool) -> None:

@@ -267,11 +267,15 @@ class Search:
         """Sets the candidates up side by side, then screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._field.trials)
         others = len(self._field.alive())
-        fresh = self._preparation.prepare(
-            candidates, self._slots, deadline_s, others, lambda: self._budget.left_to_explore() < 0
-        )
+        given = (candidates, self._slots, deadline_s, others, self._is_late)
+        fresh = self._preparation.prepare(*given)
         self._field.join(fresh)
         self._field.screen([trial for trial in fresh if trial.ok])
+
+    def _is_late(self) -> bool:
+        """Whether those that are ready need all the time that is left."""
+        ready = sum(trial.ok and trial.stage == "timing" for trial in self._preparation.under_way)
+        return self._budget.left_to_explore() < self._budget.screening_s(ready)
 
     def _neighbours(self, moves: Moves) -> list[Candidate]:
         """Variations of the two leaders, and whatever is owed a second try."""

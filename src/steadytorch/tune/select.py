@@ -12,6 +12,7 @@ from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import PRECISIONS
+from steadytorch.trial.ramp import ramp
 from steadytorch.tune.moves import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
@@ -74,7 +75,7 @@ class BlockShape(msgspec.Struct, frozen=True):
     @property
     def expected_s(self) -> float:
         """Seconds one block should take, the discarded iterations included."""
-        return (self.count + 2) * self.iteration_ns * 1e-9
+        return (self.count + ramp(self.iteration_ns)) * self.iteration_ns * 1e-9
 
 
 def block_shape(options: Options, iteration_ns: float) -> BlockShape:

@@ -135,6 +135,7 @@ class Session:
                 self._ambient,
                 self.options,
                 watcher,
+                self._early(),
             )
             engines = None
             if any(spec.name == ENGINES for spec in available):
@@ -228,6 +229,11 @@ class Session:
     def _slots(self) -> int:
         """Set-ups that may overlap: as many as there are cores, and no more than eight."""
         return max(1, min(8, self.facts.cores_logical or 1))
+
+    def _early(self) -> int:
+        """Processes to start ahead; on few cores they would keep the untouched workload waiting."""
+        slots = self._slots()
+        return slots // 2 if slots >= 4 else 0
 
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker: those that compile side by side share cores."""
