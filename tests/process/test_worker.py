@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steadytorch.process.worker import Fault, WorkerFault, wait_any
+from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 
 DEADLINE_S = 60
 
@@ -119,6 +119,24 @@ def test_waiting_for_any_returns_the_one_that_answered(start):
         pass
     assert ready == [quick]
     assert quick.receive(DEADLINE_S) == 1
+
+
+def test_the_handler_is_imported_before_anything_is_asked(tmp_path, monkeypatch):
+    imported = tmp_path / "imported"
+    (tmp_path / "ahead.py").write_text(
+        f"import pathlib\npathlib.Path({str(imported)!r}).touch()\nclass Handler:\n"
+        "    def __init__(self, directory): pass\n    def echo(self, value): return value\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = Worker("ahead:Handler", tmp_path, "ahead")
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not imported.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert imported.exists()
+        assert worker.call("echo", DEADLINE_S, value=7) == 7
+    finally:
+        worker.kill()
 
 
 def test_an_unknown_handler_is_reported_and_not_fatal_to_the_caller(tmp_path):

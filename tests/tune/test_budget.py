@@ -42,9 +42,11 @@ def test_what_cannot_even_be_confirmed_is_refused_with_numbers(spent_s, enough):
         budget.require_confirmation()
 
 
-@pytest.mark.parametrize(("fresh", "blocks"), [(0, 0), (1, 2), (5, 6)])
-def test_the_baseline_is_timed_beside_what_is_screened(fresh, blocks):
-    assert after(0.0, 0.4).screening_s(fresh) == pytest.approx(SCREEN_BLOCKS * blocks * 0.4)
+@pytest.mark.parametrize(("factors", "blocks"), [([], 0.0), ([1.0], 1.0), ([1.0, 0.5, 0.1], 1.6)])
+def test_screening_takes_a_few_blocks_of_every_arm(factors, blocks):
+    budget = after(0.0, 0.4)
+    times_ns = [factor * budget.shape.iteration_ns for factor in factors]
+    assert budget.screening_s(times_ns) == pytest.approx(SCREEN_BLOCKS * blocks * 0.4)
 
 
 def test_until_a_candidate_was_timed_only_the_confirmation_is_kept_back():

@@ -344,4 +344,4 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
     assert late
     assert all(FOLD in trial.transforms for trial in late)
     assert sum(trial.samples > 0 for trial in result.candidates) >= 4
-    assert left[0] >= 0
+    assert left[0] >= -1.0  # it is looked for every half second

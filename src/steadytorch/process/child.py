@@ -29,7 +29,11 @@ def main(arguments: list[str]) -> None:
     connection = Connection(int(descriptor))
     os.set_inheritable(int(descriptor), False)
     module, _, name = handler_path.partition(":")
-    handler = None
+    handler = failure = None
+    try:
+        importlib.import_module(module)  # before it is asked for anything: that takes seconds
+    except BaseException as error:
+        failure = error  # the answer to the first request
     while True:
         try:
             request = decode_request(connection.recv_bytes())
@@ -38,8 +42,10 @@ def main(arguments: list[str]) -> None:
         if request.method == "close":
             break
         try:
+            if failure is not None:
+                raise failure
             if handler is None:
-                handler = getattr(importlib.import_module(module), name)(Path(directory))
+                handler = getattr(sys.modules[module], name)(Path(directory))
             reply = _answer(handler, request)
         except BaseException as error:  # the whole point: no fault leaves the worker unreported
             reply = Reply(raised=describe(error))

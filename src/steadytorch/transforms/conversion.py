@@ -19,7 +19,7 @@ HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 
 
 class Converting(nn.Module):
-    """A model whose arguments are converted at every call: callers give what they always gave.
+    """A model whose arguments are converted at every call: callers pass the original inputs.
 
     Args:
         inner: the model.

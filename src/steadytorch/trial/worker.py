@@ -214,14 +214,14 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after a `ramp` that is not kept.
-
-        Training begins anew with each block: on one batch for ever, weights overflow or gradients
-        vanish, which a CPU is slow with, and blocks would depend on how many there were before.
-        """
+        """Times a block of `count` iterations in ns each, after a `ramp` that is not kept."""
+        # Training begins anew: on one batch for ever, weights overflow or gradients vanish, which a
+        # CPU is slow with, and blocks would depend on how many there were before.
         self._start.restore()
         before = ramp(self._iteration_ns * self._group)
-        return self._time(metric, before + count)[0][before:].tolist()
+        times = self._time(metric, before + count)[0][before:].tolist()
+        self._iteration_ns = int(np.median(times))  # warming up is timed beside other set-ups
+        return times
 
     def broken_off(self) -> dict[str, Any] | None:
         """What was timed before warming up failed, as a `BrokenOff`; None if nothing was."""

@@ -18,10 +18,11 @@ KEEP = 4
 """Candidates that stay for the final race."""
 PATIENCE = 8.0
 """A set-up is given up when it takes this many times what was expected of it."""
-_START_S = 3.0
-_COMPILE_S = 15.0
-"""Short of the usual (on an H200, 10 to 20 s for most networks and 50 s for the longest): one that
-is not ready in time costs what nothing else would have been made of."""
+_START_S = 5.0
+_COMPILE_S = 13.0
+"""Short of the usual: on an H200 10 to 20 s for most networks, 50 s for the longest. With 25 s
+nothing that compiles was begun there in budgets of 36 and 55 s, and what is fastest not tried. The
+price is that a round whose compiler is not ready in time has kept the others waiting."""
 _AUTOTUNE_S = 150.0
 _PLAIN_S = 2.0
 _MOST_RESERVED = 0.4
@@ -88,9 +89,10 @@ class Budget:
             race_s = LOOKS[0] * (self.shape.expected_s + KEEP * fast.expected_s)
         return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
 
-    def screening_s(self, fresh: int) -> float:
-        """Seconds that screening so many takes, at the most: beside them the baseline is timed."""
-        return (fresh + 1) * SCREEN_BLOCKS * self.shape.expected_s if fresh else 0.0
+    def screening_s(self, iterations_ns: Iterable[float]) -> float:
+        """Seconds that screening takes for arms of these times per iteration, in ns."""
+        shapes = [msgspec.structs.replace(self.shape, iteration_ns=ns) for ns in iterations_ns]
+        return SCREEN_BLOCKS * sum(shape.expected_s for shape in shapes)
 
     def left_to_explore(self) -> float:
         """Seconds left beside the reserve."""
@@ -105,7 +107,7 @@ class Budget:
             if trial.set_up is not None
             and [spec for spec in trial.candidate if spec.name == "compile"] == compiled
         ]
-        start_s = _START_S + self.screening_s(1)
+        start_s = _START_S + self.screening_s(2 * [self.shape.iteration_ns])
         if seen:
             return start_s + max(seen)
         heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
+
+import msgspec
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault
@@ -12,7 +14,7 @@ from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.moves import describe
 from steadytorch.tune.prepare import Watcher
-from steadytorch.tune.select import Options, block_statistic
+from steadytorch.tune.select import Options, block_deadline_s, block_statistic
 from steadytorch.tune.trial import LiveTrial
 
 NEAR = 1.10
@@ -63,6 +65,12 @@ class Field:
             if id(trial) not in keep:
                 trial.worker.close()
 
+    def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
+        """Seconds that screening these takes, beside those that live."""
+        known = [trial.screened_ns for trial in self.alive()]
+        new = [trial.set_up.warm_up.iteration_ns for trial in fresh if trial.set_up]
+        return self._budget.screening_s([*known, *new]) if new else 0.0
+
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
         """The statistic of one more block.
 
@@ -73,7 +81,7 @@ class Field:
         if trial.status != "ok":
             raise WorkerFault(Fault.EXIT, trial.reason or "")
         count = count or self._budget.shape.count
-        deadline_s = 30.0 + 20e-9 * (count + 2) * self._budget.shape.iteration_ns
+        deadline_s = block_deadline_s(msgspec.structs.replace(self._budget.shape, count=count))
         try:
             times = trial.block(self._options.metric, count, deadline_s)
         except WorkerFault as fault:

@@ -123,6 +123,11 @@ class Preparation:
         started = (trial.candidate for trial in self.under_way)
         return (*started, *(candidate for candidate, _ in self._waiting))
 
+    @property
+    def ready(self) -> list[LiveTrial]:
+        """Those of the begun that are verified and wait to be timed."""
+        return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
+
     def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
         """Puts candidates on their way; `meanwhile` and `prepare` take them further.
 
@@ -209,6 +214,7 @@ class Preparation:
 
     def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
         self._watcher.trial(describe(candidate), "set-up")
+        self._idle = [worker for worker in self._idle if worker.alive]
         worker = self._idle.pop(0) if self._idle else self._started()
         return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
 

@@ -30,7 +30,7 @@ from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation
-from steadytorch.tune.select import Options, block_shape, block_statistic
+from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session, Silent
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
 from steadytorch.tune.verify import INPUT_SETS
@@ -235,7 +235,7 @@ def _round(preparation: Preparation, candidate: Candidate, options: Options, rng
     if not trial.ok:
         return _Round(error, trial.reason)
     shape = block_shape(options, float(np.median(quiet)))
-    deadline_s = 30.0 + 20e-9 * (shape.count + 2) * shape.iteration_ns
+    deadline_s = block_deadline_s(shape)
 
     def block(live: LiveTrial) -> float:
         try:

@@ -267,15 +267,15 @@ class Search:
         """Sets the candidates up side by side, then screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._field.trials)
         others = len(self._field.alive())
-        given = (candidates, self._slots, deadline_s, others, self._is_late)
-        fresh = self._preparation.prepare(*given)
+        slots, is_late = self._slots, self._is_late
+        fresh = self._preparation.prepare(candidates, slots, deadline_s, others, is_late)
         self._field.join(fresh)
         self._field.screen([trial for trial in fresh if trial.ok])
 
     def _is_late(self) -> bool:
-        """Whether those that are ready need all the time that is left."""
-        ready = sum(trial.ok and trial.stage == "timing" for trial in self._preparation.under_way)
-        return self._budget.left_to_explore() < self._budget.screening_s(ready)
+        """Whether screening those that are ready takes all the time that is left."""
+        needed_s = self._field.screening_s(self._preparation.ready)
+        return self._budget.left_to_explore() < needed_s
 
     def _neighbours(self, moves: Moves) -> list[Candidate]:
         """Variations of the two leaders, and whatever is owed a second try."""

@@ -87,6 +87,11 @@ def block_shape(options: Options, iteration_ns: float) -> BlockShape:
     return BlockShape(int(min(10, max(5, 50e6 // max(iteration_ns, 1)))), iteration_ns)
 
 
+def block_deadline_s(shape: BlockShape) -> float:
+    """Seconds after which a worker that is timing one block is taken to hang."""
+    return 30.0 + 20.0 * shape.expected_s
+
+
 def block_statistic(options: Options, times: Sequence[int]) -> float:
     """The one number that a block contributes: its median, or its largest sample for p99."""
     return float(max(times)) if options.objective == "p99" else float(np.median(times))
