@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from scripted import (
     EAGER,
@@ -345,3 +346,15 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
     assert all(FOLD in trial.transforms for trial in late)
     assert sum(trial.samples > 0 for trial in result.candidates) >= 4
     assert left[0] >= -1.0  # it is looked for every half second
+
+
+def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
+    stage = Stage({(EAGER,): Act(9 * MS), (): Act(10 * MS)})
+    search = make_search(stage, [EAGER], Options(budget_s=60))
+    search.run()
+    (fast,) = [t for t in search._field.trials if t.candidate]
+    quick_s = search._field.screening_s([fast])
+    slow = msgspec.structs.replace(fast.set_up.warm_up, iteration_ns=int(900 * MS))
+    fast.set_up = msgspec.structs.replace(fast.set_up, warm_up=slow)
+    assert quick_s < search._field.screening_s([fast]) < 1.2 * quick_s
+    assert search._field.screening_s([]) == 0.0

@@ -68,7 +68,9 @@ class Field:
     def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
         """Seconds that screening these takes, beside those that live."""
         known = [trial.screened_ns for trial in self.alive()]
-        new = [trial.set_up.warm_up.iteration_ns for trial in fresh if trial.set_up]
+        # Warming up beside compilers may have taken many times as long as it does alone.
+        most_ns = self._budget.shape.iteration_ns
+        new = [min(t.set_up.warm_up.iteration_ns, most_ns) for t in fresh if t.set_up]
         return self._budget.screening_s([*known, *new]) if new else 0.0
 
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
