@@ -215,10 +215,11 @@ class WorkloadHandler:
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
         """Times a block of `count` iterations in ns each, after a `ramp` that is not kept."""
-        # Training begins anew: on one batch for ever, weights overflow or gradients vanish, which a
-        # CPU is slow with, and blocks would depend on how many there were before.
+        # Training begins anew and takes few steps: on one batch for ever, weights overflow or
+        # gradients vanish, which a CPU is slow with, and blocks would depend on those before.
         self._start.restore()
-        before = ramp(self._iteration_ns * self._group)
+        in_training = self._workload.is_training
+        before = DISCARD if in_training else ramp(self._iteration_ns * self._group)
         times = self._time(metric, before + count)[0][before:].tolist()
         self._iteration_ns = int(np.median(times))  # warming up is timed beside other set-ups
         return times
