@@ -6,6 +6,7 @@ import pytest
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
+from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.select import BlockShape
 
@@ -65,3 +66,12 @@ def test_most_of_the_budget_is_for_exploring_however_slow_the_workload():
     budget = after(0.0, 2.0)
     budget.fastest_ns = budget.shape.iteration_ns
     assert budget.left_to_explore() > 30.0
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 18.0), ("cpu", 33.0), ("mps", 33.0)])
+def test_a_compiler_is_expected_to_be_quicker_where_a_gpu_is_tuned(device, seconds):
+    budget = Budget(60.0, lambda: 0.0, device)
+    budget.shape = BlockShape(8, 1.0)
+    compiled = (TransformSpec("compile", (("mode", "default"),)),)
+    assert budget.expected_setup_s(compiled, []) == pytest.approx(seconds, abs=0.1)
+    assert budget.expected_setup_s((), []) == pytest.approx(7.0, abs=0.1)

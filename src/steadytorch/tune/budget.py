@@ -19,10 +19,11 @@ KEEP = 4
 PATIENCE = 8.0
 """A set-up is given up when it takes this many times what was expected of it."""
 _START_S = 5.0
-_COMPILE_S = 13.0
-"""Short of the usual: on an H200 10 to 20 s for most networks, 50 s for the longest. With 25 s
-nothing that compiles was begun there in budgets of 36 and 55 s, and what is fastest not tried. The
-price is that a round whose compiler is not ready in time has kept the others waiting."""
+_COMPILE_S = {"cuda": 13.0}
+"""By device. Short of the usual on an H200, 10 to 20 s for most networks, 50 s for the longest: with
+twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest was not
+tried. The price is that a round whose compiler is not ready in time has kept the others waiting."""
+_COMPILE_ELSEWHERE_S = 28.0
 _AUTOTUNE_S = 150.0
 _PLAIN_S = 2.0
 _MOST_RESERVED = 0.4
@@ -34,14 +35,16 @@ class Budget:
     Args:
         seconds: in all, by the wall clock.
         now: seconds on a monotonic clock.
+        device: type of the device that candidates are compiled for.
 
     Attributes:
         shape: of a block; known once the untouched workload was timed.
         fastest_ns: an iteration of the fastest candidate; None until one was timed.
     """
 
-    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, now: Callable[[], float], device: str = "cpu") -> None:
         self.seconds = seconds
+        self._compile_s = _COMPILE_S.get(device, _COMPILE_ELSEWHERE_S)
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
         self._now, self._start = now, now()
@@ -111,7 +114,7 @@ class Budget:
         if seen:
             return start_s + max(seen)
         heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
-        return start_s + (_AUTOTUNE_S if heavy else _COMPILE_S if compiled else _PLAIN_S)
+        return start_s + (_AUTOTUNE_S if heavy else self._compile_s if compiled else _PLAIN_S)
 
     def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
         """How long any stage of these candidates may take: one that hangs must not take it all."""
