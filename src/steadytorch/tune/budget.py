@@ -20,9 +20,9 @@ PATIENCE = 8.0
 """A set-up is given up when it takes this many times what was expected of it."""
 _START_S = 5.0
 _COMPILE_S = {"cuda": 13.0}
-"""By device. Short of the usual on an H200, 10 to 20 s for most networks, 50 s for the longest: with
-twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest was not
-tried. The price is that a round whose compiler is not ready in time has kept the others waiting."""
+"""By device. Short of the usual on an H200, 10 to 20 s for most networks, 50 s for the longest:
+with twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest was
+not tried. The price: a round whose compiler is not ready in time has kept the others waiting."""
 _COMPILE_ELSEWHERE_S = 28.0
 _AUTOTUNE_S = 150.0
 _PLAIN_S = 2.0
