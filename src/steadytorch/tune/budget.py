@@ -21,7 +21,7 @@ PATIENCE = 8.0
 _START_S = 5.0
 _COMPILE_S = {"cuda": 13.0}
 """By device. Short of the usual on an H200, 10 to 20 s for most networks, 50 s for the longest:
-with twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest was
+with twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest
 not tried. The price: a round whose compiler is not ready in time has kept the others waiting."""
 _COMPILE_ELSEWHERE_S = 28.0
 _AUTOTUNE_S = 150.0
