@@ -1,4 +1,5 @@
 import logging
+import sys
 import tempfile
 from types import SimpleNamespace
 
@@ -239,3 +240,22 @@ def test_every_option_is_offered_or_refused_with_a_reason(tmp_path):
     assert sorted([*map(str, available), *refused]) == sorted(every)
     assert "inference_mode" in map(str, available)
     assert all(refused.values())
+
+
+@pytest.mark.parametrize(("cores", "early"), [(None, 0), (2, 0), (3, 0), (4, 2), (64, 4)])
+def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypatch, cores, early):
+    class Asked(Exception):  # noqa: N818 - ends the search where it has said what it wants
+        pass
+
+    asked = []
+
+    def preparation(*arguments):
+        asked.append(arguments[-1])
+        raise Asked
+
+    monkeypatch.setattr(sys.modules[Session.__module__], "Preparation", preparation)
+    session = Session(_workload(), Options(), store=tmp_path)
+    session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
+    with pytest.raises(Asked):
+        session.search(Silent())
+    assert asked == [early]

@@ -13,13 +13,7 @@ from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import (
-    HALF_TYPES,
-    Convert,
-    Converting,
-    HalfName,
-    own_dtype,
-)
+from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, own_dtype
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import decide, half_unsupported, no_copy, not_float32
 from steadytorch.workload.signature import map_tensors
@@ -64,9 +58,8 @@ class CastWeights(Transform):
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yields the workload on the converted copy; nothing to undo."""
         dtype = HALF_TYPES[self.parameters.dtype]
-        to_half = partial(to_type, dtype=dtype)
-        copied = copy_with(workload.model, to_half, apart=True)
-        yield workload.with_model(CastModel(copied, to_half, dtype, own_dtype(workload)))
+        copied = copy_with(workload.model, partial(to_type, dtype=dtype), apart=True)
+        yield workload.with_model(CastModel(copied, dtype, own_dtype(workload)))
 
 
 def to_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -79,15 +72,12 @@ class CastModel(Converting):
 
     Args:
         inner: the model, its weights in `dtype`.
-        convert: of its arguments.
-        dtype: of the outputs that are converted.
-        outer: the type that they get.
+        dtype: the type that floating-point inputs are converted to.
+        outer: the type that outputs of type `dtype` are converted to.
     """
 
-    def __init__(
-        self, inner: nn.Module, convert: Convert, dtype: torch.dtype, outer: torch.dtype
-    ) -> None:
-        super().__init__(inner, convert)
+    def __init__(self, inner: nn.Module, dtype: torch.dtype, outer: torch.dtype) -> None:
+        super().__init__(inner, partial(to_type, dtype=dtype))
         self.dtype, self.outer = dtype, outer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
