@@ -32,6 +32,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from steadytorch.native import comparison
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
@@ -97,19 +98,25 @@ def weights(blocks: int) -> dict[str, Any]:
     """The look at the weights of a ResNet-50 in us: by itself, and after the model has run."""
     workload = load_workload("resnet50", batch=1)
     model = workload.model
-    watched = Weights(model)
-    watched.remember()
-    found = interleaved({"changed": watched.changed}, 5 * blocks, 5)
-    times = []
+    ways = {"compiled": Weights(model), "interpreted": Weights(model)}
+    if (making := comparison.begin()) is not None:
+        making.finish(120.0)
+    ways["compiled"].remember()
+    with patch("steadytorch.runtime.weights.load", lambda: (None, "to be compared")):
+        ways["interpreted"].remember()
+    found = interleaved({name: way.changed for name, way in ways.items()}, 5 * blocks, 5)
+    times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():
         for _ in range(blocks):
-            model(*workload.inputs)  # on the host, whose caches it takes for itself
-            start = time.perf_counter_ns()
-            watched.changed()
-            times.append((time.perf_counter_ns() - start) / 1e3)
+            for name, way in ways.items():
+                model(*workload.inputs)  # on the host, whose caches it takes for itself
+                start = time.perf_counter_ns()
+                way.changed()
+                times[name].append((time.perf_counter_ns() - start) / 1e3)
     return {
-        "changed_us": found["changed"],
-        "changed_after_a_call_us": statistics.median(times),
+        "us": found,
+        "after_a_call_us": {name: statistics.median(took) for name, took in times.items()},
+        "not_compiled_for": ways["compiled"].interpreted_for,
         "tensors": len([*model.parameters(), *model.buffers()]),
         "modules": len([*model.modules()]),
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from steadytorch.caches import cache_folder
 from steadytorch.device.facts import DeviceFacts, load_facts, parse_device
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.errors import UnsupportedError
@@ -129,14 +130,8 @@ def _path(device: str, facts: DeviceFacts) -> Path | None:
     threads = torch.get_num_threads() if facts.device == "cpu" else 0
     said = f"{SCHEMA} {threads} {facts.to_json()}"
     digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG base directory specification.
-    if os.path.isabs(caches):
-        return Path(caches, "steadytorch", "rates", f"{digest}.json")
-    try:
-        return Path.home() / ".cache" / "steadytorch" / "rates" / f"{digest}.json"
-    except (RuntimeError, OSError):
-        return None
+    folder = cache_folder("rates")
+    return None if folder is None else folder / f"{digest}.json"
 
 
 def _read(path: Path | None) -> _Kept | None:

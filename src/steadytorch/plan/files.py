@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from steadytorch.caches import why_not_private
 from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
@@ -218,22 +219,8 @@ def check_private(seen: os.stat_result, what: str) -> None:
     Raises:
         RefusedError: it belongs to another user, or others may write to it.
     """
-    if seen.st_uid not in (os.geteuid(), 0):
-        raise RefusedError(f"{what} belongs to user {seen.st_uid}")
-    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RefusedError(f"others may write to {what}")
-
-
-def default_root() -> Path | None:
-    """The folder of the plan store of this user; None where there is no home for it."""
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG base directory specification.
-    if os.path.isabs(caches):
-        return Path(caches, "steadytorch", "plans")
-    try:
-        return Path.home() / ".cache" / "steadytorch" / "plans"
-    except (RuntimeError, OSError):
-        return None
+    if (reason := why_not_private(seen, what)) is not None:
+        raise RefusedError(reason)
 
 
 def absolute(path: Path) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from steadytorch.caches import cache_folder
 from steadytorch.errors import PlanError
 from steadytorch.plan.bundle import drop_bundle
 from steadytorch.plan.files import (
@@ -27,7 +28,6 @@ from steadytorch.plan.files import (
     absolute,
     clean,
     decoded,
-    default_root,
     encoded,
     make_private,
     open_folder,
@@ -99,7 +99,7 @@ class Store:
     def __init__(
         self, root: str | os.PathLike[str] | None = None, second: str | None = None
     ) -> None:
-        self.root = default_root() if root is None else absolute(Path(root))
+        self.root = cache_folder("plans") if root is None else absolute(Path(root))
         url = os.environ.get(SECOND_STORE, "") if second is None else second
         self._second = RemoteStore(url) if url else None
         self._in_memory: dict[str, bytes] = {}

@@ -120,7 +120,8 @@ class TunedModule(StandIn):
 
     def report(self) -> Report:
         """What ran tuned and what untouched, by signature, with reasons and gains."""
-        return self._tally.report(self._entries.servings(), self._gate.off)
+        interpreted_for = self._entries.weights.interpreted_for
+        return self._tally.report(self._entries.servings(), self._gate.off, interpreted_for)
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The buffers into which a call with inputs like these copies them, to be written directly.

@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True):
         off: why nothing is served tuned, None where something may be.
         convolutions: those that PyTorch ran in place of an engine, see `missed_convolutions`.
         saved_before_ns: what calls were spared by executors that are freed since.
+        interpreted_for: why looking for changes of the weights goes through Python's interpreter,
+            and takes five times as long; empty where it does not, or nothing was looked at yet.
     """
 
     calls: dict[str, int]
@@ -85,6 +87,7 @@ class Report(msgspec.Struct, frozen=True):
     off: str | None = None
     convolutions: dict[str, str] = {}
     saved_before_ns: float = 0.0
+    interpreted_for: str = ""
 
     @property
     def hits(self) -> int:
@@ -145,19 +148,23 @@ class Tally:
                 self._calls[TUNED] += each.hits
                 self._saved_ns += each.saved_ns
 
-    def report(self, signatures: Iterable[Serving], off: str | None) -> Report:
+    def report(
+        self, signatures: Iterable[Serving], off: str | None, interpreted_for: str = ""
+    ) -> Report:
         """What became of all calls.
 
         Args:
             signatures: what serves them now.
             off: why nothing is served tuned, or None.
+            interpreted_for: as in the report.
         """
         served = tuple(signatures)
         with self._lock:
             calls, saved_ns = +self._calls, self._saved_ns
         tuned = sum(each.hits for each in served) + calls.pop(TUNED, 0)
         found = {TUNED: tuned, **calls} if tuned else dict(calls)
-        return Report(found, served, off, missed_convolutions(served), saved_ns)
+        missed = missed_convolutions(served)
+        return Report(found, served, off, missed, saved_ns, interpreted_for)
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:

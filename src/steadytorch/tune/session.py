@@ -19,6 +19,7 @@ import torch
 from steadytorch import __version__, transforms
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
+from steadytorch.native import comparison
 from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
@@ -35,6 +36,8 @@ from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
+_FINISH_S = 10.0
+"""For a compiler of host code that is not through when the search is."""
 
 
 class Silent:
@@ -137,6 +140,11 @@ class Session:
                 watcher,
                 self._early(),
             )
+            if (
+                torch.device(self._device).type == "cuda"
+                and (making := comparison.begin()) is not None
+            ):
+                at_the_end.callback(making.finish, _FINISH_S)
             engines = None
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser

@@ -1,0 +1,53 @@
+"""The compiled look at weights that lie on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.native import comparison
+from steadytorch.runtime.dispatch import Resolution
+from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms.base import TransformSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        patch.setattr(comparison, "_loaded", None)
+        making = comparison.begin()
+        assert making is not None
+        assert making.finish(200)
+        yield
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].weight.mul_(2),
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+        lambda model: setattr(model[0].weight, "data", model[0].weight * 2),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones_like(model[0].weight))),
+        lambda model: model.append(nn.ReLU()),
+    ],
+)
+@torch.no_grad()
+def test_a_graph_is_given_up_as_soon_as_its_weights_change(change):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval().cuda()
+    x = torch.randn(4, 8, device="cuda")
+    tuned = TunedModule(model, lambda arrival: Resolution((TransformSpec("cuda_graph"),)))
+    for _ in range(20):
+        torch.testing.assert_close(tuned(x), model(x))
+    assert tuned.report().interpreted_for == ""
+    assert tuned.report().hits > 10
+    change(model)
+    torch.testing.assert_close(tuned(x), model(x))
+    assert "weights changed" in str(tuned.report())
