@@ -35,9 +35,9 @@ from rival_arms import OURS, start_all
 from rival_cases import CASES, Case, chosen
 from rival_options import OPTIONS
 from rival_power import power_of, recorded
-from rival_results import Document, Row, failed_row, merge, read, row_of
+from rival_results import Document, Row, alone, best_of, failed_row, merge, read, row_of
 from rival_tables import markdown
-from rival_timing import time_all
+from rival_timing import time_all, time_alone
 
 from steadytorch import __version__
 from steadytorch.device.facts import load_facts, resolve_device
@@ -148,12 +148,16 @@ def _rows(
         began = time.monotonic()
         rng = Random(args.seed)
         recording = recorded(args.device, partial(time_all, arms, METRICS[kind], args.timing, rng))
+        ours = next((arm for arm in arms if arm.option == OURS), None)
+        rows = [row_of(case.name, arm, ours) for arm in arms]
+        best = best_of(rows, "period_ms")
+        time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind])
+        for row, arm in zip(rows, arms, strict=True):
+            row |= {"alone": alone(arm.alone)} if arm.alone.keys() == set(METRICS[kind]) else {}
         entry["timing_took_s"] = time.monotonic() - began
     finally:
         for arm in arms:
             arm.worker.kill()
-    ours = next((arm for arm in arms if arm.option == OURS), None)
-    rows = [row_of(case.name, arm, ours) for arm in arms]
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
     else:

@@ -37,6 +37,7 @@ class Arm:
         set_up: how it came to be ready.
         typical_ns: period of an iteration, from a first block while nothing else ran.
         blocks: per metric, its blocks in the order taken, each a list of iterations in ns.
+        alone: per metric, iterations in ns from after the others had ended.
         spans: when its period blocks were under way, on the host's clock, in ns.
     """
 
@@ -48,6 +49,7 @@ class Arm:
     set_up: SetUp | None = None
     typical_ns: float = float("inf")
     blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+    alone: dict[str, list[int]] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property

@@ -72,6 +72,19 @@ def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
     return row
 
 
+def alone(found: dict[str, list[int]]) -> dict[str, Any]:
+    """The figures of an option that had the machine for itself, of samples in ns by metric."""
+    period = np.asarray(found["period"], dtype=np.float64)
+    latency = np.asarray(found.get("latency", period))
+    return {
+        "period_ms": _ms(float(np.median(period))),
+        "latency_ms": _ms(float(np.median(latency))),
+        "p99_over_median": tail(period),
+        "cv": float(period.std() / period.mean()),
+        "samples": [len(period), len(latency)],
+    }
+
+
 def _ms(nanoseconds: float) -> float:
     return round(nanoseconds / 1e6, 6)
 

@@ -20,6 +20,8 @@ BLOCK_NS = 5e6
 """Least time of a block."""
 ENOUGH, MOST = 1500, 4000
 """Samples to take for p99 where that can be afforded, and at the most."""
+ALONE_NS = 1e9
+"""Of each option that is timed by itself, per metric."""
 BLOCK_S = 120.0
 
 
@@ -48,6 +50,27 @@ def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: R
             _round(taking_part, metric, base_ns, rng)
     left_s = max(seconds - (time.monotonic() - start), seconds / 2)
     _top_up(affordable(near, metrics[0], left_s), metrics[0], base_ns, rng, left_s)
+
+
+def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str]) -> None:
+    """Times some options once more, one after the other and without changing between them.
+
+    A process that shares the host with a dozen others finds its caches taken at each turn, which
+    compares options fairly, and is not how one of them is served. The others end first.
+
+    Args:
+        arms: all of them.
+        chosen: which options to time.
+        metrics: of what.
+    """
+    for arm in arms:
+        if arm.option not in chosen:
+            arm.worker.kill()
+    for arm in arms:
+        for metric in metrics if arm.option in chosen and arm.is_live else ():
+            count = int(np.clip(ALONE_NS / max(arm.typical_ns, 1.0), 20, MOST))
+            if (samples := _block(arm, metric, count)) is not None:
+                arm.alone[metric] = samples
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import rival_results
 import rival_tables
 
 from .rivalry import ENVIRONMENT, document, judgement, one_workload, row
@@ -38,6 +39,24 @@ def test_the_summary_holds_ours_against_the_best():
     assert summary["max-autotune s"] == "> 90 s, not ready"
     assert "geometric mean 0.900 of 1 workloads, worst 0.900 (a:1)" in text
     assert "0 of 1 ready in time" in text
+
+
+def test_the_summary_holds_what_ours_and_the_best_take_alone():
+    rows = one_workload("a:1", -0.1)
+    for each, extra in zip(rows, (10_000, 20_000, 40_000), strict=False):
+        found = {"period": [400_000] * 99 + [500_000], "latency": [400_000 + extra] * 5}
+        each["alone"] = rival_results.alone(found)
+    text = rival_tables.markdown(document(*rows))
+    summary = dict(zip(rival_tables.SUMMARY, cells(text, "a:1")[-1], strict=True))
+    assert summary["CV, alone"] == "2.48%"
+    assert summary["latency/period, alone"] == "1.025"
+    assert summary["the best's, alone"] == "1.100"
+
+
+def test_what_was_not_timed_alone_has_no_figures_of_it():
+    text = rival_tables.markdown(document(*one_workload("a:1", -0.1)))
+    summary = dict(zip(rival_tables.SUMMARY, cells(text, "a:1")[-1], strict=True))
+    assert not any(value for name, value in summary.items() if "alone" in name)
 
 
 def test_a_workload_without_ours_is_in_the_summary_with_its_reason():

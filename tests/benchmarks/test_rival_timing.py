@@ -99,3 +99,25 @@ def test_samples_in_clumps_are_not_taken_for_independent_ones():
     assert rival_timing.lacks(alone, "period")
     alone.blocks["period"] = [[1_000_000 + 7 * (i * 7919 % 1501) for i in range(1500)]]
     assert not rival_timing.lacks(alone, "period")
+
+
+def test_the_chosen_are_timed_alone_after_the_others_have_ended():
+    found = arms(steadytorch=1e6, best=2e8, other=1e6)
+    timed(found, seconds=0.0)
+    rival_timing.time_alone(found, ["steadytorch", "best"], ("period", "latency"))
+    ours, best, other = found
+    assert {metric: len(samples) for metric, samples in ours.alone.items()} == {
+        "period": 1000,
+        "latency": 1000,
+    }
+    assert len(best.alone["period"]) == 20
+    assert other.alone == {}
+    assert other.worker.ns is None
+
+
+def test_one_that_dies_alone_has_what_it_was_asked_before():
+    found = arms(steadytorch=1e6)
+    timed(found, seconds=0.0)
+    found[0].worker.dies_after = len(found[0].worker.asked) + 1
+    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"))
+    assert [*found[0].alone] == ["period"]

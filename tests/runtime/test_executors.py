@@ -8,7 +8,7 @@ from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.runtime import executors, settings
-from steadytorch.runtime.executors import build, without_gradients
+from steadytorch.runtime.executors import build
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import TransformSpec
 
@@ -89,17 +89,6 @@ def test_static_inputs_and_aliased_outputs_are_there_where_they_were_asked_for(r
     assert not executor.is_live
     assert executor.call(x).item() == 1
     assert build(model, (x,), {}, recording, alias_outputs=True).call(x) == "aliased"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_gradients_are_not_recorded_and_the_mode_is_put_back(enabled):
-    layer = nn.Linear(2, 2)
-    with torch.set_grad_enabled(enabled):
-        assert not without_gradients(layer, (torch.ones(2),), {}).requires_grad
-        assert torch.is_grad_enabled() == enabled
-        with pytest.raises(RuntimeError):
-            without_gradients(layer, (torch.ones(3),), {})
-        assert torch.is_grad_enabled() == enabled
 
 
 def test_what_is_supplied_runs_in_place_of_compiling_and_counts_as_frozen(model, x):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from steadytorch.errors import UsageError
-from steadytorch.workload.workload import Workload
+from steadytorch.workload.workload import Workload, without_gradients
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -101,6 +101,17 @@ def test_to_leaves_the_inputs_of_the_original_alone():
 def test_an_inference_step_returns_the_output():
     model, x = nn.Linear(2, 3), torch.randn(4, 2)
     assert torch.equal(Workload(model, x).step_function()(), model(x))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_not_recorded_and_the_mode_is_put_back(enabled):
+    layer = nn.Linear(2, 2)
+    with torch.set_grad_enabled(enabled):
+        assert not without_gradients(layer, (torch.ones(2),), {}).requires_grad
+        assert torch.is_grad_enabled() == enabled
+        with pytest.raises(RuntimeError):
+            without_gradients(layer, (torch.ones(3),), {})
+        assert torch.is_grad_enabled() == enabled
 
 
 def test_a_training_step_is_forward_backward_and_update():

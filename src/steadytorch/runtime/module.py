@@ -36,12 +36,12 @@ from steadytorch.runtime.dispatch import (
     runner,
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
-from steadytorch.runtime.executors import without_gradients
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Report, Tally
 from steadytorch.runtime.standin import StandIn
 from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.workload import without_gradients
 
 FAILED = "the tuned executor failed"
 KEYLESS = "these inputs have no signature"
