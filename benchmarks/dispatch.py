@@ -1,7 +1,8 @@
 """What a tuned module adds to a call: host time, against calling the executor directly.
 
-The executor is trivially cheap, so that what is timed is the dispatch. Both are timed in blocks
-that take turns, short enough to pass between interruptions, and medians over blocks are compared.
+The executor is trivially cheap, so that what is timed is the dispatch, by compiled code and by the
+interpreter. All are timed in blocks that take turns, short enough to pass between interruptions,
+and medians over blocks are compared.
 Then the look at the weights of a ResNet-50, which executors with weights of their own need after
 each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay. A raw replay
 computes with what lies in its input, and leaves its output where the next one overwrites it: what
@@ -22,7 +23,10 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -32,7 +36,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from steadytorch.native import comparison
+from steadytorch.native.host import begin, load
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
@@ -76,22 +80,38 @@ def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any
     return tuned
 
 
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """What is made within goes through the interpreter, whatever is compiled."""
+    nothing = (None, "to be compared")
+    with (
+        patch("steadytorch.runtime.weights.load", lambda: nothing),
+        patch("steadytorch.runtime.module.load", lambda: nothing),
+    ):
+        yield
+
+
 def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, float]:
-    """Added time for so many tensors, in us."""
+    """Added time for so many tensors, in us, by the compiled way and the interpreted one."""
     inputs = [torch.zeros(2, 4, device=device) for _ in range(number)]
-    tuned = serving(Small().to(device), (TransformSpec("inference_mode"),), *inputs)
-    (entry,) = tuned._found.values()
     answer = torch.zeros(1)
-    entry.outdated = tuned._entries.weights.changed if frozen else None
 
     def executor(*inputs: torch.Tensor) -> torch.Tensor:
         return answer
 
-    entry.call = executor
-    found = interleaved(
-        {"direct": lambda: executor(*inputs), "tuned": lambda: tuned(*inputs)}, 20 * blocks, 50
-    )
-    return {**found, "added_us": found["tuned"] - found["direct"]}
+    def tuned() -> Any:
+        made = serving(Small().to(device), (TransformSpec("inference_mode"),), *inputs)
+        (entry,) = made._found.values()
+        entry.outdated = made._entries.weights.changed if frozen else None
+        entry.call = executor
+        return lambda: made(*inputs)
+
+    calls = {"direct": lambda: executor(*inputs), "compiled": tuned()}
+    with interpreted():
+        calls["interpreted"] = tuned()
+    found = interleaved(calls, 20 * blocks, 50)
+    direct = found.pop("direct")
+    return {"direct_us": direct, **{f"{way}_adds_us": took - direct for way, took in found.items()}}
 
 
 def weights(blocks: int) -> dict[str, Any]:
@@ -99,10 +119,8 @@ def weights(blocks: int) -> dict[str, Any]:
     workload = load_workload("resnet50", batch=1)
     model = workload.model
     ways = {"compiled": Weights(model), "interpreted": Weights(model)}
-    if (making := comparison.begin()) is not None:
-        making.finish(120.0)
     ways["compiled"].remember()
-    with patch("steadytorch.runtime.weights.load", lambda: (None, "to be compared")):
+    with interpreted():
         ways["interpreted"].remember()
     found = interleaved({name: way.changed for name, way in ways.items()}, 5 * blocks, 5)
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -116,7 +134,6 @@ def weights(blocks: int) -> dict[str, Any]:
     return {
         "us": found,
         "after_a_call_us": {name: statistics.median(took) for name, took in times.items()},
-        "not_compiled_for": ways["compiled"].interpreted_for,
         "tensors": len([*model.parameters(), *model.buffers()]),
         "modules": len([*model.modules()]),
     }
@@ -246,6 +263,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if (making := begin()) is not None:
+        making.finish(120.0)
+    compiled, reason = load()
+    if compiled is None:
+        sys.exit(f"nothing to compare: {reason}")
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

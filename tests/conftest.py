@@ -14,7 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.native import host
 from steadytorch.plan.plan import Plan, load_plan
+from steadytorch.runtime import module as tuned_module
+from steadytorch.runtime import weights
 
 if TYPE_CHECKING:
     from steadytorch.transforms.base import Candidate
@@ -113,3 +116,37 @@ def kept(_kept_once: Path, tmp_path: Path) -> Kept:
     path = store / _kept_once.relative_to(_kept_once.parents[1])
     torch.manual_seed(1)
     return Kept(load_plan(path), _model(), torch.randn(1, 3, 8, 8))
+
+
+@pytest.fixture(scope="session")
+def native_caches(tmp_path_factory) -> Path:
+    """A folder of caches with the compiled code of the host; making it takes some ten seconds."""
+    if host._compiler() is None:
+        pytest.skip("there is no C++ compiler to make the host's code with")
+    folder = tmp_path_factory.mktemp("native")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        assert host.Making().finish(200)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_host(native_caches) -> Any:
+    """The compiled code of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(native_caches))
+        patch.setattr(host, "_loaded", None)
+        module, reason = host.load()
+    assert module is not None, reason
+    return module
+
+
+@pytest.fixture(params=["interpreted", "compiled"])
+def host_way(request, monkeypatch) -> str:
+    """What a served call does on the host is interpreted, and then compiled."""
+    found = (None, "for a test")
+    if request.param == "compiled":
+        found = (request.getfixturevalue("compiled_host"), "")
+    for user in (tuned_module, weights):
+        monkeypatch.setattr(user, "load", lambda: found)
+    return request.param

@@ -8,111 +8,13 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.runtime.dispatch import Ticks, full_key, obstacle, quick_key
+from steadytorch.runtime.dispatch import Ticks, obstacle
 from steadytorch.runtime.module import TunedModule
-from steadytorch.workload.signature import signature
 
 from .conftest import CANDIDATES
 
 X = torch.zeros(2, 3)
-
-# -- keys ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        ((X[:1],), {}),
-        ((X.T.contiguous().T,), {}),
-        ((X.double(),), {}),
-        ((X.to("meta"),), {}),
-        ((X.to_sparse(),), {}),
-        ((), {"x": X}),
-        ((X, X), {}),
-        ((X, None), {}),
-        (((X,),), {}),
-        (([X],), {}),
-    ],
-    ids=[
-        "shape",
-        "stride",
-        "dtype",
-        "device",
-        "layout",
-        "keyword",
-        "more",
-        "none",
-        "tuple",
-        "list",
-    ],
-)
-def test_what_tells_two_signatures_apart_is_in_the_key(other):
-    assert quick_key((X,), {}) == quick_key((torch.ones(2, 3),), {})
-    assert quick_key(*other) != quick_key((X,), {})
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, True), (1, 1.0), (0.0, -0.0), ("a", None), (0, False), ("1", 1), (2, 3)],
-)
-def test_constants_that_are_told_apart_by_their_text_have_keys_of_their_own(one, other):
-    assert quick_key((X, one), {}) != quick_key((X, other), {})
-    assert quick_key((X,), {"n": one}) != quick_key((X,), {"n": other})
-
-
-def test_positional_and_keyword_arguments_are_told_apart():
-    keys = [quick_key((X, 1), {}), quick_key((X,), {"a": 1}), quick_key((X,), {"b": 1})]
-    assert len(set(keys)) == 3
-
-
-def test_keys_are_equal_only_where_signatures_are():
-    calls = [
-        ((X,), {}),
-        ((X, X), {}),
-        ((X,), {"y": X}),
-        ((X,), {"y": 1}),
-        (({"a": X},), {}),
-        (((X, (X, [1])),), {}),
-        ((X, 1.5), {}),
-    ]
-    for one in calls:
-        for other in calls:
-            same = signature(*one) == signature(*other)
-            assert (quick_key(*one) == quick_key(*other)) == same
-
-
-def test_the_full_key_does_not_depend_on_the_order_of_keywords():
-    one, other = {"a": X, "b": X.double()}, {"b": X.double(), "a": X}
-    assert full_key(signature((), one), (), one) == full_key(signature((), other), (), other)
-
-
-@pytest.mark.parametrize("thing", [object(), {"a": object()}, {X}])
-def test_what_has_no_signature_has_no_key(thing):
-    with pytest.raises(Exception, match=r"."):
-        quick_key((X, thing), {})
-
-
-def test_a_tensor_of_a_class_of_its_own_has_no_key():
-    class Special(torch.Tensor):
-        pass
-
-    with pytest.raises(TypeError, match="Special"):
-        quick_key((X.as_subclass(Special),), {})
-
-
-def test_a_sparse_tensor_is_not_taken_for_an_expanded_one():
-    dense = torch.zeros(()).expand(2, 3)
-    assert dense.stride() == X.to_sparse().stride()
-    assert quick_key((dense,), {}) != quick_key((X.to_sparse(),), {})
-    with pytest.raises(TypeError, match="sparse"):
-        full_key(signature((dense,)), (X.to_sparse(),), {})
-
-
-def test_a_parameter_has_no_key_since_freezing_would_make_it_a_constant():
-    parameter = nn.Parameter(X)
-    for args in ((parameter,), (X, [parameter])):
-        with pytest.raises(TypeError, match="Parameter"):
-            quick_key(args, {})
+pytestmark = pytest.mark.usefixtures("host_way")
 
 
 def test_ticks_of_many_threads_are_all_counted():

@@ -6,16 +6,12 @@ from torch import nn
 from torch.nn.modules import module
 
 from steadytorch.runtime import benchmark_mode as switch
-from steadytorch.runtime import weights as weights_module
 from steadytorch.runtime.weights import Weights
 
 ON_OUTPUTS = module.register_module_forward_hook
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Python's own way, whatever this machine has compiled; `tests/native` holds both together."""
-    monkeypatch.setattr(weights_module, "load", lambda: (None, "for a test"))
+pytestmark = pytest.mark.usefixtures("host_way")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
-"""From the arguments of a call to what serves it: the key, what stands in the way, and the entry.
+"""From the arguments of a call to what serves it: what stands in the way, and the entry.
 
-Everything here that a served call passes through is written for speed. Keys are made of what
-PyTorch hands out without allocation; counters need no lock.
+Everything here that a served call passes through is written for speed. Counters need no lock.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _set_grad_enabled
 from torch._C._functorch import peek_interpreter_stack
@@ -21,17 +19,15 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.runtime.executors import Executor
+from steadytorch.runtime.keys import EXACT, quick_key
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
-from steadytorch.workload.signature import Signature, signature, tensors_of
+from steadytorch.workload.signature import Signature, tensors_of
 
 NO_PLAN = "no plan for these inputs"
 NEEDS_GRADIENT = "gradients of the inputs are needed"
 NOT_FASTER = "nothing was faster than the untouched model"
-
-_EXACT = frozenset({bool, int, str, type(None)})
-"""Types whose values are equal only where their `repr` is: floats have two zeros."""
 
 
 class Arrival(NamedTuple):
@@ -147,42 +143,6 @@ class Entry:
         self.reason, self.call, self.trial, self.is_proved = reason, None, None, False
 
 
-def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A cheap stand-in for the signature: equal keys imply equal signatures and devices.
-
-    Raises:
-        Exception: these arguments have no signature.
-    """
-    if len(args) == 1 and not kwargs:
-        a = args[0]
-        if type(a) is Tensor:
-            return a.shape, a.stride(), a.dtype, a.device, a.layout
-    key = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(a)
-        if kind is Tensor:
-            key.append((a.shape, a.stride(), a.dtype, a.device, a.layout))
-        elif kind in _EXACT:
-            key.append((kind, a))
-        else:
-            return full_key(signature(args, kwargs), args, kwargs)
-    return (*key, *kwargs) if kwargs else tuple(key)
-
-
-def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The signature with the devices that it leaves out; the same for any order of keywords.
-
-    Raises:
-        TypeError: one of the tensors is sparse, or of a class of its own, which may mean anything
-            (of parameters, freezing makes constants).
-    """
-    tensors = tensors_of((args, {name: kwargs[name] for name in sorted(kwargs)}))
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            raise TypeError(f"one of the inputs is a {tensor.layout} {type(tensor).__name__}")
-    return found, tuple([tensor.device for tensor in tensors])
-
-
 def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call must run untouched whatever serves its signature, or None."""
     if _is_any_autocast_enabled():
@@ -199,7 +159,7 @@ def _needs_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if type(a) is Tensor:
             if a.requires_grad:
                 return True
-        elif type(a) not in _EXACT and any(t.requires_grad for t in tensors_of(a)):
+        elif type(a) not in EXACT and any(t.requires_grad for t in tensors_of(a)):
             return True
     return False
 
@@ -278,7 +238,9 @@ def runner(detours: Detours) -> Run:
     return run
 
 
-def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours) -> Serve:
+def fast_path(
+    model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours, compiled: Any = None
+) -> Serve:
     """The way of a call that nothing stands in: one look-up, one executor, no lock.
 
     It is a closure because looking up attributes of an `nn.Module` takes a good part of the time
@@ -287,8 +249,9 @@ def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: De
     Args:
         model: the untouched model.
         gate: where closed, every call takes a detour.
-        found: entry by quick key.
+        found: entry by key, as `key_function` makes them.
         detours: what answers otherwise.
+        compiled: as `key_function` was given.
     """
     attributes, get, run = vars(model), found.get, runner(detours)
     with_care = detours.with_care
@@ -323,4 +286,24 @@ def fast_path(model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: De
             return with_care(args, kwargs)
         return run(entry, args, kwargs)
 
-    return serve
+    if compiled is None:
+        return serve
+    clear_key = compiled.clear_key
+
+    def serve_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The compiler knows no `clear_key`, and must see that nothing of this is to be compiled.
+        if is_dynamo_compiling() or (key := clear_key(args, kwargs)) is None:
+            return serve(args, kwargs)
+        entry = get(key)
+        if (
+            entry is None
+            or not entry.is_proved
+            or gate.off is not None
+            or attributes["training"] is not gate.mode
+            or needed.alive
+            or forward_ad._current_level >= 0
+        ):
+            return with_care(args, kwargs)
+        return run(entry, args, kwargs)
+
+    return serve_tensors

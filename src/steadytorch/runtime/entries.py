@@ -22,9 +22,9 @@ from steadytorch.runtime.dispatch import (
     Entry,
     Resolution,
     Resolver,
-    full_key,
 )
 from steadytorch.runtime.executors import Executor, build
+from steadytorch.runtime.keys import full_key
 from steadytorch.runtime.probation import FirstCall, OnTrial
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving

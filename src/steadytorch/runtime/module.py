@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from steadytorch.errors import PlanError, one_line
+from steadytorch.native.host import load
 from steadytorch.runtime import settings
 from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
@@ -32,10 +33,10 @@ from steadytorch.runtime.dispatch import (
     Resolver,
     fast_path,
     obstacle,
-    quick_key,
     runner,
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
+from steadytorch.runtime.keys import key_function, quick_key
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Report, Tally
@@ -91,7 +92,9 @@ class TunedModule(StandIn):
         state["_tally"] = Tally()
         detours = Detours(self._with_care, self._failed, self._stale)
         state["_run"] = runner(detours)
-        serve = fast_path(model, self._gate, self._found, detours)
+        compiled, _ = load()
+        state["_key"] = key_function(compiled)
+        serve = fast_path(model, self._gate, self._found, detours, compiled)
         state["_entrance"] = (
             serve,
             [
@@ -188,7 +191,7 @@ class TunedModule(StandIn):
         return self._from(entry, args, kwargs)
 
     def _entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        key = quick_key(args, kwargs)
+        key = self._key(args, kwargs)
         return self._found.get(key) or self._entries.first_sight(key, args, kwargs)
 
     def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

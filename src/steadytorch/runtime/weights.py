@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadytorch.native.comparison import load
+from steadytorch.native.host import load
 from steadytorch.transforms.hooks import ON_ALL, hooks_on_all
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -27,7 +27,7 @@ class Weights:
     inference tensors, and by other processes to shared memory.
 
     Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
-    them, or a hook of the optimizer, would let some pass. `native.comparison` does it at a fifth of
+    them, or a hook of the optimizer, would let some pass. `native.host` does it at a fifth of
     the interpreter's time, where a search has compiled it.
 
     Args:

@@ -19,7 +19,7 @@ import torch
 from steadytorch import __version__, transforms
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
-from steadytorch.native import comparison
+from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
@@ -140,10 +140,7 @@ class Session:
                 watcher,
                 self._early(),
             )
-            if (
-                torch.device(self._device).type == "cuda"
-                and (making := comparison.begin()) is not None
-            ):
+            if torch.device(self._device).type == "cuda" and (making := host.begin()) is not None:
                 at_the_end.callback(making.finish, _FINISH_S)
             engines = None
             if any(spec.name == ENGINES for spec in available):

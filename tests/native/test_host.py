@@ -1,4 +1,4 @@
-"""The compiled comparison: made once by this machine's compiler, then held against Python's own."""
+"""The host's compiled code: how it is made, and what it says of a model's weights."""
 
 from __future__ import annotations
 
@@ -10,33 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.native import comparison
+from steadytorch.native import host
 from steadytorch.runtime.weights import Weights
 
-pytestmark = pytest.mark.skipif(
-    comparison._compiler() is None, reason="no C++ compiler to make it with"
-)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """A folder of caches that has it."""
-    folder = tmp_path_factory.mktemp("caches")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        making = comparison.Making()
-        assert making.finish(200)
-    return folder
+pytestmark = pytest.mark.skipif(host._compiler() is None, reason="no C++ compiler to make it with")
 
 
 @pytest.fixture(autouse=True)
 def unloaded(monkeypatch):
-    monkeypatch.setattr(comparison, "_loaded", None)
+    monkeypatch.setattr(host, "_loaded", None)
 
 
 @pytest.fixture
-def compiled(made, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(made))
+def compiled(native_caches, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_caches))
 
 
 @pytest.fixture
@@ -194,7 +181,7 @@ def test_tensors_of_other_classes_are_looked_at_in_python():
     ],
 )
 def test_what_does_not_belong_together_is_refused(given):
-    module, _ = comparison.load()
+    module, _ = host.load()
     assert module is not None
     with pytest.raises(TypeError):
         module.changed(*given)
@@ -202,7 +189,7 @@ def test_what_does_not_belong_together_is_refused(given):
 
 @pytest.mark.usefixtures("compiled")
 def test_what_are_no_tensors_have_no_traits():
-    module, _ = comparison.load()
+    module, _ = host.load()
     assert module is not None
     assert module.traits((torch.ones(2), 3)) is None
     assert module.traits((torch.ones(2).to_sparse(),)) is None
@@ -214,7 +201,7 @@ def test_what_are_no_tensors_have_no_traits():
 
 @pytest.mark.usefixtures("compiled")
 def test_it_is_made_once():
-    assert comparison.begin() is None
+    assert host.begin() is None
 
 
 def test_without_it_python_looks_and_says_why(bare):
@@ -225,41 +212,41 @@ def test_without_it_python_looks_and_says_why(bare):
     assert weights.changed()
 
 
-def test_what_others_may_write_to_is_not_loaded(made, bare):
+def test_what_others_may_write_to_is_not_loaded(native_caches, bare):
     bare.parent.mkdir()
-    shutil.copytree(made / "steadytorch" / "native", bare)
+    shutil.copytree(native_caches / "steadytorch" / "native", bare)
     (path,) = bare.iterdir()
     path.chmod(0o666)
-    assert comparison.load() == (None, f"others may write to {path}")
+    assert host.load() == (None, f"others may write to {path}")
     path.chmod(0o600)
     bare.chmod(0o777)
-    assert comparison.load() == (None, f"others may write to {bare}")
+    assert host.load() == (None, f"others may write to {bare}")
 
 
 def test_what_is_no_library_is_not_loaded(bare):
-    path = comparison._path()
+    path = host._path()
     assert path is not None
     path.parent.mkdir(parents=True)
     path.write_text("no library")
-    module, reason = comparison.load()
+    module, reason = host.load()
     assert module is None
     assert f"{path} cannot be loaded" in reason
 
 
 def test_what_a_failing_compiler_said_is_kept(bare, compiler):
     compiler("echo a header is missing >&2; exit 1")
-    making = comparison.begin()
+    making = host.begin()
     assert making is not None
     assert not making.finish(60)
     assert left(bare) == [".log"]
     (log,) = bare.iterdir()
     assert log.read_text() == "a header is missing\n"
-    assert f"its compiler failed, see {log}" in comparison.load()[1]
+    assert f"its compiler failed, see {log}" in host.load()[1]
 
 
 def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing(bare, compiler):
     compiler("while [ $# -gt 1 ]; do [ $1 = -o ] && touch $2; shift; done; exec sleep 1000")
-    making = comparison.begin()
+    making = host.begin()
     assert making is not None
     assert not making.finish(0.5)
     assert left(bare) == []
@@ -269,17 +256,17 @@ def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing(bare, compil
 @pytest.mark.usefixtures("bare")
 def test_without_a_compiler_nothing_is_begun(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert comparison.begin() is None
+    assert host.begin() is None
 
 
 def test_without_a_home_nothing_is_begun_or_loaded(monkeypatch):
-    monkeypatch.setattr(comparison, "cache_folder", lambda name: None)
-    assert comparison.begin() is None
-    assert comparison.load() == (None, "there is no folder for caches")
+    monkeypatch.setattr(host, "cache_folder", lambda name: None)
+    assert host.begin() is None
+    assert host.load() == (None, "there is no folder for caches")
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(bare, monkeypatch):
     bare.parent.mkdir()
     bare.write_text("a file in its place")
-    assert comparison.begin() is None
+    assert host.begin() is None
     assert os.path.isfile(bare)

@@ -1,4 +1,5 @@
-// Whether a model is what it was: the comparison of `runtime.weights`, past the interpreter.
+// What a served call does on the host, past the interpreter: the key of its arguments
+// (`runtime.dispatch`), and whether the model is what it was (`runtime.weights`).
 //
 // Nothing is kept here: what is compared is given with each call, in objects of Python's own.
 
@@ -9,9 +10,124 @@
 #include <cstring>
 #include <exception>
 
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace {
+
+// -- keys ----------------------------------------------------------------------------------------
+
+// Whether it is a plain tensor with strides, and no class made of it.
+bool is_plain(PyObject* object) {
+  if (Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
+    return false;
+  }
+  const auto& tensor = THPVariable_Unpack(object);
+  return tensor.defined() && tensor.layout() == c10::kStrided &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// The device and type of each tensor, its number of dimensions, sizes and strides, one after the
+// other; without an error nullptr for arguments that are anything but tensors by their places.
+PyObject* key_of(PyObject* args, PyObject* kwargs) {
+  if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) || PyDict_GET_SIZE(kwargs) != 0) {
+    return nullptr;
+  }
+  Py_ssize_t numbers = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    if (!is_plain(PyTuple_GET_ITEM(args, i))) {
+      return nullptr;
+    }
+    numbers += 1 + 2 * THPVariable_Unpack(PyTuple_GET_ITEM(args, i)).dim();
+  }
+  if (numbers == 0) {
+    return nullptr;
+  }
+  PyObject* key = PyBytes_FromStringAndSize(nullptr, numbers * Py_ssize_t{sizeof(std::int64_t)});
+  if (key == nullptr) {
+    return nullptr;
+  }
+  char* at = PyBytes_AS_STRING(key);
+  const auto put = [&at](std::int64_t number) {
+    std::memcpy(at, &number, sizeof(number));
+    at += sizeof(number);
+  };
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    const auto& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(args, i));
+    const auto device = tensor.device();
+    put(std::int64_t{static_cast<std::uint8_t>(tensor.scalar_type())} << 48 |
+        std::int64_t{static_cast<std::uint8_t>(device.type())} << 40 |
+        std::int64_t{static_cast<std::uint8_t>(device.index())} << 32 | tensor.dim());
+    for (const auto size : tensor.sizes()) {
+      put(size);
+    }
+    for (const auto stride : tensor.strides()) {
+      put(stride);
+    }
+  }
+  return key;
+}
+
+PyObject* or_none(PyObject* key) {
+  if (key != nullptr || PyErr_Occurred()) {
+    return key;
+  }
+  Py_RETURN_NONE;
+}
+
+bool are_two(Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "args and kwargs are needed");
+  }
+  return count == 2;
+}
+
+// key(args: tuple, kwargs: dict) -> bytes, or None: equal where shapes, strides, types and devices
+// of the arguments are.
+PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) try {
+  return are_two(count) ? or_none(key_of(given[0], given[1])) : nullptr;
+} catch (const std::exception& error) {
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
+}
+
+// Whether nothing of PyTorch's stands between a call and its operators: autocast, dispatch modes,
+// transformations of functions. What is not known to do no harm does stand there.
+bool is_clear() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  return (local.included_ - c10::default_included_set).empty() &&
+         local.excluded_.has_all(c10::default_excluded_set);
+}
+
+bool needs_gradient(PyObject* args) {
+  if (c10::GradMode::is_enabled()) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+      if (THPVariable_Unpack(PyTuple_GET_ITEM(args, i)).requires_grad()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// clear_key(args: tuple, kwargs: dict) -> bytes, or None: the key of a call that may be served
+// without a further look at its arguments and at the modes that it is made in.
+PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) try {
+  if (!are_two(count)) {
+    return nullptr;
+  }
+  PyObject* made = is_clear() ? key_of(given[0], given[1]) : nullptr;
+  if (made != nullptr && needs_gradient(given[0])) {
+    Py_CLEAR(made);
+  }
+  return or_none(made);
+} catch (const std::exception& error) {
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
+}
+
+// -- what a model was ----------------------------------------------------------------------------
 
 // What an edit (version), a move or a conversion (address) of a tensor changes.
 struct Trait {
@@ -141,19 +257,27 @@ PyObject* changed(PyObject*, PyObject* const* given, Py_ssize_t count) try {
   return nullptr;
 }
 
+using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef fast(const char* name, Fast function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
 PyMethodDef methods[] = {
+    fast("key", key),
+    fast("clear_key", clear_key),
     {"traits", traits, METH_O, nullptr},
-    {"changed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(changed)), METH_FASTCALL,
-     nullptr},
+    fast("changed", changed),
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "comparison", nullptr, -1, methods,
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "host", nullptr, -1, methods,
                           nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_comparison() {
+PyMODINIT_FUNC PyInit_host() {
   name_of_mode = PyUnicode_InternFromString("training");
   return name_of_mode == nullptr ? nullptr : PyModule_Create(&definition);
 }

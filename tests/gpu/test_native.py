@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.native import comparison
+from steadytorch.native import host
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.base import TransformSpec
@@ -21,8 +21,8 @@ pytestmark = [
 def compiled(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
-        patch.setattr(comparison, "_loaded", None)
-        making = comparison.begin()
+        patch.setattr(host, "_loaded", None)
+        making = host.begin()
         assert making is not None
         assert making.finish(200)
         yield

@@ -1,4 +1,4 @@
-"""The comparison of a model with what it was, compiled: made in the background, kept on disk."""
+"""What a served call does on the host, compiled: made in the background, kept on disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 from steadytorch.caches import cache_folder, why_not_private
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-_NAME = "comparison"
+_NAME = "host"
 _OPTIONS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 _loaded: ModuleType | None = None
 
 
 def load() -> tuple[ModuleType | None, str]:
-    """The compiled functions `traits` and `changed`, which the source describes.
+    """The compiled functions, which the source describes.
 
     Returns:
         The module, or None and why there is none.
