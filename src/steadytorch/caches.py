@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -38,3 +39,15 @@ def why_not_private(seen: os.stat_result, what: str) -> str | None:
     if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to {what}"
     return None
+
+
+def make_private(folder: Path) -> None:
+    """Makes a directory and its missing parents, for this user alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(each, 0o700)

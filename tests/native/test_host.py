@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import sysconfig
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
+from steadytorch.caches import make_private
 from steadytorch.native import host
 from steadytorch.runtime.weights import Weights
 
@@ -219,18 +224,48 @@ def test_what_others_may_write_to_is_not_loaded(native_caches, bare):
     path.chmod(0o666)
     assert host.load() == (None, f"others may write to {path}")
     path.chmod(0o600)
-    bare.chmod(0o777)
-    assert host.load() == (None, f"others may write to {bare}")
+    for folder in (bare, bare.parent):
+        folder.chmod(0o777)
+        assert host.load() == (None, f"others may write to {folder}")
+        folder.chmod(0o700)
+    assert host.load()[0] is not None
 
 
-def test_what_is_no_library_is_not_loaded(bare):
+@pytest.mark.parametrize("content", ["", "no library"])
+def test_what_is_no_library_is_not_loaded_and_made_anew(bare, compiler, content):
     path = host._path()
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    path.write_text("no library")
+    make_private(path.parent)
+    path.write_text(content)
+    path.chmod(0o600)
     module, reason = host.load()
     assert module is None
-    assert f"{path} cannot be loaded" in reason
+    assert "cannot be loaded" in reason
+    compiler("exit 0")
+    making = host.begin()
+    assert making is not None
+    making.stop()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_module_of_the_same_name_is_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "host", "the user's own")
+    assert host.load()[0] is not None
+    assert sys.modules["host"] == "the user's own"
+
+
+@pytest.mark.parametrize("looked_at", ["exists", "stat", "read_bytes"])
+def test_a_cache_that_cannot_be_read_is_done_without(native_caches, monkeypatch, looked_at):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_caches))
+
+    def refuse(*given, **named):
+        raise PermissionError(13, "no way in")
+
+    monkeypatch.setattr(Path, looked_at, refuse)
+    monkeypatch.setattr(host, "Making", refuse)
+    module, reason = host.load()
+    assert module is None
+    assert "no way in" in reason
+    assert host.begin() is None
 
 
 def test_what_a_failing_compiler_said_is_kept(bare, compiler):
@@ -242,27 +277,94 @@ def test_what_a_failing_compiler_said_is_kept(bare, compiler):
     (log,) = bare.iterdir()
     assert log.read_text() == "a header is missing\n"
     assert f"its compiler failed, see {log}" in host.load()[1]
+    making = host.begin()  # once more: what was missing may be there
+    assert making is not None
+    making.stop()
 
 
-def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing(bare, compiler):
-    compiler("while [ $# -gt 1 ]; do [ $1 = -o ] && touch $2; shift; done; exec sleep 1000")
+HANGS = """
+touch "$TMPDIR/rest.s"
+while [ $# -gt 1 ]; do [ $1 = -o ] && touch $2; shift; done
+sleep 1000 &
+echo $! > "$PIDS"
+wait
+"""
+
+
+@pytest.fixture
+def hanging(bare, compiler, monkeypatch):
+    """A compiler that has begun, with a process of its own that goes on; and that one's number."""
+    pids = bare.parent.parent / "pids"
+    monkeypatch.setenv("PIDS", str(pids))
+    compiler(HANGS)
     making = host.begin()
     assert making is not None
-    assert not making.finish(0.5)
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        time.sleep(0.01)
+    return making, int(pids.read_text())
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("end", [lambda making: making.finish(0.01), lambda making: making.stop()])
+def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing(bare, hanging, end):
+    making, child = hanging
+    assert is_running(child)
+    assert not end(making)
     assert left(bare) == []
     assert making._process.returncode is not None
+    gone = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < gone:
+        time.sleep(0.01)
+    assert not is_running(child)
+    making.stop()  # once more does no harm
+
+
+def test_a_compiler_that_a_signal_ended_has_not_failed(bare, compiler):
+    compiler("kill -TERM $$")
+    making = host.begin()
+    assert making is not None
+    assert not making.finish(60)
+    assert left(bare) == []
+
+
+def test_what_cannot_be_started_leaves_nothing(bare, compiler):
+    path = compiler("")
+    path.write_bytes(b"no program")
+    assert host.begin() is None
+    assert left(bare) == []
+
+
+def test_the_command_may_have_words_of_its_own(bare, compiler, monkeypatch):
+    path = compiler('echo "$1" >&2; exit 1')
+    monkeypatch.setenv("CXX", f"{path} -m64")
+    making = host.begin()
+    assert making is not None
+    making.finish(60)
+    (log,) = bare.iterdir()
+    assert log.read_text() == "-m64\n"
 
 
 @pytest.mark.usefixtures("bare")
 def test_without_a_compiler_nothing_is_begun(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert host.begin() is None
+    assert "there is no C++ compiler" in host.load()[1]
+
+
+def test_without_the_interpreters_lock_it_is_not_used(native_caches, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_caches))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
+    assert "does without" in host.load()[1]
+    assert host.begin() is None
 
 
 def test_without_a_home_nothing_is_begun_or_loaded(monkeypatch):
     monkeypatch.setattr(host, "cache_folder", lambda name: None)
     assert host.begin() is None
-    assert host.load() == (None, "there is no folder for caches")
+    assert "there is no folder for caches" in host.load()[1]
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(bare, monkeypatch):

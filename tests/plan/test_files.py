@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steadytorch.caches import make_private
 from steadytorch.plan.files import (
     BrokenError,
     bounded,
     clean,
     decoded,
     encoded,
-    make_private,
     open_folder,
     read,
     read_bytes,

@@ -104,6 +104,26 @@ def test_tangents_of_forward_mode_are_the_models(served, linear):
         assert torch.equal(found, forward_ad.unpack_dual(linear(dual)).tangent)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tracing
+def test_what_is_traced_is_the_model(served, linear):
+    x = torch.ones(2, 3)
+    linear.requires_grad_(False)  # the trace holds weights as constants
+    traced = torch.jit.trace(lambda x: served(x), x, check_trace=False)
+    assert torch.equal(traced(2 * x), linear(2 * x))
+    assert served(x).sum() == 0
+    assert len(served.report().signatures) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_untouched(serving):
+    model = nn.ReLU()
+    tuned = TunedModule(model, serving(CANDIDATES["inference_mode"], torch.ones(2)))
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for _ in range(2):
+        assert tuned(x).is_nested
+    assert tuned.report().hits == 0
+
+
 def test_under_a_dispatch_mode_the_model_runs(served, linear):
     with Mode():
         found = served(torch.ones(2, 3))

@@ -46,6 +46,8 @@ def test_an_untouched_model_has_not_changed(model, weights):
         lambda model: model.pop(2),
         lambda model: model[1].register_buffer("more", torch.ones(1)),
         lambda model: model[1].train(),
+        lambda model: delattr(model[1], "training"),
+        lambda model: model[0]._parameters.update(offset=model[0]._parameters.pop("bias")),
     ],
 )
 def test_every_change_is_seen_until_it_is_remembered(model, weights, change):

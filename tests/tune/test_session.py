@@ -259,3 +259,72 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
     with pytest.raises(Asked):
         session.search(Silent())
     assert asked == [early]
+
+
+class Compiler:
+    """Stands for the compiler of host code; notes what is asked of it."""
+
+    def __init__(self, fault=None):
+        self.asked, self._fault = [], fault
+
+    def finish(self, seconds):
+        self.asked.append("finish")
+        if self._fault is not None:
+            raise self._fault
+
+    def stop(self):
+        self.asked.append("stop")
+
+
+@pytest.fixture
+def searched(tmp_path, monkeypatch):
+    """Searches, as far as the compiler can tell, and returns what came of it."""
+    module = sys.modules[Session.__module__]
+
+    def search(compiler, run, device="cuda:0", cores=16):
+        began = []
+        monkeypatch.setattr(module.host, "begin", lambda: began.append(1) or compiler)
+        monkeypatch.setattr(module.Search, "run", lambda self: run())
+        session = Session(_workload(), Options(), store=tmp_path)
+        session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
+        session._device = device
+        monkeypatch.setattr(session, "_options_that_apply", lambda: ([], {}))
+        try:
+            return session.search(Silent()), len(began)
+        except UsageError:
+            return None, len(began)
+
+    return search
+
+
+def _found(interrupted=False):
+    return SimpleNamespace(interrupted=interrupted)
+
+
+def test_a_search_on_a_gpu_compiles_host_code_and_waits_for_it_in_the_end(searched):
+    compiler = Compiler()
+    result, began = searched(compiler, _found)
+    assert (result.interrupted, began) == (False, 1)
+    assert compiler.asked == ["finish", "stop"]
+
+
+@pytest.mark.parametrize(("device", "cores"), [("cpu", 16), ("cuda:0", 2), ("cuda:0", None)])
+def test_no_other_search_compiles_it(searched, device, cores):
+    assert searched(Compiler(), _found, device, cores)[1] == 0
+
+
+def test_a_result_outlives_an_interruption_of_the_wait(searched):
+    compiler = Compiler(KeyboardInterrupt())
+    result, _ = searched(compiler, _found)
+    assert not result.interrupted
+    assert compiler.asked == ["finish", "stop"]
+
+
+def test_nobody_waits_for_it_after_an_interrupted_or_failed_search(searched):
+    def fail():
+        raise UsageError("the workload fails")
+
+    for run in (lambda: _found(interrupted=True), fail):
+        compiler = Compiler()
+        searched(compiler, run)
+        assert compiler.asked == ["stop"]

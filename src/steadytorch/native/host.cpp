@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <vector>
 
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -24,13 +25,14 @@ bool is_plain(PyObject* object) {
     return false;
   }
   const auto& tensor = THPVariable_Unpack(object);
-  return tensor.defined() && tensor.layout() == c10::kStrided &&
+  return tensor.defined() && !tensor.is_nested() && tensor.layout() == c10::kStrided &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 // The device and type of each tensor, its number of dimensions, sizes and strides, one after the
-// other; without an error nullptr for arguments that are anything but tensors by their places.
-PyObject* key_of(PyObject* args, PyObject* kwargs) {
+// other; without an error nullptr for arguments that are anything but tensors by their places, or
+// that have no such things to tell.
+PyObject* key_of(PyObject* args, PyObject* kwargs) try {
   if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) || PyDict_GET_SIZE(kwargs) != 0) {
     return nullptr;
   }
@@ -44,29 +46,21 @@ PyObject* key_of(PyObject* args, PyObject* kwargs) {
   if (numbers == 0) {
     return nullptr;
   }
-  PyObject* key = PyBytes_FromStringAndSize(nullptr, numbers * Py_ssize_t{sizeof(std::int64_t)});
-  if (key == nullptr) {
-    return nullptr;
-  }
-  char* at = PyBytes_AS_STRING(key);
-  const auto put = [&at](std::int64_t number) {
-    std::memcpy(at, &number, sizeof(number));
-    at += sizeof(number);
-  };
+  std::vector<std::int64_t> key;
+  key.reserve(numbers);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
     const auto& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(args, i));
     const auto device = tensor.device();
-    put(std::int64_t{static_cast<std::uint8_t>(tensor.scalar_type())} << 48 |
-        std::int64_t{static_cast<std::uint8_t>(device.type())} << 40 |
-        std::int64_t{static_cast<std::uint8_t>(device.index())} << 32 | tensor.dim());
-    for (const auto size : tensor.sizes()) {
-      put(size);
-    }
-    for (const auto stride : tensor.strides()) {
-      put(stride);
-    }
+    key.push_back(std::int64_t{static_cast<std::uint8_t>(tensor.scalar_type())} << 48 |
+                  std::int64_t{static_cast<std::uint8_t>(device.type())} << 40 |
+                  std::int64_t{static_cast<std::uint8_t>(device.index())} << 32 | tensor.dim());
+    key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+    key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
   }
-  return key;
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.data()),
+                                   key.size() * Py_ssize_t{sizeof(std::int64_t)});
+} catch (const std::exception&) {
+  return nullptr;
 }
 
 PyObject* or_none(PyObject* key) {
@@ -85,11 +79,8 @@ bool are_two(Py_ssize_t count) {
 
 // key(args: tuple, kwargs: dict) -> bytes, or None: equal where shapes, strides, types and devices
 // of the arguments are.
-PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) try {
+PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return are_two(count) ? or_none(key_of(given[0], given[1])) : nullptr;
-} catch (const std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return nullptr;
 }
 
 // Whether nothing of PyTorch's stands between a call and its operators: autocast, dispatch modes,
@@ -113,7 +104,7 @@ bool needs_gradient(PyObject* args) {
 
 // clear_key(args: tuple, kwargs: dict) -> bytes, or None: the key of a call that may be served
 // without a further look at its arguments and at the modes that it is made in.
-PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) try {
+PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!are_two(count)) {
     return nullptr;
   }
@@ -122,9 +113,6 @@ PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) try {
     Py_CLEAR(made);
   }
   return or_none(made);
-} catch (const std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return nullptr;
 }
 
 // -- what a model was ----------------------------------------------------------------------------
@@ -160,21 +148,15 @@ PyObject* traits(PyObject*, PyObject* tensors) try {
     PyErr_SetString(PyExc_TypeError, "tensors must be a tuple");
     return nullptr;
   }
-  const auto count = PyTuple_GET_SIZE(tensors);
-  PyObject* made = PyBytes_FromStringAndSize(nullptr, count * Py_ssize_t{sizeof(Trait)});
-  if (made == nullptr) {
-    return nullptr;
-  }
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  std::vector<Trait> made(PyTuple_GET_SIZE(tensors));
+  for (std::size_t i = 0; i < made.size(); ++i) {
     PyObject* object = PyTuple_GET_ITEM(tensors, i);
-    Trait trait;
-    if (!THPVariable_CheckExact(object) || !read(object, trait)) {
-      Py_DECREF(made);
+    if (!THPVariable_CheckExact(object) || !read(object, made[i])) {
       Py_RETURN_NONE;
     }
-    std::memcpy(PyBytes_AS_STRING(made) + i * sizeof(Trait), &trait, sizeof(Trait));
   }
-  return made;
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(made.data()),
+                                   made.size() * Py_ssize_t{sizeof(Trait)});
 } catch (const std::exception& error) {
   PyErr_SetString(PyExc_RuntimeError, error.what());
   return nullptr;
@@ -272,12 +254,20 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "host", nullptr, -1, methods,
-                          nullptr, nullptr, nullptr, nullptr};
+int set_up(PyObject*) {
+  name_of_mode = PyUnicode_InternFromString("training");
+  return name_of_mode == nullptr ? -1 : 0;
+}
+
+// In several phases, as one that is made at once enters itself into `sys.modules`.
+PyModuleDef_Slot phases[] = {
+    {Py_mod_exec, reinterpret_cast<void*>(set_up)},
+    {0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "host", nullptr, 0, methods, phases,
+                          nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_host() {
-  name_of_mode = PyUnicode_InternFromString("training");
-  return name_of_mode == nullptr ? nullptr : PyModule_Create(&definition);
-}
+PyMODINIT_FUNC PyInit_host() { return PyModuleDef_Init(&definition); }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
-import secrets
+import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
+import tempfile
 from contextlib import suppress
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -16,11 +19,12 @@ from types import ModuleType
 
 import torch
 
-from steadytorch.caches import cache_folder, why_not_private
+from steadytorch.caches import cache_folder, make_private, why_not_private
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _NAME = "host"
-_OPTIONS = ("-O2", "-std=c++20", "-shared", "-fPIC")
+_OPTIONS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
+_LEAST_URGENT = 19
 _loaded: ModuleType | None = None
 
 
@@ -31,32 +35,43 @@ def load() -> tuple[ModuleType | None, str]:
         The module, or None and why there is none.
     """
     global _loaded
-    if _loaded is None:
+    if _loaded is not None:
+        return _loaded, ""
+    try:
         path = _path()
-        if path is None:
-            return None, "there is no folder for caches"
         if not path.exists():
-            log = path.with_suffix(".log")
-            failed = f"its compiler failed, see {log}" if log.exists() else "a search on a GPU will"
-            return None, f"not compiled for this PyTorch yet: {failed}"
-        try:
-            for each in (path, path.parent):
-                if (reason := why_not_private(each.stat(), str(each))) is not None:
-                    return None, reason
-            loader = ExtensionFileLoader(_NAME, str(path))
-            spec = spec_from_loader(_NAME, loader)
-            if spec is None:
-                return None, f"{path} is no module"
-            module = module_from_spec(spec)
-            loader.exec_module(module)
-        except (ImportError, OSError) as error:
-            return None, f"{path} cannot be loaded: {error}"
-        _loaded = module
+            return None, _why_missing(path)
+        for each in (path, *path.parents[:2]):
+            if (reason := why_not_private(each.stat(), str(each))) is not None:
+                return None, reason
+        _loaded = _imported(path)
+    except (ImportError, OSError) as error:
+        return None, f"the compiled code cannot be loaded: {error}"
     return _loaded, ""
 
 
+def _why_missing(path: Path) -> str:
+    log = path.with_suffix(".log")
+    if log.exists():
+        return f"its compiler failed, see {log}"
+    if _compiler() is None:
+        return "not compiled for this PyTorch, and there is no C++ compiler"
+    return "not compiled for this PyTorch yet: a search on a GPU does it"
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module of a file, not known to `sys.modules`."""
+    loader = ExtensionFileLoader(_NAME, str(path))
+    spec = spec_from_loader(_NAME, loader)
+    if spec is None:
+        raise ImportError(f"{path} is no module")
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
 class Making:
-    """A compiler at work; call `finish` or `stop` in the end.
+    """A compiler at work, at the lowest priority; call `finish` or `stop` in the end.
 
     Raises:
         OSError: it could not be started, or there is no folder for what it makes.
@@ -64,25 +79,35 @@ class Making:
 
     def __init__(self) -> None:
         path, compiler = _path(), _compiler()
-        if path is None or compiler is None:
-            raise OSError("no folder for caches" if path is None else "no C++ compiler: set CXX")
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if compiler is None:
+            raise OSError("no C++ compiler: set CXX")
+        make_private(path.parent)
         # Others may be making the same; the first whole one is taken.
-        mine = secrets.token_hex(4)
-        self._path, self._partial = path, path.with_suffix(f".{mine}.so")
-        self._log = path.with_suffix(f".{mine}.log")
+        self._path, self._folder = path, Path(tempfile.mkdtemp(dir=path.parent, prefix="making-"))
+        self._partial, self._log = self._folder / path.name, self._folder / "log"
         root = Path(torch.__file__).parent
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(compiler, *_OPTIONS, str(SOURCE), "-o", str(self._partial)),
-                    *("-isystem", str(root / "include"), f"-I{sysconfig.get_path('include')}"),
-                    *(f"-L{root / 'lib'}", "-lc10", "-ltorch_python"),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        try:
+            with self._log.open("wb") as log:
+                # A group of its own: Ctrl-C is for the search, and `stop` ends what g++ starts too.
+                self._process = subprocess.Popen(
+                    [
+                        *(*compiler, *_OPTIONS, str(SOURCE), "-o", str(self._partial)),
+                        *("-isystem", str(root / "include"), f"-I{sysconfig.get_path('include')}"),
+                        *(f"-L{root / 'lib'}", "-lc10", "-ltorch_python"),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "TMPDIR": str(self._folder)},
+                    start_new_session=True,
+                    umask=0o077,
+                )
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        atexit.register(self.stop)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, self._process.pid, _LEAST_URGENT)
 
     def finish(self, seconds: float) -> bool:
         """Waits for the compiler so long, ends it where it is not through, and keeps what it made.
@@ -93,9 +118,11 @@ class Making:
         try:
             code = self._process.wait(seconds)
             if code == 0:
+                with self._partial.open("rb") as made:
+                    os.fsync(made.fileno())
                 os.replace(self._partial, self._path)
                 self._path.with_suffix(".log").unlink(missing_ok=True)
-            else:
+            elif code > 0:  # else a signal ended it
                 os.replace(self._log, self._path.with_suffix(".log"))
         except (subprocess.TimeoutExpired, OSError):
             return False
@@ -105,38 +132,43 @@ class Making:
 
     def stop(self) -> None:
         """Ends the compiler, and leaves nothing of it behind."""
-        self._process.kill()
-        self._process.wait()
-        for path in (self._partial, self._log):
+        atexit.unregister(self.stop)
+        if self._process.returncode is None:  # else its number may be another's by now
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def begin() -> Making | None:
-    """Starts making it, where it is not there and can be made."""
-    path = _path()
-    if path is None or path.exists():
-        return None
+    """Starts making it, where it is not there, or of no use, and can be made."""
     try:
+        if load()[0] is not None:
+            return None
         return Making()
     except OSError:  # without it everything works; `load` says why there is none
         return None
 
 
-def _path() -> Path | None:
-    """Where it lies: by its source, and all that it is compiled against."""
+def _path() -> Path:
+    """Where it lies: by its source, and all that it is compiled against.
+
+    Raises:
+        OSError: there is nowhere for it to lie, or no use in it.
+    """
     folder = cache_folder("native")
     if folder is None:
-        return None
-    kept = (
-        torch.__version__,
-        str(torch.version.git_version),
-        str(sysconfig.get_config_var("SOABI")),
-    )
-    digest = hashlib.sha256(SOURCE.read_bytes() + "\0".join((*kept, *_OPTIONS)).encode())
+        raise OSError("there is no folder for caches")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise OSError("it relies on the interpreter's lock, which this Python does without")
+    made_for = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"))
+    said = "\0".join(map(str, (*made_for, *_OPTIONS)))
+    digest = hashlib.sha256(SOURCE.read_bytes() + said.encode())
     return folder / f"{_NAME}-{digest.hexdigest()[:16]}.so"
 
 
-def _compiler() -> str | None:
-    chosen = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [chosen] if chosen else ["g++", "clang++"])), None)
+def _compiler() -> list[str] | None:
+    """The command, with what CXX may add to it."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    known = [chosen] if chosen else [["g++"], ["clang++"]]
+    return next((command for command in known if shutil.which(command[0])), None)

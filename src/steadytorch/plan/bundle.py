@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steadytorch import __version__
+from steadytorch.caches import make_private
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import (
     BrokenError,
     RefusedError,
     check_private,
     clean,
-    make_private,
     open_folder,
     read_bytes,
     why,

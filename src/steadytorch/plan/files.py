@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from steadytorch.caches import why_not_private
+from steadytorch.caches import make_private, why_not_private
 from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
@@ -245,18 +245,6 @@ def _warn_of_others(folder: int) -> None:
     except RefusedError as fault:
         _OPEN.add(known)
         logger.warning("%s: plans there may be taken away; make it private (chmod 700)", fault)
-
-
-def make_private(folder: Path) -> None:
-    """Makes a directory and its missing parents, for this user alone.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(each, 0o700)
 
 
 def write_whole(path: Path, data: bytes, replace: bool = True) -> None:

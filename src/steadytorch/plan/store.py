@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from steadytorch.caches import cache_folder
+from steadytorch.caches import cache_folder, make_private
 from steadytorch.errors import PlanError
 from steadytorch.plan.bundle import drop_bundle
 from steadytorch.plan.files import (
@@ -29,7 +29,6 @@ from steadytorch.plan.files import (
     clean,
     decoded,
     encoded,
-    make_private,
     open_folder,
     read,
     why,

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _set_grad_enabled
+from torch._C import (
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _set_grad_enabled,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -169,6 +174,7 @@ def _is_transformed() -> bool:
         _len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or _get_tracing_state() is not None
         or is_compiling()
     )
 

@@ -86,7 +86,7 @@ class Entries:
         options: how.
 
     Attributes:
-        found: entry by quick key; read without a lock.
+        found: entry by key; read without a lock.
         weights: of the model, as they were when the first executor was built.
     """
 

@@ -79,7 +79,8 @@ class Report(msgspec.Struct, frozen=True):
         convolutions: those that PyTorch ran in place of an engine, see `missed_convolutions`.
         saved_before_ns: what calls were spared by executors that are freed since.
         interpreted_for: why looking for changes of the weights goes through Python's interpreter,
-            and takes five times as long; empty where it does not, or nothing was looked at yet.
+            and takes five times as long; empty where it does not, where nothing was looked at yet,
+            and for training, which looks at less.
     """
 
     calls: dict[str, int]

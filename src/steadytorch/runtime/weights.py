@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -118,7 +118,8 @@ def _interpreted(
     """The same in Python; as a closure, it looks nothing up."""
     flatten = chain.from_iterable
     # With an end of its own, one more or one less is a difference too.
-    rows = [*map(dict.values, registries), (_END,)]
+    parts = (part for found in registries for part in (dict.keys(found), dict.values(found)))
+    rows: list[Iterable[Any]] = [*parts, (_END,)]
     held = list(flatten(rows))
     # Most modules have no children and no hooks. Compared as dictionaries, which is faster, and
     # sound for values that are equal only to themselves.
@@ -137,7 +138,7 @@ def _interpreted(
             if tensor.requires_grad != needed:
                 return True
         for found, mode in modes:
-            if found["training"] != mode:
+            if found.get("training") is not mode:
                 return True
         return not (all(map(is_, flatten(rows), held)) and not any(empty) and filled == linked)
 

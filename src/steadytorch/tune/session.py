@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,9 @@ class Session:
                 watcher,
                 self._early(),
             )
-            if torch.device(self._device).type == "cuda" and (making := host.begin()) is not None:
-                at_the_end.callback(making.finish, _FINISH_S)
+            making = host.begin() if self._has_time_for_host_code() else None
+            if making is not None:
+                at_the_end.callback(making.stop)
             engines = None
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
@@ -149,7 +150,7 @@ class Session:
                 worker = start_chooser(directory, self._device, self._ambient)
                 at_the_end.callback(worker.kill)
                 engines = partial(self._engines, worker, preparation.meanwhile)
-            return Search(
+            result = Search(
                 self.workload,
                 preparation,
                 available=available,
@@ -160,6 +161,10 @@ class Session:
                 choose_engines=engines,
                 choose_stem=partial(self._stem, directory),
             ).run()
+            if making is not None and not result.interrupted:
+                with suppress(KeyboardInterrupt):  # the result is there
+                    making.finish(_FINISH_S)
+            return result
 
     def _engines(
         self,
@@ -239,6 +244,10 @@ class Session:
         """Processes to start ahead; on few cores they would keep the untouched workload waiting."""
         slots = self._slots()
         return slots // 2 if slots >= 4 else 0
+
+    def _has_time_for_host_code(self) -> bool:
+        """Whether calls may be short enough to gain by it, and a core is left to compile it."""
+        return torch.device(self._device).type == "cuda" and self._early() > 0
 
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker: those that compile side by side share cores."""
