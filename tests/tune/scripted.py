@@ -260,10 +260,11 @@ def make_search(
     slots: int = 2,
     choose_engines: Any = None,
     choose_stem: Any = None,
+    device: str = "cpu",
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or Options(), watcher or Silent()
-    preparation = Preparation(stage, "cpu", {}, options, watcher)
+    preparation = Preparation(stage, device, {}, options, watcher)
     return Search(
         workload(),
         preparation,

@@ -68,7 +68,9 @@ def test_most_of_the_budget_is_for_exploring_however_slow_the_workload():
     assert budget.left_to_explore() > 30.0
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cuda", 18.0), ("cpu", 33.0), ("mps", 33.0)])
+@pytest.mark.parametrize(
+    ("device", "seconds"), [("cuda", 18.0), ("cuda:1", 18.0), ("cpu", 33.0), ("mps", 33.0)]
+)
 def test_a_compiler_is_expected_to_be_quicker_where_a_gpu_is_tuned(device, seconds):
     budget = Budget(60.0, lambda: 0.0, device)
     budget.shape = BlockShape(8, 1.0)

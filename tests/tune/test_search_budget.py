@@ -157,3 +157,12 @@ def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
     fast.set_up = msgspec.structs.replace(fast.set_up, warm_up=slow)
     assert quick_s < search._field.screening_s([fast]) < 1.2 * quick_s
     assert search._field.screening_s([]) == 0.0
+
+
+@pytest.mark.parametrize(("device", "begun"), [("cuda:0", True), ("cpu", False)])
+def test_compilers_are_expected_to_be_as_quick_as_on_the_device_of_the_search(device, begun):
+    # Workloads lie on the CPU until a worker moves them.
+    frozen = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
+    stage = Stage({(frozen,): Act(1 * MS, setup_s=10.0)})
+    make_search(stage, [frozen], Options(budget_s=27), device=device).run()
+    assert ((frozen,) in [candidate for _, candidate in stage.events]) == begun

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
+import torch
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
@@ -35,7 +36,7 @@ class Budget:
     Args:
         seconds: in all, by the wall clock.
         now: seconds on a monotonic clock.
-        device: type of the device that candidates are compiled for.
+        device: that candidates are compiled for, as a torch device string.
 
     Attributes:
         shape: of a block; known once the untouched workload was timed.
@@ -44,7 +45,8 @@ class Budget:
 
     def __init__(self, seconds: float, now: Callable[[], float], device: str = "cpu") -> None:
         self.seconds = seconds
-        self._compile_s = _COMPILE_CUDA_S if device == "cuda" else _COMPILE_S
+        on_gpu = torch.device(device).type == "cuda"
+        self._compile_s = _COMPILE_CUDA_S if on_gpu else _COMPILE_S
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
         self._now, self._start = now, now()

@@ -54,6 +54,9 @@ class Preparation:
         watcher: is told how it goes.
         early: how many processes to start for candidates while the untouched workload is set up.
             They import PyTorch meanwhile, and load nothing: memory is that workload's.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Preparation:
         watcher: Watcher,
         early: int = 0,
     ) -> None:
-        self._launch, self._device, self._ambient = launch, device, ambient
+        self._launch, self.device, self._ambient = launch, device, ambient
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
@@ -90,9 +93,9 @@ class Preparation:
         reference = self._started("reference")
         trial = self._new_trial(())
         worker = trial.worker
-        reference.send("load", device=self._device, ambient=self._ambient)
+        reference.send("load", device=self.device, ambient=self._ambient)
         self._idle = [self._started() for _ in range(self._early)]
-        worker.call("load", remaining(), device=self._device, ambient=self._ambient)
+        worker.call("load", remaining(), device=self.device, ambient=self._ambient)
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         trial.stage = "timing"
         reference.receive(remaining())
@@ -194,7 +197,7 @@ class Preparation:
         while self._waiting and len(live) < self._slots:
             trial = self._new_trial(*self._waiting.pop(0))
             self.under_way.append(trial)
-            trial.worker.send("load", device=self._device, ambient=self._ambient)
+            trial.worker.send("load", device=self.device, ambient=self._ambient)
             live.append(trial)
         wait_any([*(trial.worker for trial in live), *also], 0.25)
         self._watcher.tick()

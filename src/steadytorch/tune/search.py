@@ -85,7 +85,7 @@ class Search:
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._budget = Budget(options.budget_s, now, workload.device.type)
+        self._budget = Budget(options.budget_s, now, preparation.device)
         self._rng = Random(options.seed)
         self._field = Field(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
