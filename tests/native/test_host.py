@@ -166,7 +166,7 @@ def test_tensors_of_other_classes_are_looked_at_in_python():
     model = network()
     model[0].register_buffer("own", torch.ones(2).as_subclass(Own))
     weights = remembered(model)
-    assert weights.interpreted_for == "tensors of classes of their own"
+    assert weights.interpreted_for == "weights that are no plain tensors"
     assert not weights.changed()
     model[0].own.add_(1)
     assert weights.changed()

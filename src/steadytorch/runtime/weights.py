@@ -72,7 +72,7 @@ class Weights:
             compiled, self.interpreted_for = load()
             if compiled is not None:
                 differs = _compiled(compiled, tensors, [*registries, *links], attributes)
-                self.interpreted_for = "" if differs else "tensors of classes of their own"
+                self.interpreted_for = "" if differs else "weights that are no plain tensors"
         self.changed = _with_hooks(
             differs or _interpreted(tensors, self._contents, registries, links, attributes)
         )
@@ -95,7 +95,7 @@ def _compiled(
     dictionaries: list[dict[str, Any]],
     attributes: list[dict[str, Any]],
 ) -> Callable[[], bool] | None:
-    """The comparison by compiled code; None for tensors of classes that have a say in Python."""
+    """The comparison by compiled code; None for others than plain tensors with a storage."""
     traits = module.traits(tuple(tensors))
     if traits is None:
         return None
