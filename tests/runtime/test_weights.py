@@ -14,6 +14,12 @@ ON_OUTPUTS = module.register_module_forward_hook
 pytestmark = pytest.mark.usefixtures("host_way")
 
 
+def countless():
+    """A parameter without a version that writes could raise."""
+    with torch.inference_mode():
+        return nn.Parameter(torch.ones(2), requires_grad=False)
+
+
 @pytest.fixture
 def model():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)).eval()
@@ -29,6 +35,14 @@ def weights(model):
 def test_an_untouched_model_has_not_changed(model, weights):
     model(torch.ones(3, 2))
     model.zero_grad()
+    model[0].weight.requires_grad_(False)
+    assert not weights.changed()
+
+
+def test_hooks_that_stand_in_another_order_than_they_were_added_in_are_no_change(model, weights):
+    model[0].register_forward_hook(lambda *given: None)
+    model[0].register_forward_hook(lambda *given: None, prepend=True)
+    weights.remember()
     assert not weights.changed()
 
 
@@ -45,6 +59,12 @@ def test_an_untouched_model_has_not_changed(model, weights):
         lambda model: model.append(nn.ReLU()),
         lambda model: model.pop(2),
         lambda model: model[1].register_buffer("more", torch.ones(1)),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: torch.utils.swap_tensors(model[0].bias, nn.Parameter(torch.ones(2))),
+        lambda model: torch.utils.swap_tensors(model[0].bias.requires_grad_(False), countless()),
+        lambda model: model._modules.update(a=model._modules.pop("0")),
+        lambda model: model[0].register_forward_hook(lambda *given: None),
+        lambda model: model[2].register_forward_pre_hook(lambda *given: None),
         lambda model: model[1].train(),
         lambda model: delattr(model[1], "training"),
         lambda model: model[0]._parameters.update(offset=model[0]._parameters.pop("bias")),

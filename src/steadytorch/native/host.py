@@ -169,6 +169,9 @@ def _path() -> Path:
 
 def _compiler() -> list[str] | None:
     """The command, with what CXX may add to it."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation without an end
+        return None
     known = [chosen] if chosen else [["g++"], ["clang++"]]
     return next((command for command in known if shutil.which(command[0])), None)

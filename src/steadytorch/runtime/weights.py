@@ -132,7 +132,10 @@ def _interpreted(
     modes = [(found, found["training"]) for found in attributes]
 
     def differs() -> bool:
-        if [*map(version, written)] != versions or [*map(place, written)] != places:
+        try:
+            if [*map(version, written)] != versions or [*map(place, written)] != places:
+                return True
+        except RuntimeError:  # one that has neither was swapped in
             return True
         for tensor, needed in gradients:
             if tensor.requires_grad != needed:

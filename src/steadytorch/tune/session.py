@@ -140,7 +140,7 @@ class Session:
                 watcher,
                 self._early(),
             )
-            making = host.begin() if self._has_time_for_host_code() else None
+            making = host.begin() if self._compiles_host_code() else None
             if making is not None:
                 at_the_end.callback(making.stop)
             engines = None
@@ -245,7 +245,7 @@ class Session:
         slots = self._slots()
         return slots // 2 if slots >= 4 else 0
 
-    def _has_time_for_host_code(self) -> bool:
+    def _compiles_host_code(self) -> bool:
         """Whether calls may be short enough to gain by it, and a core is left to compile it."""
         return torch.device(self._device).type == "cuda" and self._early() > 0
 
