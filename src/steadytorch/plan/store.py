@@ -137,7 +137,7 @@ class Store:
         except FileNotFoundError:
             return self._nearest(key)
         except (OSError, ValueError) as error:
-            return Miss(f"plan file {path} was refused: {why(error)}")
+            return Miss(f"plan file {clean(path)} was refused: {why(error)}")
 
     def put(self, key: Key, payload: Any) -> Path | None:
         """Stores a payload, a msgspec struct, in place of any other under the same key.
@@ -178,7 +178,7 @@ class Store:
             except (OSError, ValueError) as error:
                 if isinstance(error, FileExistsError) and not replace:
                     raise
-                self.trouble = f"{self.root} cannot be written: {why(error)}"
+                self.trouble = f"{clean(self.root)} cannot be written: {why(error)}"
         self._in_memory[key.digest] = data
         if self.trouble and not self._warned:
             self._warned = True
@@ -218,7 +218,9 @@ class Store:
         found = [e for e in entries if plan_id and e.path.stem.startswith(plan_id.lower())]
         if len(found) != 1:
             known = f"{len(found)} plans" if found else "no plan"
-            raise PlanError(f"{known} with id {plan_id!r} in {self.root}: see steady plans list")
+            raise PlanError(
+                f"{known} with id {plan_id!r} in {clean(self.root)}: see steady plans list"
+            )
         return found[0]
 
     def quarantined(self) -> list[Path]:
@@ -237,13 +239,13 @@ class Store:
         path = absolute(Path(path))
         inside = _is_environment(path.parent.name) or path.parent.name == QUARANTINE
         if not inside or path.suffix != ".json" or path.parent.parent != self.root:
-            return f"{clean(path)} is not a plan of the store {self.root}: see its list of plans"
+            return f"{clean(path)} is not a plan of the store {clean(self.root)}: see its list"
         try:
             with open_folder(path.parent) as folder:
                 drop_bundle(path.stem, folder)
                 os.unlink(path.name, dir_fd=folder)
         except (OSError, ValueError) as error:
-            return f"{path} was not removed: {why(error)}"
+            return f"{clean(path)} was not removed: {why(error)}"
         return None
 
     def _path_of(self, key: Key) -> Path | None:
@@ -263,7 +265,7 @@ class Store:
         except BrokenError as fault:
             reason, seen, others = str(fault), fault.seen, ()
         fate = self._quarantine(folder, path, seen)
-        return Miss(f"plan file {path} {reason}; {fate}", others)
+        return Miss(f"plan file {clean(path)} {reason}; {fate}", others)
 
     def _quarantine(self, folder: int, path: Path, seen: os.stat_result | None) -> str:
         """Moves a file aside; returns what became of it, as a clause."""
