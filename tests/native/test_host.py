@@ -236,6 +236,26 @@ def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing(bare, hangin
     making.stop()  # once more does no harm
 
 
+def test_it_is_told_whether_a_compiler_is_through(hanging, compiler):
+    making, _ = hanging
+    assert not making.is_through(0.01)
+    making.stop()
+    assert making.is_through(0)
+
+
+def test_it_is_missing_where_it_is_not_and_can_be_made(bare, compiler, native_caches, monkeypatch):
+    compiler("")
+    assert host.is_missing()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not host.is_missing()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_caches))
+    assert not host.is_missing()
+    monkeypatch.setattr(host, "_loaded", None)
+    monkeypatch.setattr(host, "cache_folder", lambda name: None)
+    assert not host.is_missing()
+
+
 def test_a_compiler_that_a_signal_ended_has_not_failed(bare, compiler):
     compiler("kill -TERM $$")
     making = host.begin()

@@ -56,7 +56,7 @@ def _why_missing(path: Path) -> str:
         return f"its compiler failed, see {log}"
     if _compiler() is None:
         return "not compiled for this PyTorch, and there is no C++ compiler"
-    return "not compiled for this PyTorch yet: a search on a GPU does it"
+    return "not compiled for this PyTorch yet: a search does it"
 
 
 def _imported(path: Path) -> ModuleType:
@@ -109,6 +109,12 @@ class Making:
         with suppress(OSError):
             os.setpriority(os.PRIO_PGRP, self._process.pid, _LEAST_URGENT)
 
+    def is_through(self, seconds: float) -> bool:
+        """Whether the compiler has ended, waiting so long for it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
     def finish(self, seconds: float) -> bool:
         """Waits for the compiler so long, ends it where it is not through, and keeps what it made.
 
@@ -138,6 +144,13 @@ class Making:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def is_missing() -> bool:
+    """Whether it is not there, or of no use, and could be made."""
+    with suppress(OSError):
+        return _path() is not None and load()[0] is None and _compiler() is not None
+    return False
 
 
 def begin() -> Making | None:

@@ -28,6 +28,7 @@ from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
+from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
@@ -36,8 +37,7 @@ from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
-_FINISH_S = 10.0
-"""For a compiler of host code that is not through when the search is."""
+_FINISH_S = 10.0  # for a compiler of host code that is not through by then
 
 
 class Silent:
@@ -126,7 +126,9 @@ class Session:
         Raises:
             UsageError: the workload itself fails, or the budget is too small to measure it.
         """
-        watcher = watcher or Silent()
+        watcher, options = watcher or Silent(), self.options
+        reserved_s = reserve_s(self._device, options.budget_s)
+        options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         available, not_applicable = self._options_that_apply()
         with ExitStack() as at_the_end:
             directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
@@ -136,7 +138,7 @@ class Session:
                 WorkerLauncher(directory, self._memory_limit(), self._compile_threads()),
                 self._device,
                 self._ambient,
-                self.options,
+                options,
                 watcher,
                 self._early(),
             )
@@ -155,15 +157,18 @@ class Session:
                 preparation,
                 available=available,
                 not_applicable=not_applicable,
-                options=self.options,
+                options=options,
                 watcher=watcher,
                 slots=self._slots(),
                 choose_engines=engines,
                 choose_stem=partial(self._stem, directory),
             ).run()
-            if making is not None and not result.interrupted:
+            if not result.interrupted:
                 with suppress(KeyboardInterrupt):  # the result is there
-                    making.finish(_FINISH_S)
+                    if reserved_s:
+                        compile_now(reserved_s + _FINISH_S, watcher)
+                    elif making is not None:
+                        making.finish(_FINISH_S)
             return result
 
     def _engines(
@@ -246,17 +251,13 @@ class Session:
         return slots // 2 if slots >= 4 else 0
 
     def _compiles_host_code(self) -> bool:
-        """Whether calls may be short enough to gain by it, and a core is left to compile it."""
+        """Whether calls may be short enough to gain by it, and a core of a GPU's host is left."""
         return torch.device(self._device).type == "cuda" and self._early() > 0
 
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker: those that compile side by side share cores."""
-        each = max(1, (self.facts.cores_logical or 1) // COMPILING)
-        return {
-            "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
-                "TORCHINDUCTOR_COMPILE_THREADS", str(each)
-            )
-        }
+        name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
+        return {name: os.environ.get(name, str(max(1, cores // COMPILING)))}
 
     def _memory_limit(self) -> int:
         """Host memory per worker: most of what is available now, so that none takes the machine."""
