@@ -54,8 +54,6 @@ BESIDES = {
     },
     # Two programs take turns on the GPU, and kernels are interrupted.
     "neighbour-process": {"slow-kernels"},
-    # A collection that waits for its core lasts longer: not all of the wait is told apart.
-    "cpu-contention": {"gc-pause"},
 }
 """What the same cause brings about besides, and the example's docstring or documentation says."""
 OF_RATIOS = frozenset({"idle-ramp", "input-pipeline", "memory-bound"})

@@ -140,7 +140,7 @@ def test_a_search_on_a_gpu_compiles_host_code_and_waits_for_it_in_the_end(search
     compiler = Compiler()
     result, began = searched(compiler, _found)
     assert (result.interrupted, result.budget_s, began) == (False, LONG_S, 1)
-    assert [each[0] for each in compiler.asked] == ["finish", "s"]
+    assert compiler.asked == [("finish", 10.0), "stop"]
 
 
 def test_a_search_on_a_cpu_does_it_in_time_that_it_leaves(searched):

@@ -32,6 +32,7 @@ def test_a_collection_that_waits_for_a_core_is_not_to_blame():
         return lambda at: share * at
 
     assert rule(_with_collections(30 * MS, 100, device="cpu", wait_ns=waiting(0.99))) == ()
+    assert rule(_with_collections(30 * MS, 100, device="cpu", wait_ns=waiting(0.56))) == ()
     assert the(rule(_with_collections(30 * MS, 100, device="cpu", wait_ns=waiting(0.1)))).id == NAME
 
 

@@ -49,8 +49,8 @@ def _in_samples(samples: Samples) -> Verdict:
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
     own = 2 * spent >= int(announced[within].sum())  # and not the wait for a core, for the most
-    stands_out = own and varies is not None and varies >= LEAST_VARIANCE
-    if not stands_out and not (samples.host_bound and share >= LEAST_SHARE):
+    stands_out = varies is not None and varies >= LEAST_VARIANCE
+    if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
         return ()
     step = samples.median_ns / samples.group
     cost = round(spent / samples.steps if samples.host_bound else samples.excess_ns(places))
