@@ -122,6 +122,13 @@ def contended(result: Explanation) -> bool:
     return found is not None and found.cost_ns > CONTENDED * result.measured.median_ns
 
 
+def lost_s(result: Explanation) -> float:
+    """What contention cost in the second of measuring, in seconds; 0 where it was not found."""
+    found = next((f for f in result.findings if f.id == "cpu-contention"), None)
+    assert result.measured is not None
+    return 0.0 if found is None else found.cost_ns / result.measured.mean_ns
+
+
 def could_not_tell(finding: str, result: Explanation) -> str | None:
     """Why the rule abstained; None where it could tell."""
     return next((a.why for a in result.abstained if a.rule == finding), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -78,6 +79,13 @@ def explained(of_one_thread):
         yield explain
 
 
+@pytest.fixture
+def stolen_s():
+    """Tells the seconds that other virtual machines took since the test began, as Linux counts."""
+    began = psutil.cpu_times()
+    return lambda: getattr(psutil.cpu_times(), "steal", 0.0) - getattr(began, "steal", 0.0)
+
+
 def as_expected(finding, result, expected):
     """Skips where others had the cores, and the outcome is one that this brings about."""
     sensitive = finding in provoked.OF_RATIOS or finding == "cpu-contention"
@@ -96,6 +104,8 @@ def test_the_slow_workload_provokes_its_finding_alone(explained, finding):
 
 
 @pytest.mark.parametrize("finding", provoked.ON_CPU)
-def test_the_mended_workload_does_not_have_it(explained, finding):
+def test_the_mended_workload_does_not_have_it(explained, stolen_s, finding):
     result = explained(finding, "mended")
+    if finding == "cpu-contention" and 0 < provoked.lost_s(result) <= stolen_s():
+        pytest.skip("other virtual machines took as much of the cores as `cpu-contention` says")
     assert as_expected(finding, result, False), provoked.told(result)
