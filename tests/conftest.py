@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import shutil
 import sys
 import warnings
@@ -87,15 +89,37 @@ def keep_unmeasured() -> Callable[[Session, Candidate], Plan]:
     return keep
 
 
+def _made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first process of these tests to ask for it fills; the others wait."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            make(folder)
+            (folder / "whole").touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def _kept_once(tmp_path_factory: pytest.TempPathFactory, keep_unmeasured: Any) -> Path:
+    """The file of the plan; its bundle and its package lie beside it."""
+
+    def keep(folder: Path) -> None:
+        path = _kept_in(folder / "plans", keep_unmeasured)
+        (folder / "path").write_text(os.fspath(path))
+
+    return Path((_made_once(tmp_path_factory, "kept", keep) / "path").read_text())
+
+
+def _kept_in(store: Path, keep_unmeasured: Any) -> Path:
     from steadytorch import transforms
     from steadytorch.device.facts import load_facts
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
 
-    store = tmp_path_factory.mktemp("kept") / "plans"
     text = "fold_batch_norm + channels_last + compile(default, freezing)"
     chosen = transforms.parse(text, load_facts("cpu"))
     session = Session(Workload(_model(), (torch.ones(1, 3, 8, 8),)), Options(), "cpu", store)
@@ -123,11 +147,13 @@ def native_caches(tmp_path_factory) -> Path:
     """A folder of caches with the compiled code of the host; making it takes some ten seconds."""
     if host._compiler() is None:
         pytest.skip("there is no C++ compiler to make the host's code with")
-    folder = tmp_path_factory.mktemp("native")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        assert host.Making().finish(200)
-    return folder
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(folder))
+            assert host.Making().finish(200)
+
+    return _made_once(tmp_path_factory, "native", make)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ BLOCK_S = 120.0
 def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: Random) -> None:
     """Fills the arms' blocks: paired rounds within half of the time, then samples for p99.
 
+    Where the other half is too short for the p99 of any, it goes to further rounds.
+
     Args:
         arms: those that failed are passed by, and one that fails meanwhile is out from there on.
         metrics: the first is the one whose p99 is asked for.
@@ -41,9 +43,10 @@ def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: R
     base_ns = min((arm.typical_ns for arm in live if arm.option == OURS), default=0.0)
     base_ns = base_ns or min((arm.typical_ns for arm in live), default=0.0)
     near = [arm for arm in live if arm.typical_ns <= NEAR * base_ns]
+    rounds_s = seconds / 2 if affordable(near, metrics[0], seconds / 2) else seconds
     start = time.monotonic()
     for number in range(LOOKS[-1]):
-        if number >= LOOKS[0] and time.monotonic() - start > seconds / 2:
+        if number >= LOOKS[0] and time.monotonic() - start > rounds_s:
             break
         taking_part = live if number < LOOKS[0] else near
         for metric in metrics if number < LOOKS[0] or number % 2 == 0 else metrics[:1]:

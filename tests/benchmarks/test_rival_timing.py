@@ -121,3 +121,24 @@ def test_one_that_dies_alone_has_what_it_was_asked_before():
     found[0].worker.dies_after = len(found[0].worker.asked) + 1
     rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"))
     assert [*found[0].alone] == ["period"]
+
+
+class Clocked(Scripted):
+    """One whose blocks take the time that they tell, by a clock of its own."""
+
+    now_s = 0.0
+
+    def call(self, method, deadline_s, metric, count):
+        times = super().call(method, deadline_s, metric, count)
+        Clocked.now_s += 1e-9 * sum(times)
+        return times
+
+
+def test_time_too_short_for_the_p99_of_any_goes_to_rounds(monkeypatch):
+    monkeypatch.setattr(Clocked, "now_s", 0.0)
+    monkeypatch.setattr(rival_timing.time, "monotonic", lambda: Clocked.now_s)
+    slow = {"steadytorch": 60e6, "near": 66e6}
+    found = timed([Arm(n, Clocked(ns), stage="ready") for n, ns in slow.items()], ["period"])
+    assert Clocked.now_s > 19.0
+    a_round_s = 5 * (60e6 + 66e6) * 1e-9
+    assert len(found["near"].blocks["period"]) >= 18.0 / a_round_s

@@ -13,6 +13,8 @@ from steadytorch.explain.rules import REGISTRY
 
 from . import provoked
 
+pytestmark = pytest.mark.alone
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 
 
