@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev  # what must have the machine to itself, then a file per core
 	$(BIN)/python -m pytest -m alone
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not alone"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

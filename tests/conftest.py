@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.device.host import usable_logical_cores
 from steadytorch.native import host
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.runtime import module as tuned_module
@@ -54,6 +55,12 @@ if _CONTRACT not in sys.modules:
     assert _spec.loader is not None
     sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[_CONTRACT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a container may have a few of the machine's cores."""
+    return min(8, usable_logical_cores())
 
 
 def _model() -> nn.Module:
