@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import rival_timing
 from rival_arms import Arm
@@ -136,7 +137,10 @@ class Clocked(Scripted):
 
 def test_time_too_short_for_the_p99_of_any_goes_to_rounds(monkeypatch):
     monkeypatch.setattr(Clocked, "now_s", 0.0)
-    monkeypatch.setattr(rival_timing.time, "monotonic", lambda: Clocked.now_s)
+    clock = SimpleNamespace(
+        monotonic=lambda: Clocked.now_s, perf_counter_ns=lambda: round(1e9 * Clocked.now_s)
+    )
+    monkeypatch.setattr(rival_timing, "time", clock)
     slow = {"steadytorch": 60e6, "near": 66e6}
     found = timed([Arm(n, Clocked(ns), stage="ready") for n, ns in slow.items()], ["period"])
     assert Clocked.now_s > 19.0

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+from steadytorch.explain.finding import Finding
 from steadytorch.explain.result import Explanation
 from steadytorch.explain.session import explain
 from steadytorch.workload.loading import load_workload
@@ -115,18 +116,30 @@ def told(result: Explanation) -> str:
     return "\n".join(f"{f.id}: {f.title}; {'; '.join(f.evidence)}" for f in result.findings)
 
 
+def _contention(result: Explanation) -> Finding | None:
+    return next((f for f in result.findings if f.id == "cpu-contention"), None)
+
+
 def contended(result: Explanation) -> bool:
     """Whether other programs took so much of the cores that ratios of times say little."""
-    found = next((f for f in result.findings if f.id == "cpu-contention"), None)
+    found = _contention(result)
     assert result.measured is not None
     return found is not None and found.cost_ns > CONTENDED * result.measured.median_ns
 
 
-def lost_s(result: Explanation) -> float:
-    """What contention cost in the second of measuring, in seconds; 0 where it was not found."""
-    found = next((f for f in result.findings if f.id == "cpu-contention"), None)
+def stolen_s(result: Explanation, cores: int) -> float | None:
+    """Seconds of all cores, of the one of measuring, that others took; None where it is not that.
+
+    That is contention whose cost is the time that other virtual machines are said to have taken.
+    """
+    found = _contention(result)
     assert result.measured is not None
-    return 0.0 if found is None else found.cost_ns / result.measured.mean_ns
+    if found is None:
+        return None
+    share = found.title.removeprefix("cores are contended: ").partition(" of the time")[0]
+    if f"other virtual machines took {share} of all cores' time" not in found.evidence:
+        return None
+    return cores * found.cost_ns / result.measured.mean_ns
 
 
 def could_not_tell(finding: str, result: Explanation) -> str | None:
