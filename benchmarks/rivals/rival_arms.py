@@ -97,7 +97,7 @@ def start_all(
     names = [*([OURS] if plan is not None else []), *options]
     reference = Arm(REFERENCE, Worker(TUNING_HANDLER, directory, REFERENCE))
     arms = [
-        Arm(name, Worker(HANDLER, directory, f"arm-{i}", _environment(name, i, options, directory)))
+        Arm(name, Worker(HANDLER, directory, f"arm-{i}", _environment(name, options, directory)))
         for i, name in enumerate(names)
     ]
     try:
@@ -119,14 +119,14 @@ def start_all(
     return arms
 
 
-def _environment(name: str, number: int, options: Sequence[str], directory: Path) -> dict[str, str]:
-    """A compiler cache of its own, and its part of the cores."""
+def _environment(name: str, options: Sequence[str], directory: Path) -> dict[str, str]:
+    """A compiler cache of the option's own, and its part of the cores."""
     cores = len(os.sched_getaffinity(0))
     compiled = sum(map(compiles, options)) + 1
     # Twice as many as there are cores: compilers wait for each other's results most of the time.
     threads = cores // 2 if AUTOTUNED in name else 2 * cores // compiled
     return {
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / f"cache-{number}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / f"cache-{name.replace(' ', '-')}"),
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, threads)),
     }
 

@@ -79,6 +79,8 @@ def effect(judgement: dict[str, Any] | None) -> str:
     text = f"{100 * judgement['estimate']:+.1f} %"
     if judgement["low"] is not None:
         text += f" ({100 * judgement['low']:+.1f} to {100 * judgement['high']:+.1f})"
+    if "processes" in judgement:
+        text += f", {judgement['processes']} processes"
     return text
 
 
@@ -201,7 +203,9 @@ def markdown(document: Document) -> str:
         "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64: "
         f"over {WRONG:.0%} there is no result to use, and the option is nobody's rival. p99 is "
         "shown from 1,000 independent samples on. What is said of one alone was timed after all "
-        "others but the best had ended, a second for each metric without a change of processes.",
+        "others but the best had ended, a second for each metric without a change of processes. "
+        "Where a number of processes stands beside an effect, ours and the rival were set up anew "
+        "in so many: the effect is of one estimate per process, and the period is their median.",
         "",
         *table(ROWS, map(row_cells, document["rows"])),
         "",

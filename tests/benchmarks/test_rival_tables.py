@@ -99,3 +99,8 @@ def test_wrong_results_are_called_so():
     right, wrong = (row("a:1", "fp16 compile", 1.0, error=error) for error in (6.4e-4, 1.0))
     assert "6.4e-04" in rival_tables.row_cells(right)
     assert "1.0e+00, wrong" in rival_tables.row_cells(wrong)
+
+
+def test_a_verdict_over_processes_says_how_many():
+    claim = {**judgement(-0.02), "processes": 5, "claim": "machine"}
+    assert rival_tables.effect(claim) == "-2.0 % (-3.0 to -1.0), 5 processes"

@@ -16,10 +16,9 @@ from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.trial.worker import SetUp
-from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Silent
 from steadytorch.tune.verdict import OutputError, Reference, Verification
 from steadytorch.tune.worker import Character
 from steadytorch.workload.workload import Workload

@@ -77,3 +77,13 @@ def test_a_compiler_is_expected_to_be_quicker_where_a_gpu_is_tuned(device, secon
     compiled = (TransformSpec("compile", (("mode", "default"),)),)
     assert budget.expected_setup_s(compiled, []) == pytest.approx(seconds, abs=0.1)
     assert budget.expected_setup_s((), []) == pytest.approx(7.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("began", "spent_s"), [(None, 3.0), (-5.0, 8.0)])
+def test_what_came_before_the_budget_was_known_may_be_counted(began, spent_s):
+    times = iter([0.0])
+    budget = Budget(60.0, lambda: next(times, 3.0), began=began)
+    if began is not None:
+        next(times)
+    assert budget.spent() == spent_s
+    assert budget.remaining() == 60.0 - spent_s

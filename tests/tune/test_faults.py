@@ -14,10 +14,9 @@ from steadytorch import transforms
 from steadytorch.process.worker import Worker
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.trial.worker import save_payload
-from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Silent
 from steadytorch.workload.workload import Workload
 
 QUICK = TransformSpec("quick")

@@ -13,11 +13,11 @@ from steadytorch.process.worker import Worker
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Session, Silent
+from steadytorch.tune.session import Session
 
 HONEST = TransformSpec("trained_as", (("kind", "honest"),))
 ENDS = {

@@ -14,11 +14,13 @@ from scripted import (
 )
 
 from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import prepare
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError
 
+COMPILED = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
 SINGLES = [(EAGER,), (FOLD,), (GC,), (LAYOUT,)]
 
 
@@ -296,3 +298,48 @@ def test_another_takes_the_place_of_one_that_died_while_it_waited():
     trials = preparation.prepare([(EAGER,), (GC,)], 2, 60.0, 1)
     assert [trial.worker.name for trial in trials] == ["trial-3", "trial-4"]
     assert all(trial.ok for trial in trials)
+
+
+def test_processes_start_before_the_workload_is_there_for_them():
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=2)
+    preparation.start()
+    names = [worker.name for worker in stage.workers]
+    assert names == ["reference", "trial-1", "trial-2", "trial-3"]
+    assert stage.exchanges == 0
+    baseline = preparation.baseline(lambda: 60.0)
+    assert [worker.name for worker in stage.workers] == names
+    assert baseline.worker.name == "trial-1"
+
+
+@pytest.mark.parametrize(
+    ("device", "early", "beside"), [("cuda:0", 2, True), ("cuda:0", 0, False), ("cpu", 2, False)]
+)
+def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no_core(
+    device, early, beside
+):
+    asked, send = [], ScriptedWorker.send
+
+    def noted(self, method, **arguments):
+        asked.append((self.name, method))
+        send(self, method, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedWorker, "send", noted)
+        preparation = Preparation(Stage(), device, {}, Options(), Notes(), early=early)
+        preparation.baseline(lambda: 60.0)
+    begun = [method for _, method in asked]
+    assert (begun.index("reference") < begun.index("set_up")) is beside
+    assert asked[-2:] == [("reference", "findings"), ("trial-1", "characterise")]
+
+
+@pytest.mark.parametrize(("slow", "waiting"), [(EAGER, 0), (COMPILED, 2)])
+def test_while_a_compiler_works_processes_start_for_what_comes_next(slow, waiting):
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=2)
+    preparation.baseline(lambda: 60.0)
+    preparation.prepare([(slow,), (GC,)], 2, 60.0, 1)
+    assert len(stage.workers) == 4 + waiting
+    (trial,) = preparation.prepare([(FOLD,)], 2, 60.0, 1)
+    assert trial.worker is stage.workers[4]
+    assert len(stage.workers) == max(5, 4 + waiting)

@@ -21,10 +21,9 @@ from steadytorch.process.worker import Fault
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
-from steadytorch.tune.session import Silent
 from steadytorch.tune.verdict import OutputError
 from steadytorch.tune.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload

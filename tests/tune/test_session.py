@@ -16,8 +16,9 @@ from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.process import worker as processes
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import trial
+from steadytorch.tune.prepare import Silent
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Session, Silent
+from steadytorch.tune.session import Session
 
 QUICK = TransformSpec("quick")
 
@@ -231,6 +232,15 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(
 def test_a_device_that_is_not_there_is_unsupported(tmp_path):
     with pytest.raises(UnsupportedError, match="cuda"):
         tune(_workload(), device="cuda", store=tmp_path)
+
+
+def test_processes_that_were_started_for_what_cannot_be_sent_to_them_are_gone(tmp_path):
+    workload = _workload()
+    workload.model.held = (line for line in ())
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(UsageError, match="cannot be sent to a worker process"):
+        Session(workload, Options(), store=tmp_path).search(Silent())
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_every_option_is_offered_or_refused_with_a_reason(tmp_path):

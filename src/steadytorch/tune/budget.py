@@ -37,19 +37,26 @@ class Budget:
         seconds: in all, by the wall clock.
         now: seconds on a monotonic clock.
         device: that candidates are compiled for, as a torch device string.
+        began: when the time began, on that clock; None for now.
 
     Attributes:
         shape: of a block; known once the untouched workload was timed.
         fastest_ns: an iteration of the fastest candidate; None until one was timed.
     """
 
-    def __init__(self, seconds: float, now: Callable[[], float], device: str = "cpu") -> None:
+    def __init__(
+        self,
+        seconds: float,
+        now: Callable[[], float],
+        device: str = "cpu",
+        began: float | None = None,
+    ) -> None:
         self.seconds = seconds
         on_gpu = torch.device(device).type == "cuda"
         self._compile_s = _COMPILE_CUDA_S if on_gpu else _COMPILE_S
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
-        self._now, self._start = now, now()
+        self._now, self._start = now, now() if began is None else began
 
     def spent(self) -> float:
         """Seconds since the search began."""

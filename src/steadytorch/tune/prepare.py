@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import torch
 
 from steadytorch.explain.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.moves import describe, suggested_by
+from steadytorch.tune.moves import compiles, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.verdict import Reference, decide
@@ -43,6 +44,22 @@ class Watcher(Protocol):
         ...
 
 
+class Silent:
+    """A watcher that shows nothing."""
+
+    def phase(self, message: str) -> None:
+        """Ignored."""
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """Ignored."""
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """Ignored."""
+
+    def tick(self) -> None:
+        """Ignored."""
+
+
 class Preparation:
     """Starts workers and takes them through loading, set-up and verification.
 
@@ -52,8 +69,9 @@ class Preparation:
         ambient: the caller's process-wide settings, which the workers take over.
         options: what the user asks.
         watcher: is told how it goes.
-        early: how many processes to start for candidates while the untouched workload is set up.
-            They import PyTorch meanwhile, and load nothing: memory is that workload's.
+        early: how many processes to start before a candidate needs them: while the untouched
+            workload is set up, and whenever a compiler is set to work. They import PyTorch
+            meanwhile, and load nothing. Where there are any, cores are not short.
 
     Attributes:
         device: as given.
@@ -72,6 +90,7 @@ class Preparation:
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
+        self._for_reference: Worker | None = None
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
         self.character: Character | None = None
@@ -84,23 +103,38 @@ class Preparation:
         self._waiting: list[tuple[Candidate, float]] = []
         self._slots = 1
 
+    def start(self) -> None:
+        """Starts the first processes: they import PyTorch while the caller sees to other things.
+
+        `baseline` does it where this was not called before.
+        """
+        if self._for_reference is None:
+            self._for_reference = self._started("reference")
+            self._refill(1 + self._early)
+
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload, and in a process of its own the reference for all others.
 
         Raises:
             WorkerFault: the workload itself fails, or time ran out.
         """
-        reference = self._started("reference")
-        trial = self._new_trial(())
-        worker = trial.worker
-        reference.send("load", device=self.device, ambient=self._ambient)
-        self._idle = [self._started() for _ in range(self._early)]
-        worker.call("load", remaining(), device=self.device, ambient=self._ambient)
+        self.start()
+        reference, trial = self._for_reference, self._new_trial(())
+        assert reference is not None
+        worker, seed = trial.worker, self._options.seed
+        for each in (reference, worker):
+            each.send("load", device=self.device, ambient=self._ambient)
+        reference.receive(remaining())
+        # On a CPU both take every core: what one of them times would be of the other, too.
+        beside = self._early > 0 and torch.device(self.device).type != "cpu"
+        if beside:
+            reference.send("reference", seed=seed)
+        worker.receive(remaining())
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         trial.stage = "timing"
-        reference.receive(remaining())
-        found = reference.call("reference", remaining(), seed=self._options.seed)
-        self.reference = msgspec.convert(found, Reference)
+        if not beside:
+            reference.send("reference", seed=seed)
+        self.reference = msgspec.convert(reference.receive(remaining()), Reference)
         self.findings = self._explained(reference, remaining())
         reference.kill()
         character = worker.call("characterise", remaining())
@@ -174,6 +208,8 @@ class Preparation:
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
+        if any(compiles(trial.candidate) for trial in self._begin_waiting()):
+            self._refill(self._early)  # they are up long before the compiler is through
         while self._waiting or self._unfinished():
             self._tend([], others)
             if is_late():
@@ -193,17 +229,28 @@ class Preparation:
 
     def _tend(self, also: Sequence[Worker], others: int) -> None:
         """Starts what there is room for, and takes the answers that are there after a moment."""
+        self._begin_waiting()
         live = self._unfinished()
-        while self._waiting and len(live) < self._slots:
-            trial = self._new_trial(*self._waiting.pop(0))
-            self.under_way.append(trial)
-            trial.worker.send("load", device=self.device, ambient=self._ambient)
-            live.append(trial)
         wait_any([*(trial.worker for trial in live), *also], 0.25)
         self._watcher.tick()
         for trial in live:
             if trial.worker.ready() or trial.worker.overdue(trial.deadline_s):
                 self._advance(trial, crowded=others + len(self._unfinished()) > 1)
+
+    def _begin_waiting(self) -> list[LiveTrial]:
+        """Starts those that wait, as far as there is room; returns them."""
+        room = max(0, self._slots - len(self._unfinished()))
+        taken, self._waiting = self._waiting[:room], self._waiting[room:]
+        begun = [self._new_trial(*each) for each in taken]
+        for trial in begun:
+            trial.worker.send("load", device=self.device, ambient=self._ambient)
+        self.under_way += begun
+        return begun
+
+    def _refill(self, count: int) -> None:
+        """Sees to it that so many processes wait for a candidate."""
+        self._idle = [worker for worker in self._idle if worker.alive]
+        self._idle += [self._started() for _ in range(count - len(self._idle))]
 
     def kill_all(self) -> None:
         """Ends every process ever started here."""
@@ -217,8 +264,8 @@ class Preparation:
 
     def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
         self._watcher.trial(describe(candidate), "set-up")
-        self._idle = [worker for worker in self._idle if worker.alive]
-        worker = self._idle.pop(0) if self._idle else self._started()
+        self._refill(1)
+        worker = self._idle.pop(0)
         return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
 
     def _advance(self, trial: LiveTrial, crowded: bool) -> None:

@@ -29,9 +29,9 @@ from steadytorch.process.worker import WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.trial.worker import save_payload
-from steadytorch.tune.prepare import Preparation
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
-from steadytorch.tune.session import Session, Silent
+from steadytorch.tune.session import Session
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
 from steadytorch.tune.verify import INPUT_SETS
 from steadytorch.workload import bundled

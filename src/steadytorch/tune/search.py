@@ -46,7 +46,6 @@ STEM_S = 10.0
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
-
 Chooser = Callable[[Candidate, float], str]
 
 
@@ -65,6 +64,7 @@ class Search:
             convolutions, as the parameter of `cudnn_engines`; asked only where that applies.
         choose_stem: likewise the configuration of a fused stem, as that of `fused_kernels`.
         now: seconds on a monotonic clock.
+        began: when its time began, on that clock; None for now.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class Search:
         choose_engines: Chooser | None = None,
         choose_stem: Chooser | None = None,
         now: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self._workload, self._preparation = workload, preparation
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._budget = Budget(options.budget_s, now, preparation.device)
+        self._budget = Budget(options.budget_s, now, preparation.device, began)
         self._rng = Random(options.seed)
         self._field = Field(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}

@@ -6,6 +6,7 @@ import datetime
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -29,7 +30,7 @@ from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
-from steadytorch.tune.prepare import Preparation, Watcher
+from steadytorch.tune.prepare import Preparation, Silent, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
@@ -38,22 +39,6 @@ from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
 _FINISH_S = 10.0  # for a compiler of host code that is not through by then
-
-
-class Silent:
-    """A watcher that shows nothing."""
-
-    def phase(self, message: str) -> None:
-        """Ignored."""
-
-    def trial(self, label: str, state: str, detail: str = "") -> None:
-        """Ignored."""
-
-    def timed(self, label: str, median_ns: float) -> None:
-        """Ignored."""
-
-    def tick(self) -> None:
-        """Ignored."""
 
 
 class Session:
@@ -126,14 +111,12 @@ class Session:
         Raises:
             UsageError: the workload itself fails, or the budget is too small to measure it.
         """
-        watcher, options = watcher or Silent(), self.options
+        began, watcher, options = time.monotonic(), watcher or Silent(), self.options
         reserved_s = reserve_s(self._device, options.budget_s)
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
-        available, not_applicable = self._options_that_apply()
         with ExitStack() as at_the_end:
             directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
             at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
-            save_payload(self.workload, directory)
             preparation = Preparation(
                 WorkerLauncher(directory, self._memory_limit(), self._compile_threads()),
                 self._device,
@@ -142,9 +125,13 @@ class Session:
                 watcher,
                 self._early(),
             )
+            at_the_end.callback(preparation.kill_all)
+            preparation.start()
+            save_payload(self.workload, directory)
             making = host.begin() if self._compiles_host_code() else None
             if making is not None:
                 at_the_end.callback(making.stop)
+            available, not_applicable = self._options_that_apply()
             engines = None
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
@@ -162,6 +149,7 @@ class Session:
                 slots=self._slots(),
                 choose_engines=engines,
                 choose_stem=partial(self._stem, directory),
+                began=began,
             ).run()
             if not result.interrupted:
                 with suppress(KeyboardInterrupt):  # the result is there
