@@ -167,11 +167,11 @@ def _rows(
     finally:
         for arm in arms:
             arm.worker.kill()
-    if ours is not None and args.processes > 1:
+    if ours is not None and ours.is_live and args.processes > 1:
         tell(f"{args.processes} times in fresh processes: {', '.join(close(rows))}")
         began = time.monotonic()
         started = partial(start_all, plan, close(rows), args.device, folder, entry["cap_s"], tell)
-        over_processes(rows, anew(started, args.processes, METRICS[kind], args.timing, rng))
+        over_processes(rows, anew(started, args.processes, METRICS[kind], args.timing, rng, tell))
         entry["processes_took_s"] = time.monotonic() - began
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
@@ -245,8 +245,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     while waiting:
         start, budget_s = time.monotonic(), budget_of(waiting[0], args.device)
-        expected = START_S + budget_s + (args.cap or BEYOND * budget_s) + args.timing
-        if start - began + (longest or expected) > args.seconds:
+        sets = args.processes if args.processes > 1 else 0
+        once_s = (args.cap or BEYOND * budget_s) + args.timing
+        expected = START_S + budget_s + once_s * (1 + sets)
+        if start - began + max(longest, expected) > args.seconds:
             break
         case = waiting.pop(0)
         tell = partial(_tell, case.name, began)

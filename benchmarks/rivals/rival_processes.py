@@ -13,20 +13,23 @@ from rival_results import Row, best_of, is_wrong, verdict
 from rival_timing import time_all
 
 from steadytorch.measure.race import machine_claim
+from steadytorch.process.worker import WorkerFault
 
 CLOSE = 1.1
 """Rivals within this factor of the best are set up again: any of them may be the best."""
 
 
 def close(rows: Sequence[Row]) -> list[str]:
-    """The rivals that may be the best, by name; none where none was timed."""
-    best = best_of(rows, "period_ms")
+    """The rivals that may be the best by either figure, by name; none where none was timed."""
     timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
-    return [
+    found = [
         row["option"]
+        for figure in ("period_ms", "latency_ms")
+        if (best := best_of(rows, figure)) is not None
         for row in timed
-        if best is not None and not is_wrong(row) and row["period_ms"] <= CLOSE * best["period_ms"]
+        if not is_wrong(row) and row[figure] <= CLOSE * best[figure]
     ]
+    return [*dict.fromkeys(found)]
 
 
 def anew(
@@ -35,8 +38,11 @@ def anew(
     metrics: Sequence[str],
     seconds: float,
     rng: Random,
+    tell: Callable[[str], None],
 ) -> list[list[Arm]]:
     """Options set up and timed in so many sets of fresh processes, one set after the other.
+
+    A set that cannot be set up is left out.
 
     Args:
         started: sets up each option in a process of its own.
@@ -44,14 +50,20 @@ def anew(
         metrics: what to time.
         seconds: for timing one set.
         rng: decides the order of blocks.
+        tell: is told what was left out.
     """
     sets: list[list[Arm]] = []
-    for _ in range(processes):
-        sets.append(started())
+    for number in range(processes):
         try:
-            time_all(sets[-1], metrics, seconds, rng)
+            arms = started()
+        except WorkerFault as fault:
+            tell(f"set {number + 1} of {processes} failed: {fault.reason}")
+            continue
+        sets.append(arms)
+        try:
+            time_all(arms, metrics, seconds, rng)
         finally:
-            for arm in sets[-1]:
+            for arm in arms:
                 arm.worker.kill()
     return sets
 
@@ -66,7 +78,7 @@ def over_processes(rows: Sequence[Row], sets: Sequence[Sequence[Arm]]) -> None:
     found = [{arm.option: arm for arm in arms if arm.is_live and arm.blocks} for arms in sets]
     for row in rows:
         lives = [each[row["option"]] for each in found if row["option"] in each]
-        if not lives:
+        if row["failed"] or not lives:
             continue
         kept = ("period_ms", "period_ci_ms", "latency_ms", "ours_against_it")
         row["first"] = {key: row[key] for key in kept if key in row}

@@ -9,6 +9,8 @@ import pytest
 from rival_arms import Arm
 from rival_processes import anew, close, over_processes
 
+from steadytorch.process.worker import Fault, WorkerFault
+
 from .rivalry import judgement, row
 
 
@@ -26,6 +28,9 @@ class Scripted:
         self.alive = False
 
 
+told = []
+
+
 def sets(*times):
     """One set of arms per mapping from option to ns."""
     given = iter(times)
@@ -33,7 +38,7 @@ def sets(*times):
     def started():
         return [Arm(name, Scripted(ns), stage="ready") for name, ns in next(given).items()]
 
-    return anew(started, len(times), ("period",), 0.0, Random(0))
+    return anew(started, len(times), ("period",), 0.0, Random(0), told.append)
 
 
 def rows():
@@ -51,6 +56,11 @@ def test_those_that_may_be_the_best_are_close_to_it_and_right():
     assert close(rows()[:1]) == []
 
 
+def test_the_best_by_latency_counts_as_well():
+    given = [*rows(), row("net", "graph", 12.0, latency_ms=9.0)]
+    assert close(given) == ["freezing", "graph"]
+
+
 def test_each_set_ends_before_the_next_begins():
     alive = []
 
@@ -59,7 +69,7 @@ def test_each_set_ends_before_the_next_begins():
         alive[:] = [Arm("steadytorch", Scripted(5e6), stage="ready")]
         return list(alive)
 
-    assert len(anew(started, 3, ("period",), 0.0, Random(0))) == 3
+    assert len(anew(started, 3, ("period",), 0.0, Random(0), told.append)) == 3
     assert not alive[0].worker.alive
 
 
@@ -67,8 +77,21 @@ def test_a_set_ends_where_timing_is_broken_off():
     arm = Arm("steadytorch", Scripted(5e6), stage="ready")
     arm.worker.call = SimpleNamespace  # takes no such arguments
     with pytest.raises(TypeError):
-        anew(lambda: [arm], 1, ("period",), 0.0, Random(0))
+        anew(lambda: [arm], 1, ("period",), 0.0, Random(0), told.append)
     assert not arm.worker.alive
+
+
+def test_a_set_that_cannot_be_set_up_is_told_and_left_out():
+    turns = iter([WorkerFault(Fault.RAISED, "no memory"), None])
+
+    def started():
+        if (fault := next(turns)) is not None:
+            raise fault
+        return [Arm("steadytorch", Scripted(5e6), stage="ready")]
+
+    told.clear()
+    assert len(anew(started, 2, ("period",), 0.0, Random(0), told.append)) == 1
+    assert told == ["set 1 of 2 failed: no memory"]
 
 
 def test_the_verdict_is_of_one_estimate_per_process_and_not_of_the_first():
@@ -102,6 +125,13 @@ def test_one_that_failed_in_a_process_counts_in_the_others():
     assert found[1]["ours_against_it"]["period"]["processes"] == 3
     assert found[1]["ours_against_it"]["period"]["verdict"] == "faster"
     assert len(found[0]["process_period_ms"]) == 4
+
+
+def test_a_row_of_what_failed_stays_one():
+    failed = {**row("net", "steadytorch", 1.0), "period_ms": None, "failed": "died"}
+    found = [dict(failed), *rows()[1:]]
+    over_processes(found, sets({"steadytorch": 9e6, "freezing": 10e6}))
+    assert found[0] == failed
 
 
 def test_without_ours_in_any_the_rows_say_what_was_timed():

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from steadytorch import Workload
 from steadytorch.explain import worker
@@ -11,6 +16,18 @@ from steadytorch.transforms import ambient
 from steadytorch.transforms.base import flags
 from steadytorch.trial.worker import save_payload
 
+PROFILE = """
+import sys
+from pathlib import Path
+from steadytorch.explain.worker import ExplainHandler
+from steadytorch.transforms import ambient
+
+handler = ExplainHandler(Path(sys.argv[1]))
+handler.load("cpu", ambient())
+handler.set_up([])
+handler.profile(1, 0.1)
+sys.exit(" ".join({"torch._dynamo", "torch._inductor"} & set(sys.modules)) or 0)
+"""
 SWITCHED = {"name": "cudnn_benchmark", "parameters": []}
 
 
@@ -51,3 +68,28 @@ def test_a_candidate_that_switches_within_its_calls_counts_as_on(handler):
     handler.set_up([SWITCHED])
     assert torch.backends.cudnn.benchmark is False
     assert seen(handler) == (True, False)
+
+
+def test_profiling_does_not_load_the_compiler_and_says_what_was_recorded(tmp_path):
+    save_payload(Workload(nn.Linear(4, 4), torch.ones(2, 4)), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILE, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    trace = json.loads((tmp_path / worker.TRACE_FILE).read_text())
+    assert {name: trace[name] for name in worker.SWITCHES} == dict.fromkeys(worker.SWITCHES, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_it_profiles_what_pytorchs_own_profiler_would(device, monkeypatch):
+    both = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.autograd.profiler, "_supported_activities", lambda: both)
+    activities = both if device == "cuda" else {ProfilerActivity.CPU}
+    theirs = profile(activities=activities, **dict.fromkeys(worker.SWITCHES, True))
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_prepare_trace", lambda self: None)
+    theirs.prepare_trace()
+    ours = vars(worker.profile_of(device))
+    assert ours["kineto_activities"] == activities
+    differing = {name for name, value in vars(theirs.profiler).items() if value != ours[name]}
+    assert differing <= {"experimental_config", "_stats"}

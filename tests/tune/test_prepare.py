@@ -333,13 +333,48 @@ def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no
     assert asked[-2:] == [("reference", "findings"), ("trial-1", "characterise")]
 
 
-@pytest.mark.parametrize(("slow", "waiting"), [(EAGER, 0), (COMPILED, 2)])
-def test_while_a_compiler_works_processes_start_for_what_comes_next(slow, waiting):
+@pytest.mark.parametrize(
+    ("device", "slow", "waiting"), [("cuda", EAGER, 0), ("cuda", COMPILED, 2), ("cpu", COMPILED, 0)]
+)
+def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow, waiting):
     stage = Stage()
-    preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=2)
+    preparation = Preparation(stage, device, {}, Options(), Notes(), early=2)
     preparation.baseline(lambda: 60.0)
     preparation.prepare([(slow,), (GC,)], 2, 60.0, 1)
     assert len(stage.workers) == 4 + waiting
     (trial,) = preparation.prepare([(FOLD,)], 2, 60.0, 1)
     assert trial.worker is stage.workers[4]
     assert len(stage.workers) == max(5, 4 + waiting)
+
+
+def test_a_process_for_the_reference_that_died_while_it_waited_is_replaced():
+    stage = Stage()
+    preparation = Preparation(stage, "cpu", {}, Options(), Notes())
+    preparation.start()
+    stage.workers[0].alive = False
+    preparation.baseline(lambda: 60.0)
+    assert [worker.name for worker in stage.workers] == ["reference", "trial-1", "reference"]
+    assert preparation.reference.precision == "float64"
+
+
+@pytest.mark.parametrize(("device", "early"), [("cuda", 2), ("cpu", 0)])
+def test_what_is_asked_for_has_the_time_that_was_left_then(device, early):
+    stage, asked, receive = Stage(), [], ScriptedWorker.receive
+
+    def noted(self, deadline_s):
+        asked.append((self._pending[0], deadline_s))
+        return receive(self, deadline_s)
+
+    def slow(self, candidate):
+        stage.seconds += 20.0
+        return set_up(self, candidate)
+
+    set_up = ScriptedWorker._set_up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedWorker, "receive", noted)
+        patch.setattr(ScriptedWorker, "_set_up", slow)
+        preparation = Preparation(stage, device, {}, Options(), Notes(), early=early)
+        preparation.baseline(lambda: 60.0 - stage.seconds)
+    given = dict(reversed(asked))
+    assert given["load"] == 60.0
+    assert given["reference"] > 55.0 if early else given["reference"] < 40.0

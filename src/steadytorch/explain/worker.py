@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd import profiler
 
 from steadytorch.device.recorder import Recorder
 from steadytorch.runtime.benchmark_mode import has_convolved
@@ -29,6 +29,8 @@ FEWEST_STEPS = 3
 """What shares of the variance need."""
 TRACE_BYTES = 200_000_000
 """A trace of this size is read in about three seconds; fewer steps are profiled to stay below."""
+SWITCHES = ("record_shapes", "profile_memory")
+"""What is recorded beside times."""
 SETTLING = 1
 """Steps recorded before the first that counts: the profiler's buffers are new to them, and the
 device's queue is filled by them."""
@@ -139,19 +141,21 @@ class ExplainHandler(WorkloadHandler):
         return int(self._sampler.latencies(self._step, 1)[0])
 
     def _profiled(self, count: int) -> Profiled:
-        profiler = self._profiler()
-        profiler.prepare_trace()
+        profile = profile_of(self._workload.device.type)
+        profile._prepare_trace()
         # The profiler's own start-up falls into these, which it does not record.
         self._sampler.periods(self._step, DISCARD)
         with Recorder(str(self._workload.device)) as recorder, _collections_marked():
-            profiler.start_trace()
+            profile._start_trace()
+            for switch in SWITCHES:
+                torch.autograd._add_metadata_json(switch, "1")
             try:
                 periods, _ = self._sampler.periods(_marked(self._step), SETTLING + count)
             finally:
                 stopping = time.monotonic()
-                profiler.stop_trace()
+                profile.__exit__(None, None, None)
         path = self._directory / TRACE_FILE
-        profiler.export_chrome_trace(str(path))
+        profile.export_chrome_trace(str(path))
         compiled = recorder.recording.compilations
         return Profiled(
             periods_ns=periods[SETTLING:].tolist(),
@@ -161,11 +165,19 @@ class ExplainHandler(WorkloadHandler):
             compilations=compiled[-1] if compiled else None,
         )
 
-    def _profiler(self) -> profile:
-        activities = [ProfilerActivity.CPU]
-        if self._workload.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        return profile(activities=activities, record_shapes=True, profile_memory=True)
+
+def profile_of(device: str) -> profiler.profile:
+    """A profile of the host, and of a GPU, as `torch.profiler.profile` makes it.
+
+    That one imports the whole compiler, for seconds, to ask it for one setting.
+
+    Args:
+        device: the type, `cpu` or `cuda`.
+    """
+    switches = dict.fromkeys(SWITCHES, True)
+    return profiler.profile(
+        use_device=None if device == "cpu" else device, use_kineto=True, **switches
+    )
 
 
 def _marked(step: Callable[[], Any]) -> Callable[[], None]:
@@ -175,7 +187,7 @@ def _marked(step: Callable[[], Any]) -> Callable[[], None]:
     def marked() -> None:
         number = next(numbers)
         settled = number >= DISCARD + SETTLING
-        with record_function(f"{STEP_MARK}{number}" if settled else SETTLING_MARK):
+        with profiler.record_function(f"{STEP_MARK}{number}" if settled else SETTLING_MARK):
             step()
 
     return marked
@@ -184,11 +196,11 @@ def _marked(step: Callable[[], Any]) -> Callable[[], None]:
 @contextmanager
 def _collections_marked() -> Iterator[None]:
     """Marks runs of Python's garbage collector in the trace."""
-    running: list[record_function] = []
+    running: list[profiler.record_function] = []
 
     def hear(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            running.append(record_function(GC_MARK))
+            running.append(profiler.record_function(GC_MARK))
             running[-1].__enter__()
         elif running:
             running.pop().__exit__(None, None, None)

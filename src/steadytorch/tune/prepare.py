@@ -70,8 +70,8 @@ class Preparation:
         options: what the user asks.
         watcher: is told how it goes.
         early: how many processes to start before a candidate needs them: while the untouched
-            workload is set up, and whenever a compiler is set to work. They import PyTorch
-            meanwhile, and load nothing. Where there are any, cores are not short.
+            workload is set up, and on a GPU's host at the beginning of a round that compiles. They
+            import PyTorch meanwhile, and load nothing. Where there are any, cores are not short.
 
     Attributes:
         device: as given.
@@ -90,6 +90,8 @@ class Preparation:
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
+        # On a CPU whatever runs beside takes the cores of what is timed.
+        self._beside = early > 0 and torch.device(device).type != "cpu"
         self._for_reference: Worker | None = None
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
@@ -119,22 +121,24 @@ class Preparation:
             WorkerFault: the workload itself fails, or time ran out.
         """
         self.start()
-        reference, trial = self._for_reference, self._new_trial(())
-        assert reference is not None
-        worker, seed = trial.worker, self._options.seed
+        reference = self._for_reference
+        if reference is None or not reference.alive:
+            reference = self._started("reference")
+        trial, seed, left_s = self._new_trial(()), self._options.seed, remaining()
+        worker = trial.worker
         for each in (reference, worker):
             each.send("load", device=self.device, ambient=self._ambient)
-        reference.receive(remaining())
-        # On a CPU both take every core: what one of them times would be of the other, too.
-        beside = self._early > 0 and torch.device(self.device).type != "cpu"
-        if beside:
+        reference.receive(left_s)
+        if self._beside:
+            made_in_s = remaining()
             reference.send("reference", seed=seed)
-        worker.receive(remaining())
+        worker.receive(left_s)
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         trial.stage = "timing"
-        if not beside:
+        if not self._beside:
+            made_in_s = remaining()
             reference.send("reference", seed=seed)
-        self.reference = msgspec.convert(reference.receive(remaining()), Reference)
+        self.reference = msgspec.convert(reference.receive(made_in_s), Reference)
         self.findings = self._explained(reference, remaining())
         reference.kill()
         character = worker.call("characterise", remaining())
@@ -208,7 +212,7 @@ class Preparation:
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
-        if any(compiles(trial.candidate) for trial in self._begin_waiting()):
+        if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
             self._refill(self._early)  # they are up long before the compiler is through
         while self._waiting or self._unfinished():
             self._tend([], others)
