@@ -124,20 +124,17 @@ class Preparation:
         reference = self._for_reference
         if reference is None or not reference.alive:
             reference = self._started("reference")
-        trial, seed, left_s = self._new_trial(()), self._options.seed, remaining()
+        trial, left_s = self._new_trial(()), remaining()
         worker = trial.worker
         for each in (reference, worker):
             each.send("load", device=self.device, ambient=self._ambient)
         reference.receive(left_s)
-        if self._beside:
-            made_in_s = remaining()
-            reference.send("reference", seed=seed)
+        made_in_s = self._ask_for_reference(reference, remaining) if self._beside else None
         worker.receive(left_s)
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         trial.stage = "timing"
-        if not self._beside:
-            made_in_s = remaining()
-            reference.send("reference", seed=seed)
+        if made_in_s is None:
+            made_in_s = self._ask_for_reference(reference, remaining)
         self.reference = msgspec.convert(reference.receive(made_in_s), Reference)
         self.findings = self._explained(reference, remaining())
         reference.kill()
@@ -145,6 +142,12 @@ class Preparation:
         self.character = msgspec.convert(character, Character)
         self._watcher.trial("untouched", "verified")
         return trial
+
+    def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
+        """Sends the request; returns the seconds that its answer may take."""
+        left_s = remaining()
+        worker.send("reference", seed=self._options.seed)
+        return left_s
 
     def _explained(self, worker: Worker, deadline_s: float) -> tuple[Finding, ...]:
         """Findings that name transforms; none where the workload cannot be profiled.
