@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from functools import cache
 
 import msgspec
 import torch
 from plans import make_plan
 from torch import nn
 
+import steadytorch.plan.plan as plan_room
 from steadytorch import transforms
+from steadytorch.device.facts import load_facts
 from steadytorch.errors import PlanError
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.tune import session
 from steadytorch.tune.optimize import optimize
 
 _RUNNING_CODE = ("exec", "compile", "import", "os.system", "subprocess.Popen", "pickle.find_class")
@@ -44,6 +48,11 @@ class Victim:
 
     def __init__(self, directory):
         torch.set_num_threads(1)  # there are several of these
+        for user in (
+            session,
+            plan_room,
+        ):  # the machine stays the same
+            user.load_facts = cache(load_facts)
         torch.manual_seed(0)
         self.model, self.x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.ones(2, 3)
         self.expected = self.model(self.x).detach()
