@@ -45,6 +45,7 @@ from rival_timing import time_all, time_alone
 from steadytorch import __version__
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
+from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.trial.worker import save_payload
@@ -111,7 +112,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
         "size": case.size,
         "precision": case.precision,
         "budget_s": budget_of(case, args.device),
-        "cap_s": args.cap or BEYOND * budget_of(case, args.device),
+        "cap_s": cap_of(case, args),
         "processes": args.processes,
         "timing_s": args.timing,
         "environment": {**environment, "steadytorch": __version__},
@@ -167,10 +168,10 @@ def _rows(
     finally:
         for arm in arms:
             arm.worker.kill()
-    if ours is not None and ours.is_live and args.processes > 1:
-        tell(f"{args.processes} times in fresh processes: {', '.join(close(rows))}")
-        began = time.monotonic()
-        started = partial(start_all, plan, close(rows), args.device, folder, entry["cap_s"], tell)
+    if ours is not None and ours.is_live and args.processes:
+        best_ones, began = close(rows), time.monotonic()
+        tell(f"{args.processes} times in fresh processes: {', '.join(best_ones)}")
+        started = partial(start_all, plan, best_ones, args.device, folder, entry["cap_s"], tell)
         over_processes(rows, anew(started, args.processes, METRICS[kind], args.timing, rng, tell))
         entry["processes_took_s"] = time.monotonic() - began
     if ours is None:
@@ -183,6 +184,18 @@ def _rows(
 def budget_of(case: Case, device: str) -> float:
     """Seconds of its search."""
     return case.budget_s or BUDGET_S[device.partition(":")[0]]
+
+
+def cap_of(case: Case, args: argparse.Namespace) -> float:
+    """Seconds of its autotuned set-ups."""
+    return args.cap or BEYOND * budget_of(case, args.device)
+
+
+def processes(text: str) -> int:
+    """How many, of a text; `argparse` shows what is wrong with it."""
+    if not text.isdecimal() or 0 < int(text) < LEAST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text!r}: give {LEAST_PROCESSES} or more, or 0 for none")
+    return int(text)
 
 
 def now() -> str:
@@ -228,7 +241,7 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=1e9, help="no workload is begun that would end later"
     )
     parser.add_argument(
-        "--processes", type=int, default=1, help="for a verdict on the best over fresh processes"
+        "--processes", type=processes, default=0, help="fresh ones, of ours and of the best"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -245,9 +258,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     while waiting:
         start, budget_s = time.monotonic(), budget_of(waiting[0], args.device)
-        sets = args.processes if args.processes > 1 else 0
-        once_s = (args.cap or BEYOND * budget_s) + args.timing
-        expected = START_S + budget_s + once_s * (1 + sets)
+        once_s = cap_of(waiting[0], args) + args.timing
+        expected = START_S + budget_s + once_s * (1 + args.processes)
         if start - began + max(longest, expected) > args.seconds:
             break
         case = waiting.pop(0)

@@ -72,8 +72,8 @@ def over_processes(rows: Sequence[Row], sets: Sequence[Sequence[Arm]]) -> None:
     """Puts into the rows what fresh processes say, in place of the one that was timed before.
 
     A row of the best was chosen for its time, so that process does not count. The period is the
-    median of the processes' medians, the verdict `machine_claim` over an estimate per process; what
-    the first process said stays, as `first`.
+    median of the processes' medians, the verdict `machine_claim` over an estimate per process. What
+    the first process said stays, as `first`; the medians of blocks that all rests on are kept.
     """
     found = [{arm.option: arm for arm in arms if arm.is_live and arm.blocks} for arms in sets]
     for row in rows:
@@ -85,6 +85,7 @@ def over_processes(rows: Sequence[Row], sets: Sequence[Sequence[Arm]]) -> None:
         periods = [_typical_ms(arm, "period") for arm in lives]
         latency = "latency" if "latency" in lives[0].blocks else "period"
         row["process_period_ms"] = periods
+        row["process_block_medians_ns"] = [{m: arm.medians(m) for m in arm.blocks} for arm in lives]
         row["period_ms"], row["period_ci_ms"] = median(periods), None
         row["latency_ms"] = median(_typical_ms(arm, latency) for arm in lives)
         if row["option"] != OURS:

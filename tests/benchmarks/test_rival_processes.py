@@ -111,6 +111,11 @@ def test_the_verdict_is_of_one_estimate_per_process_and_not_of_the_first():
     assert claim["low"] < claim["estimate"] < claim["high"]
     assert claim["verdict"] == "undecided"
     assert ours["process_period_ms"] == [9.9, 10.1, 10.1]
+    assert [set(each["period"]) for each in best["process_block_medians_ns"]] == [
+        {10e6},
+        {10e6},
+        {10.2e6},
+    ]
     assert (ours["period_ms"], best["period_ms"]) == (10.1, 10.0)
     assert best["first"]["ours_against_it"]["period"]["estimate"] == 0.04
     assert ours["first"]["period_ms"] == 10.4

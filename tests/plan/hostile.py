@@ -48,11 +48,8 @@ class Victim:
 
     def __init__(self, directory):
         torch.set_num_threads(1)  # there are several of these
-        for user in (
-            session,
-            plan_room,
-        ):  # the machine stays the same
-            user.load_facts = cache(load_facts)
+        # To ask what machine this is takes a fifth of all, and no file changes it.
+        session.load_facts = plan_room.load_facts = cache(load_facts)
         torch.manual_seed(0)
         self.model, self.x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.ones(2, 3)
         self.expected = self.model(self.x).detach()

@@ -105,14 +105,18 @@ class Preparation:
         self._waiting: list[tuple[Candidate, float]] = []
         self._slots = 1
 
-    def start(self) -> None:
+    def start(self) -> Worker:
         """Starts the first processes: they import PyTorch while the caller sees to other things.
 
-        `baseline` does it where this was not called before.
+        `baseline` calls it as well; those that are alive are left as they are.
+
+        Returns:
+            The one that makes the reference.
         """
-        if self._for_reference is None:
+        if self._for_reference is None or not self._for_reference.alive:
             self._for_reference = self._started("reference")
-            self._refill(1 + self._early)
+        self._refill(1 + self._early)
+        return self._for_reference
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload, and in a process of its own the reference for all others.
@@ -120,11 +124,7 @@ class Preparation:
         Raises:
             WorkerFault: the workload itself fails, or time ran out.
         """
-        self.start()
-        reference = self._for_reference
-        if reference is None or not reference.alive:
-            reference = self._started("reference")
-        trial, left_s = self._new_trial(()), remaining()
+        reference, trial, left_s = self.start(), self._new_trial(()), remaining()
         worker = trial.worker
         for each in (reference, worker):
             each.send("load", device=self.device, ambient=self._ambient)
