@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import nn
 
 from steadytorch.device.host import usable_logical_cores
@@ -25,6 +26,13 @@ from steadytorch.runtime import weights
 if TYPE_CHECKING:
     from steadytorch.transforms.base import Candidate
     from steadytorch.tune.session import Session
+
+
+# How long an example takes says nothing here: other tests share the cores.
+settings.register_profile(
+    "without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("without a clock")
 
 
 class Kept(NamedTuple):

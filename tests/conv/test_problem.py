@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from steadytorch.conv.problem import ConvProblem, parse, strides
@@ -26,7 +26,6 @@ def problem(**changes: Any) -> ConvProblem:
     return ConvProblem(**(fields | changes))
 
 
-@settings(deadline=None)
 @given(
     spatial=st.lists(st.integers(5, 40), min_size=1, max_size=3),
     kernel=st.integers(1, 4),
@@ -125,7 +124,6 @@ def test_traffic_leaves_out_what_a_stride_steps_over_but_not_of_a_gradient(opera
     assert found.traffic_bytes == 2 * (64 * 256 * seen + 512 * 256 + output)
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(1, 30),
     kernel=st.integers(1, 5),

@@ -105,7 +105,7 @@ def test_calls_of_whole_microseconds_belong_to_the_operator_around_their_middle(
     assert _names(read, seen.operator) == ["aten::mm", "aten::add"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(generated.traces())
 def test_joins_hold_on_any_trace(events):
     read = trace(events)

@@ -4,7 +4,7 @@ import pytest
 
 from steadytorch.explain.ledger import build_ledger
 from steadytorch.explain.rates import Rates
-from steadytorch.explain.roofline import roofline
+from steadytorch.explain.roofline import product_flops, roofline
 
 from .profiled import trace_of
 from .published import needs_published
@@ -141,6 +141,23 @@ def test_on_a_cpu_an_operators_line_holds_what_it_calls_for_its_work():
     assert (line.count, line.time_ns, line.flops) == (1, 700 * US, FLOPS)
     assert _line(found, "aten::linear").time_ns == 200 * US
     assert {line.name for line in found.lines} == {"aten::mm", "aten::linear"}
+
+
+def test_products_are_counted_once_and_nothing_else_is():
+    square = {"dims": [[512, 512]] * 2, "types": ["float"] * 2}
+    events = [
+        op("aten::linear", 0, 900 * US, **square),
+        op("aten::mm", 100 * US, 800 * US, **square),
+        op("aten::add", 900 * US, 950 * US, **VECTORS),
+        op("aten::mm", 950 * US, 990 * US, **square),
+    ]
+    assert product_flops(trace(events)) == 2 * FLOPS
+    assert product_flops(trace(events[2:3])) == 0
+
+
+def test_products_of_unknown_inputs_leave_the_count_unknown():
+    counted = op("aten::mm", 0, 10 * US, dims=[[512, 512]] * 2, types=["float"] * 2)
+    assert product_flops(trace([counted, op("aten::bmm", 20 * US, 30 * US)])) is None
 
 
 def test_a_real_trace_of_a_cpu_adds_up():

@@ -146,7 +146,7 @@ def _mutated(draw):
     return bytes(text)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(_mutated())
 def test_damage_never_raises_anything_else(text):
     with suppress(TraceError):

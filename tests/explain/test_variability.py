@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from steadytorch.explain.conditions import Conditions
 from steadytorch.explain.ledger import build_ledger
@@ -51,7 +51,7 @@ def test_equal_steps_have_no_variance():
     assert "same time" in found.reason
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(traces())
 def test_shares_add_up_to_one(events):
     read = syn.trace(events)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
-from steadytorch.explain.finding import Finding
 from steadytorch.measure import sampler
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
@@ -28,7 +27,7 @@ from steadytorch.trial.compare import compare_live
 from steadytorch.trial.measure import measure
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.session import tune
-from steadytorch.tune.worker import TuningHandler
+from steadytorch.tune.worker import Explained, TuningHandler
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -186,9 +185,9 @@ def test_explaining_it_names_the_transform(tmp_path: Path, monkeypatch: pytest.M
     save_payload(Workload.from_loader(Quick(), Batches(8)), tmp_path)
     handler = TuningHandler(tmp_path)
     handler.load("cuda", transforms.ambient())
-    found = msgspec.convert(handler.findings(2.0), list[Finding])
+    found = msgspec.convert(handler.explained(2.0), Explained)
     handler.close()
-    named = {f.id for f in found if "prefetch" in f.transforms}
+    named = {f.id for f in found.findings if "prefetch" in f.transforms}
     assert named & {"pageable-copy", "input-pipeline"}
 
 

@@ -20,7 +20,7 @@ from steadytorch.transforms.precision import precision_of
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.session import tune
 from steadytorch.tune.verdict import Reference, Verification, decide
-from steadytorch.tune.worker import Character, TuningHandler
+from steadytorch.tune.worker import Character, Explained, TuningHandler
 from steadytorch.workload.supervised import CrossEntropy
 from steadytorch.workload.workload import Workload
 
@@ -163,8 +163,8 @@ def test_half_precision_is_not_the_same(referred):
 def test_what_bounds_a_step_is_known(referred):
     handler = TuningHandler(referred[0])
     handler.load("cuda", ambient())
-    handler.set_up([])
-    found = msgspec.convert(handler.characterise(), Character)
+    explained = msgspec.convert(handler.explained(1.0), Explained)
+    found = msgspec.convert(handler.characterise(explained.product_flops), Character)
     assert found.regime in ("launch-bound", "memory-bound", "compute-bound")
     assert found.matrix_share is not None
     handler.close()

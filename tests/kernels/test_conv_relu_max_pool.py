@@ -150,9 +150,7 @@ class TestInterpreted:
         assert is_last == ("last" in (layout, kernel_layout))
         near(found, (x, weight, bias), sizes)
 
-    @settings(
-        max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_sizes_that_pytorch_takes(self, data):
         def pair(low, high):

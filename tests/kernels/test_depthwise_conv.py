@@ -152,9 +152,7 @@ class TestInterpreted:
         assert torch.equal(found.isinf(), expected > 65519)
         assert found.isinf().any()
 
-    @settings(
-        max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_sizes_that_pytorch_takes(self, data):
         def pair(low, high):

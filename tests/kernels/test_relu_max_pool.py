@@ -79,9 +79,7 @@ class TestInterpreted:
         window = CASES["the stem of a ResNet"][1:]
         same(fused(x, *window), eager(x, *window))
 
-    @settings(
-        max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_window_that_pytorch_takes(self, data):
         def pair(low, high):

@@ -119,9 +119,7 @@ class TestInterpreted:
         found = near(tensors, *case[3:])
         assert found[:, 0].isfinite().all()
 
-    @settings(
-        max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_any_sizes_that_pytorch_takes(self, data):
         def pair(low, high):

@@ -156,7 +156,6 @@ def _content(payload, key):
 
 # Shrinking a batch takes longer than all of them: what fails shows its one file.
 _hostile = settings(
-    deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

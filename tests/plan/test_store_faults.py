@@ -76,7 +76,7 @@ def test_a_byte_overwritten_or_inserted_anywhere_is_noticed(
 
 
 @given(st.binary(max_size=2000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_garbage_is_noticed(key: Key, garbage: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(folder)

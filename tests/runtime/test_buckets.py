@@ -48,7 +48,7 @@ def test_inputs_are_padded_and_outputs_cut():
     assert fitted.slice_outputs(model(*fitted.args)).shape == (3, 3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([[1, 8, 32], None]))
 def test_rows_are_those_of_the_untouched_model_or_it_runs_untouched(sizes, declared):
     model = _network()

@@ -20,11 +20,13 @@ from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError, Reference, Verification
-from steadytorch.tune.worker import Character
+from steadytorch.tune.worker import Character, Explained
 from steadytorch.workload.workload import Workload
 
 MS = 1e6
 OWN_ERROR = OutputError(1e-7, 1e-7)
+FLOPS = 1_000_000
+"""Operations that the profile of any scripted workload shows."""
 
 EAGER = TransformSpec("inference_mode")
 GC = TransformSpec("gc_freeze")
@@ -81,7 +83,8 @@ class Stage:
         interrupt_at: int | None = None,
         findings: Sequence[Finding] = (),
     ) -> None:
-        self.findings = list(findings)
+        self.findings = tuple(findings)
+        self.told_flops: int | None = None
         self.acts = dict(acts or {})
         self.reference = reference or Reference(OWN_ERROR, "float64", True, True)
         self.regime, self.spread, self.interrupt_at = regime, spread, interrupt_at
@@ -190,10 +193,11 @@ class ScriptedWorker:
     def _reference(self, seed: int) -> Any:
         return msgspec.to_builtins(self._stage.reference)
 
-    def _findings(self, seconds: float) -> Any:
-        return msgspec.to_builtins(self._stage.findings)
+    def _explained(self, seconds: float) -> Any:
+        return msgspec.to_builtins(Explained(self._stage.findings, FLOPS))
 
-    def _characterise(self) -> Any:
+    def _characterise(self, product_flops: int | None) -> Any:
+        self._stage.told_flops = product_flops
         return msgspec.to_builtins(Character(self._stage.regime, 0.0, 0.1))
 
     def _verify(self) -> Any:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch import transforms
@@ -25,7 +25,6 @@ from .moving import (
 )
 
 
-@settings(deadline=None)
 @given(available=subsets, precision=precisions, regime=st.sampled_from(REGIMES))
 def test_seeds_are_sound_and_within_the_allowed_precision(available, precision, regime):
     moves = Moves(available, WORKLOAD, precision, regime)
@@ -34,7 +33,6 @@ def test_seeds_are_sound_and_within_the_allowed_precision(available, precision, 
     assert all(precision_of(candidate) in ALLOWED[precision] for candidate in seeds)
 
 
-@settings(deadline=None)
 @given(available=subsets, precision=precisions, data=st.data())
 def test_neighbours_are_sound_allowed_and_one_step_away(available, precision, data):
     moves = Moves(available, WORKLOAD, precision, "memory-bound")
@@ -47,7 +45,6 @@ def test_neighbours_are_sound_allowed_and_one_step_away(available, precision, da
         assert len({s.name for s in set(candidate) ^ set(start)}) == 1
 
 
-@settings(deadline=None)
 @given(available=subsets, precision=precisions, data=st.data())
 def test_beyond_holds_only_what_is_not_allowed(available, precision, data):
     moves = Moves(available, WORKLOAD, precision, "memory-bound")

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch import transforms
@@ -27,7 +27,6 @@ AUTOCAST = single("autocast", dtype="bf16")
 OF_TRAINING = [*(s for s in ALL if s.name in TRAINABLE), COMPILED]
 
 
-@settings(deadline=None)
 @given(available=subsets, precision=precisions, regime=st.sampled_from(REGIMES))
 def test_seeds_of_training_are_sound_and_within_the_allowed_precision(available, precision, regime):
     seeds = Moves(available, TRAINING, precision, regime).seeds()

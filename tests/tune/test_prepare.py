@@ -1,6 +1,7 @@
 import pytest
 from scripted import (
     EAGER,
+    FLOPS,
     FOLD,
     GC,
     LAYOUT,
@@ -48,7 +49,7 @@ def test_the_baseline_is_set_up_untouched_and_characterised():
     preparation = Preparation(stage, "cpu", {}, Options(), Notes())
     baseline = preparation.baseline(lambda: 60.0)
     assert (baseline.candidate, baseline.stage, baseline.ok) == ((), "timing", True)
-    assert preparation.character.regime == "launch-bound"
+    assert (preparation.character.regime, stage.told_flops) == ("launch-bound", FLOPS)
     assert preparation.reference.precision == "float64"
 
 
@@ -60,11 +61,12 @@ def test_the_process_of_the_reference_does_not_stay():
 
 
 def test_a_workload_that_cannot_be_profiled_is_tuned_without_findings():
-    stage = Stage({(): Act(faults={"findings": [died()]})})
+    stage = Stage({(): Act(faults={"explained": [died()]})})
     notes = Notes()
     preparation = Preparation(stage, "cpu", {}, Options(), notes)
     assert preparation.baseline(lambda: 60.0).ok
     assert preparation.findings == ()
+    assert stage.told_flops is None
     assert any("profiling failed (segmentation fault" in phase for phase in notes.phases)
 
 

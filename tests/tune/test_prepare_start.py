@@ -76,7 +76,7 @@ def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no
         preparation.baseline(lambda: 60.0)
     begun = [method for _, method in asked]
     assert (begun.index("reference") < begun.index("set_up")) is beside
-    assert asked[-2:] == [("reference", "findings"), ("trial-1", "characterise")]
+    assert asked[-2:] == [("reference", "explained"), ("trial-1", "characterise")]
 
 
 @pytest.mark.parametrize(

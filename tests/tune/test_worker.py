@@ -3,10 +3,10 @@ import pytest
 import torch
 import trained
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from steadytorch import transforms
-from steadytorch.errors import UsageError
-from steadytorch.explain.finding import Finding
+from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.explain.worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
@@ -15,7 +15,7 @@ from steadytorch.trial.ramp import RAMP_NS
 from steadytorch.trial.worker import SetUp, save_payload
 from steadytorch.tune import worker as module
 from steadytorch.tune.verdict import Reference, Verification, decide
-from steadytorch.tune.worker import Character, TuningHandler
+from steadytorch.tune.worker import Character, Explained, TuningHandler
 from steadytorch.workload.workload import Workload
 
 EAGER = [{"name": "inference_mode", "parameters": []}]
@@ -84,7 +84,8 @@ def test_what_the_model_raises_is_what_the_handler_raises(loaded, ask):
     else:
         loaded.set_up([])
         loaded._step = broken
-        ask_for = {"metric": "latency", "count": 3} if ask == "block" else {}
+        given = {"block": {"metric": "latency", "count": 3}, "characterise": {"product_flops": 1}}
+        ask_for = given[ask]
     with pytest.raises(MemoryError, match="no room"):
         getattr(loaded, ask)(**ask_for)
 
@@ -156,14 +157,37 @@ def test_weights_that_changed_on_the_way_are_noticed(loaded):
 def test_the_regime_follows_from_the_share_of_the_matrix_rate(loaded, monkeypatch, rate, regime):
     monkeypatch.setattr(module, "matrix_rate", lambda device, dtype: rate)
     loaded.set_up([])
-    found = msgspec.convert(loaded.characterise(), Character)
+    found = msgspec.convert(loaded.characterise(1000), Character)
     assert found.regime == regime
     assert found.host_share == 0.0
     assert (found.matrix_share >= 0.3) == (regime == "compute-bound")
 
 
+def test_operations_of_a_step_are_those_that_pytorch_counts(loaded):
+    _assert_counted(loaded)
+
+
+def _assert_counted(handler):
+    explained = msgspec.convert(handler.explained(0.5), Explained)
+    with FlopCounterMode(display=False) as counter:
+        handler._step()
+    assert explained.product_flops == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("flops", [None, 1000])
+def test_a_regime_needs_operations_and_a_rate(loaded, monkeypatch, flops):
+    def refused(device, dtype):
+        raise UnsupportedError("no product")
+
+    if flops is not None:
+        monkeypatch.setattr(module, "matrix_rate", refused)
+    loaded.set_up([])
+    found = msgspec.convert(loaded.characterise(flops), Character)
+    assert (found.regime, found.matrix_share) == ("unclassified", None)
+
+
 def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
-    found = msgspec.convert(loaded.findings(0.5), list[Finding])
+    found = msgspec.convert(loaded.explained(0.5), Explained).findings
     assert (loaded._directory / TRACE_FILE).stat().st_size > 1000
     for finding in found:
         assert set(finding.transforms) <= set(transforms.names())
@@ -171,8 +195,9 @@ def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
 
 
 def test_every_answer_fits_into_a_message(loaded):
-    for answer in (loaded.reference(0), loaded.set_up([]), loaded.verify(), loaded.characterise()):
+    for answer in (loaded.reference(0), loaded.set_up([]), loaded.verify(), loaded.characterise(1)):
         encode(answer)
+    encode(loaded.explained(0.5))
     encode(loaded.block("latency", 3))
 
 
@@ -189,7 +214,7 @@ def test_what_bounds_a_workload_with_a_loader_is_asked_of_the_computation(model,
     handler._sampler = sampler.sampler_for("cpu")
     handler.set_up([])
     before = Watched.begun
-    found = msgspec.convert(handler.characterise(), Character)
+    found = msgspec.convert(handler.characterise(None), Character)
     assert (Watched.begun, found.host_share) == (before, 0.0)
     handler._step()
     handler._step()
@@ -229,20 +254,15 @@ def test_a_training_reference_is_read_by_another_worker(training, tmp_path):
     assert decide(found, reference, "same", None) is None
 
 
-def test_the_arithmetic_of_the_backward_pass_counts_too(training, monkeypatch):
-    monkeypatch.setattr(module, "matrix_rate", lambda device, dtype: 1.0)
-    training.set_up([])
-    period_s, own = 1.0, training._workload
-    whole = training._matrix_share(training._step, period_s)
-    forward = training._matrix_share(lambda: own.model(*own.inputs), period_s)
-    assert whole > 1.5 * forward
+def test_operations_of_a_training_step_are_those_that_pytorch_counts(training):
+    _assert_counted(training)
 
 
 def test_training_steps_are_characterised_and_explained(training):
-    training.set_up([])
-    found = msgspec.convert(training.characterise(), Character)
+    explained = msgspec.convert(training.explained(0.5), Explained)
+    found = msgspec.convert(training.characterise(explained.product_flops), Character)
     assert found.regime in ("compute-bound", "memory-bound")
-    for finding in msgspec.convert(training.findings(0.5), list[Finding]):
+    for finding in explained.findings:
         assert set(finding.transforms) <= set(transforms.names())
 
 

@@ -17,7 +17,7 @@ from steadytorch.tune.moves import compiles, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.verdict import Reference, decide
-from steadytorch.tune.worker import Character
+from steadytorch.tune.worker import Character, Explained
 
 EXPLAIN_S = 2.0
 """For the steps that are profiled before the search; three are taken however long they last."""
@@ -136,9 +136,11 @@ class Preparation:
         if made_in_s is None:
             made_in_s = self._ask_for_reference(reference, remaining)
         self.reference = msgspec.convert(reference.receive(made_in_s), Reference)
-        self.findings = self._explained(reference, remaining())
+        explained = self._explained(reference, remaining())
         reference.kill()
-        character = worker.call("characterise", remaining())
+        self.findings = explained.findings
+        flops = explained.product_flops
+        character = worker.call("characterise", remaining(), product_flops=flops)
         self.character = msgspec.convert(character, Character)
         self._watcher.trial("untouched", "verified")
         return trial
@@ -149,17 +151,17 @@ class Preparation:
         worker.send("reference", seed=self._options.seed)
         return left_s
 
-    def _explained(self, worker: Worker, deadline_s: float) -> tuple[Finding, ...]:
-        """Findings that name transforms; none where the workload cannot be profiled.
+    def _explained(self, worker: Worker, deadline_s: float) -> Explained:
+        """What profiled steps show; nothing where the workload cannot be profiled.
 
         In the process of the reference: one that was profiled is not timed any more.
         """
         try:
-            found = worker.call("findings", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
+            found = worker.call("explained", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
         except WorkerFault as fault:
             self._watcher.phase(f"no findings: profiling failed ({fault.reason})")
-            return ()
-        return tuple(msgspec.convert(found, list[Finding]))
+            return Explained((), None)
+        return msgspec.convert(found, Explained)
 
     @property
     def begun(self) -> tuple[Candidate, ...]:

@@ -11,8 +11,15 @@ import torch
 
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
-from steadytorch.explain.worker import FEWEST_STEPS, TRACE_FILE, ExplainHandler
-from steadytorch.measure.sampler import Step
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.explain.finding import Finding
+from steadytorch.explain.worker import (
+    FEWEST_STEPS,
+    SETTLING,
+    TRACE_FILE,
+    ExplainHandler,
+    Profiled,
+)
 from steadytorch.trial.worker import own_errors
 from steadytorch.tune import training_reference
 from steadytorch.tune.verify import make_reference, verify
@@ -38,6 +45,19 @@ class Character(msgspec.Struct, frozen=True):
     regime: str
     host_share: float
     matrix_share: float | None
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """What a few profiled steps of the untouched workload show.
+
+    Attributes:
+        findings: those that suggest transforms to try.
+        product_flops: operations of a step's convolutions, matrix products and attention; None
+            where they could not be counted.
+    """
+
+    findings: tuple[Finding, ...]
+    product_flops: int | None
 
 
 class TuningHandler(ExplainHandler):
@@ -66,10 +86,13 @@ class TuningHandler(ExplainHandler):
         return msgspec.to_builtins(found)
 
     @own_errors()
-    def characterise(self) -> dict[str, Any]:
+    def characterise(self, product_flops: int | None) -> dict[str, Any]:
         """Says what bounds the workload as it runs now; returns a `Character`.
 
         Of one with a loader: what bounds the computation. The loader has findings of its own.
+
+        Args:
+            product_flops: of a step, as `Explained` has them.
         """
         step = self._step
         if self._workload.feed is not None:
@@ -78,7 +101,7 @@ class TuningHandler(ExplainHandler):
         period_ns = max(float(np.median(periods)), 1.0)
         on_host = self._workload.device.type == "cpu"
         host_share = 0.0 if on_host else float(np.median(host)) / period_ns
-        matrix_share = self._matrix_share(step, period_ns * 1e-9)
+        matrix_share = self._matrix_share(product_flops, period_ns * 1e-9)
         if host_share >= _LAUNCH_BOUND:
             regime = "launch-bound"
         elif matrix_share is None:
@@ -88,33 +111,34 @@ class TuningHandler(ExplainHandler):
         return msgspec.to_builtins(Character(regime, host_share, matrix_share))
 
     @own_errors()
-    def findings(self, seconds: float) -> list[Any]:
-        """What a few profiled steps of the untouched workload suggest to try, as `Finding`s.
+    def explained(self, seconds: float) -> dict[str, Any]:
+        """Profiles a few steps of the untouched workload; returns what they show, `Explained`.
 
         Rules that need more than a trace abstain. The process is not fit to be timed afterwards.
         """
         # Every candidate's worker loads this file, and only one is asked this.
         from steadytorch.explain.finding import Case
         from steadytorch.explain.ledger import build_ledger
+        from steadytorch.explain.roofline import product_flops
         from steadytorch.explain.rules import findings
         from steadytorch.explain.trace import read_trace
 
         self.set_up([])
-        self.profile(FEWEST_STEPS, seconds)
+        profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)
         trace = read_trace(self._directory / TRACE_FILE)
         facts = load_facts(str(self._workload.device))
         ledger = build_ledger(trace)
         case = Case(trace=trace, ledger=ledger, workload=self._workload, facts=facts)
         found, _ = findings(case)
-        return msgspec.to_builtins([f for f in found if f.transforms and not f.information])
+        wanted = tuple(f for f in found if f.transforms and not f.information)
+        flops, steps = product_flops(trace), SETTLING + len(profiled.periods_ns)
+        return msgspec.to_builtins(Explained(wanted, None if flops is None else flops // steps))
 
-    def _matrix_share(self, step: Step, period_s: float) -> float | None:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        try:
-            with FlopCounterMode(display=False) as counter:  # of the backward pass as well
-                step()
-            rate = matrix_rate(str(self._workload.device), self._workload.dtype)
-        except Exception:  # operators that cannot be counted, element types without a product
+    def _matrix_share(self, product_flops: int | None, period_s: float) -> float | None:
+        if product_flops is None:
             return None
-        return counter.get_total_flops() / period_s / rate
+        try:
+            rate = matrix_rate(str(self._workload.device), self._workload.dtype)
+        except (UnsupportedError, UsageError):  # element types without a product
+            return None
+        return product_flops / period_s / rate

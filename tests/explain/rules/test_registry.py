@@ -110,7 +110,7 @@ def _check(found: tuple[Finding, ...], abstained: tuple[Abstention, ...], case: 
     assert claimed <= sum(case.ledger.mean(name) for name in names)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(generated.traces())
 def test_whatever_a_trace_holds_no_rule_fails(events):
     case = traced(events, rates=RATES)
