@@ -10,9 +10,10 @@ are set up in fresh processes, all at once; then they are timed block by block i
 process at a time. The figure of the plan is therefore not the one it was chosen by. With
 `--processes N` the plan and the best by hand are then set up and timed N more times.
 
-Results go into the files of the device and the day, `rivals_DEVICE_DATE.json` and `.md`: what is
-run again replaces what they said of it, all else stays. On a machine with several GPUs each can run
-its own part of the list (CUDA_VISIBLE_DEVICES, and `taskset` for a part of the cores).
+Results go into the files of the device and the day the run began, `rivals_DEVICE_DATE.json` and
+`.md`: what is run again replaces what they said of it, all else stays. On a machine with several
+GPUs each can run its own part of the list (CUDA_VISIBLE_DEVICES, and `taskset` for a part of the
+cores).
 """
 
 from __future__ import annotations
@@ -202,11 +203,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def stem(device_name: str | None, created: str) -> str:
+def stem(device_name: str | None, begun: str) -> str:
     """Name of the files of a device and a day, such as `rivals_h200_2026-11-21`."""
     words = (device_name or "unknown").lower().replace("nvidia ", "")
     short = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-    return f"rivals_{short}_{created[:10]}"
+    return f"rivals_{short}_{begun[:10]}"
 
 
 @contextmanager
@@ -249,7 +250,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    began, args = time.monotonic(), arguments()
+    began, begun, args = time.monotonic(), now(), arguments()
     args.device = resolve_device(args.device)
     kind = args.device.partition(":")[0]
     known = CASES[kind]
@@ -265,7 +266,7 @@ def main() -> None:
         case = waiting.pop(0)
         tell = partial(_tell, case.name, began)
         fresh = run(case, args, tell)
-        path = args.out / f"{stem(fresh['environment']['name'], fresh['created'])}.json"
+        path = args.out / f"{stem(fresh['environment']['name'], begun)}.json"
         with alone_in(args.out):
             document = merge(read(path), fresh, order)
             path.write_text(json.dumps(document, separators=(",", ":")) + "\n")

@@ -17,6 +17,9 @@ class Handler:
     def main_module(self):
         return getattr(sys.modules["__main__"], "__file__", "")
 
+    def imported(self, names):
+        return [name for name in names if name in sys.modules]
+
     def pid(self):
         return os.getpid()
 

@@ -139,6 +139,16 @@ def test_the_handler_is_imported_before_anything_is_asked(tmp_path, monkeypatch)
         worker.kill()
 
 
+def test_further_modules_are_imported_ahead_and_a_broken_one_fails_nothing(
+    start, tmp_path, monkeypatch
+):
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    (tmp_path / "wanted.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = start(imports=["no_such_module", "leaves", "wanted"])
+    assert worker.call("imported", DEADLINE_S, names=["leaves", "wanted"]) == ["wanted"]
+
+
 def test_an_unknown_handler_is_reported_and_not_fatal_to_the_caller(tmp_path):
     from steadytorch.process.worker import Worker
 

@@ -252,6 +252,20 @@ def test_every_option_is_offered_or_refused_with_a_reason(tmp_path):
     assert all(refused.values())
 
 
+def test_every_process_of_a_search_imports_what_defines_the_model(tmp_path, monkeypatch):
+    class Asked(Exception):  # noqa: N818 - ends the search where the first process is started
+        pass
+
+    def started(*arguments):
+        *_, imports = arguments
+        assert Slow.__module__ in imports
+        raise Asked
+
+    monkeypatch.setattr(trial, "Worker", started)
+    with pytest.raises(Asked):
+        Session(_workload(), Options(), store=tmp_path).search(Silent())
+
+
 @pytest.mark.parametrize(("cores", "early"), [(None, 0), (2, 0), (3, 0), (4, 2), (64, 4)])
 def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypatch, cores, early):
     class Asked(Exception):  # noqa: N818 - ends the search where it has said what it wants

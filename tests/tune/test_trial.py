@@ -121,9 +121,10 @@ def test_a_trial_that_never_began_freezes_too():
 def test_each_worker_has_a_compiler_cache_of_its_own(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(module, "Worker", lambda *arguments: started.append(arguments))
-    launch = WorkerLauncher(tmp_path, 1 << 30, {"STEADY_TEST": "1"})
+    launch = WorkerLauncher(tmp_path, 1 << 30, {"STEADY_TEST": "1"}, ["a.model"])
     launch("a")
     launch("b")
-    caches = [environment.pop("TORCHINDUCTOR_CACHE_DIR") for *_, environment, _ in started]
+    caches = [environment.pop("TORCHINDUCTOR_CACHE_DIR") for *_, environment, _, _ in started]
     assert caches == [str(tmp_path / "cache-a"), str(tmp_path / "cache-b")]
-    assert started == [(HANDLER, tmp_path, n, {"STEADY_TEST": "1"}, 1 << 30) for n in ("a", "b")]
+    rest = ({"STEADY_TEST": "1"}, 1 << 30, ("a.model",))
+    assert started == [(HANDLER, tmp_path, name, *rest) for name in ("a", "b")]

@@ -180,3 +180,20 @@ def test_workers_of_a_loader_that_came_by_value_are_started_where_it_is_opened(t
     change = "step = workload.step_function(); print(*[step().tolist() for _ in range(3)]); return"
     printed = python(tmp_path, OPEN.format(change=change))
     assert printed == "[-0.0, -1.0] [-2.0, -3.0] [-0.0, -1.0]\n"
+
+
+def test_modules_of_a_model_are_those_that_its_layers_are_imported_from(tmp_path: Path):
+    (tmp_path / "layers.py").write_text("from torch import nn\nclass Layer(nn.Identity): pass\n")
+    printed = python(
+        tmp_path,
+        "import layers, sys, torch, types\n"
+        "from steadytorch.workload.travel import modules_of\n"
+        "from steadytorch.workload.workload import Workload\n"
+        "class Own(torch.nn.Module): pass\n"
+        "sys.modules['made'] = made = types.ModuleType('made')\n"
+        "exec('class Here(__import__(\"torch\").nn.Module): pass', made.__dict__)\n"
+        "inner = torch.nn.Sequential(layers.Layer(), torch.nn.ReLU(), Own(), made.Here())\n"
+        "print(*modules_of(Workload(inner, torch.ones(1))))\n"
+        "print(modules_of(Workload(torch.neg, torch.ones(1))))",
+    )
+    assert printed == "layers torch.nn.modules.activation torch.nn.modules.container\n[]\n"

@@ -1,7 +1,8 @@
 """The worker's side: connect, name the handler, answer requests until the parent is gone.
 
-Started as `python -P -m steadytorch.process.child FD MODULE:CLASS DIRECTORY`. It never imports the
-parent's main module, so a script without a main guard, a notebook and `python -c` work alike.
+Started as `python -P -m steadytorch.process.child FD MODULE:CLASS DIRECTORY [MODULE ...]`. It never
+imports the parent's main module, so a script without a main guard, a notebook and `python -c` work
+alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> None:
     """Serves requests on the inherited file descriptor until `close` or the end of the stream."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, handler_path, directory = arguments
+    descriptor, handler_path, directory, *imports = arguments
     connection = Connection(int(descriptor))
     os.set_inheritable(int(descriptor), False)
     module, _, name = handler_path.partition(":")
@@ -34,6 +35,9 @@ def main(arguments: list[str]) -> None:
         importlib.import_module(module)  # before it is asked for anything: that takes seconds
     except BaseException as error:
         failure = error  # the answer to the first request
+    for each in imports:
+        with contextlib.suppress(BaseException):  # what needs it will say what is wrong with it
+            importlib.import_module(each)
     while True:
         try:
             request = decode_request(connection.recv_bytes())

@@ -60,6 +60,7 @@ class Worker:
         name: distinguishes its log from those of other workers.
         environment: variables set in the worker beside the inherited ones.
         memory_limit_bytes: the worker is killed above this much resident memory.
+        imports: modules that it imports before it is asked for anything, where it can.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Worker:
         name: str,
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._memory_limit = memory_limit_bytes
@@ -83,7 +85,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "steadytorch.process.child"),
-                    *(str(theirs.fileno()), handler, str(directory)),
+                    *(str(theirs.fileno()), handler, str(directory), *imports),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

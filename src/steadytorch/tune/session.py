@@ -35,6 +35,7 @@ from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
+from steadytorch.workload import travel
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
@@ -118,7 +119,12 @@ class Session:
             directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
             at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
             preparation = Preparation(
-                WorkerLauncher(directory, self._memory_limit(), self._compile_threads()),
+                WorkerLauncher(
+                    directory,
+                    self._memory_limit(),
+                    self._compile_threads(),
+                    travel.modules_of(self.workload),
+                ),
                 self._device,
                 self._ambient,
                 options,

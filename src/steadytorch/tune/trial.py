@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,20 +37,26 @@ class WorkerLauncher:
         directory: private folder with the payload.
         memory_limit_bytes: host memory above which a worker is killed.
         environment: set in every worker.
+        imports: modules that every worker imports before it is asked for anything.
     """
 
     def __init__(
-        self, directory: Path, memory_limit_bytes: int | None, environment: Mapping[str, str]
+        self,
+        directory: Path,
+        memory_limit_bytes: int | None,
+        environment: Mapping[str, str],
+        imports: Sequence[str] = (),
     ) -> None:
         self._directory = directory
         self._limit = memory_limit_bytes
         self._environment = dict(environment)
+        self._imports = tuple(imports)
 
     def __call__(self, name: str) -> Worker:
         """Starts a worker with a compiler cache of its own, so that set-up seconds are honest."""
         cache = self._directory / f"cache-{name}"
         environment = {**self._environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        return Worker(HANDLER, self._directory, name, environment, self._limit)
+        return Worker(HANDLER, self._directory, name, environment, self._limit, self._imports)
 
 
 class LiveTrial:

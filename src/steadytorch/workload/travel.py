@@ -35,6 +35,16 @@ def load(path: Path) -> Workload:
     return torch.load(path, weights_only=False, pickle_module=_Pickle)
 
 
+def modules_of(workload: Workload) -> list[str]:
+    """Names of the modules that `load` will import for the layers of the model, sorted.
+
+    A process that waits for its workload can import them meanwhile: a model library takes seconds.
+    """
+    layers = () if workload.module is None else workload.module.modules()
+    named = {type(layer).__module__ for layer in layers}
+    return sorted(name for name in named if name != "__main__" and _can_import(name))
+
+
 class _Home(types.ModuleType):
     """The module of code that came by value."""
 
