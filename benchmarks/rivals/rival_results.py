@@ -15,7 +15,7 @@ from rival_options import AUTOTUNED
 
 from steadytorch.explain.rules.clock_throttled import LEAST_HELD
 from steadytorch.measure.correlation import effective_size
-from steadytorch.measure.measurement import P99_NEEDS
+from steadytorch.measure.measurement import P99_NEEDS, Measurement
 from steadytorch.measure.race import judge
 from steadytorch.measure.statistics import order_interval
 from steadytorch.runtime.agreement import TOLERANCES
@@ -72,16 +72,23 @@ def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
     return row
 
 
-def alone(found: dict[str, list[int]]) -> dict[str, Any]:
-    """The figures of an option that had the machine for itself, of samples in ns by metric."""
-    period = np.asarray(found["period"], dtype=np.float64)
-    latency = np.asarray(found.get("latency", period))
+def alone(found: dict[str, Measurement]) -> dict[str, Any]:
+    """The figures of an option that had the machine for itself, by metric.
+
+    Its outliers are `[time over the median, cause]`, in the order taken.
+    """
+    period = np.asarray(found["period"].samples_ns, dtype=np.float64)
+    latency = np.asarray(found.get("latency", found["period"]).samples_ns)
+    middle = float(np.median(period))
     return {
-        "period_ms": _ms(float(np.median(period))),
+        "period_ms": _ms(middle),
         "latency_ms": _ms(float(np.median(latency))),
         "p99_over_median": tail(period),
         "cv": float(period.std() / period.mean()),
         "samples": [len(period), len(latency)],
+        "outliers": [
+            [round(period[each.index] / middle, 3), each.cause] for each in found["period"].outliers
+        ],
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rival_options import AUTOTUNED
 from rival_results import (
+    CV_LIMIT,
     WRONG,
     Document,
     Row,
@@ -155,11 +157,20 @@ def summary_cells(document: Document, name: str) -> list[str]:
         figure(ours["cv"], ".2%"),
         cause(ours, entry.get("power") or {}),
         f"{ours['latency_ms'] / ours['period_ms']:.3f}",
-        figure((ours.get("alone") or {}).get("cv"), ".2%"),
+        scattered(ours.get("alone")),
         *(figure(beyond(row.get("alone")), ".3f") for row in (ours, best)),
         search,
         autotuned(rows),
     ]
+
+
+def scattered(alone: dict[str, Any] | None) -> str:
+    """The CV of what was timed alone; where it is over the limit, with what its outliers are of."""
+    if alone is None:
+        return NONE
+    causes = Counter(cause for _, cause in alone.get("outliers", ())).most_common()
+    told = [f"{count} {cause}" for cause, count in causes] if alone["cv"] > CV_LIMIT else []
+    return ", ".join([f"{alone['cv']:.2%}", *told])
 
 
 def beyond(alone: dict[str, Any] | None) -> float | None:

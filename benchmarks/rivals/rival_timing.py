@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
+import msgspec
 import numpy as np
 from rival_arms import OURS, Arm
 
@@ -13,6 +15,8 @@ from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import WorkerFault
+from steadytorch.trial.measure import summary_of
+from steadytorch.trial.worker import Series
 
 NEAR = 1.5
 """Rivals within this factor of ours are timed as often as ours, others just often enough."""
@@ -20,8 +24,8 @@ BLOCK_NS = 5e6
 """Least time of a block."""
 ENOUGH, MOST = 1500, 4000
 """Samples to take for p99 where that can be afforded, and at the most."""
-ALONE_NS = 1e9
-"""Of each option that is timed by itself, per metric."""
+ALONE_S, LEAST_ALONE = 1.0, 20
+"""Of each option that is timed by itself, per metric: seconds, but so many samples at the least."""
 BLOCK_S = 120.0
 
 
@@ -71,9 +75,10 @@ def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str
             arm.worker.kill()
     for arm in arms:
         for metric in metrics if arm.option in chosen and arm.is_live else ():
-            count = int(np.clip(ALONE_NS / max(arm.typical_ns, 1.0), 20, MOST))
-            if (samples := _block(arm, metric, count)) is not None:
-                arm.alone[metric] = samples
+            seconds = max(ALONE_S, 1e-9 * LEAST_ALONE * arm.typical_ns)
+            found = _asked(arm, "series", metric=metric, seconds=seconds, whole=True)
+            if found is not None and (series := msgspec.convert(found, Series)).durations_ns:
+                arm.alone[metric] = summary_of(series, metric)
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:
@@ -124,8 +129,13 @@ def _round(arms: Sequence[Arm], metric: str, base_ns: float, rng: Random) -> Non
 
 
 def _block(arm: Arm, metric: str, count: int) -> list[int] | None:
+    return _asked(arm, "block", metric=metric, count=count)
+
+
+def _asked(arm: Arm, method: str, **arguments: Any) -> Any:
+    """The answer of an arm's process; None, and it is out, where there is none."""
     try:
-        return arm.worker.call("block", BLOCK_S, metric=metric, count=count)
+        return arm.worker.call(method, BLOCK_S, **arguments)
     except WorkerFault as fault:
         arm.reject(f"while it was timed: {fault.reason}", fault.detail)
         return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
 import rival_timing
 from rival_arms import Arm
 
+from steadytorch.device.recording import Recording
 from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.trial.worker import Series
 
 
 class Scripted:
@@ -17,11 +20,21 @@ class Scripted:
     def __init__(self, ns, dies_after=None):
         self.ns, self.dies_after, self.asked = ns, dies_after, []
 
-    def call(self, method, deadline_s, metric, count):
-        self.asked.append((metric, count))
+    def call(self, method, deadline_s, metric, **arguments):
+        self.asked.append((metric, arguments))
         if self.dies_after is not None and len(self.asked) > self.dies_after:
             raise WorkerFault(Fault.SIGNAL, "segmentation fault")
+        return getattr(self, method)(**arguments)
+
+    def block(self, count):
         return [int(self.ns * (1 + 0.01 * (i % 2))) for i in range(count)]
+
+    def series(self, seconds, whole):
+        assert whole
+        taken = self.block(round(seconds * 1e9 / self.ns))
+        recording = msgspec.to_builtins(Recording(device="cpu", interval_ns=0))
+        found = Series(taken, [(0, len(taken))], [], 0.0, 1, False, recording)
+        return msgspec.to_builtins(found)
 
     def kill(self):
         self.ns = None
@@ -107,11 +120,11 @@ def test_the_chosen_are_timed_alone_after_the_others_have_ended():
     timed(found, seconds=0.0)
     rival_timing.time_alone(found, ["steadytorch", "best"], ("period", "latency"))
     ours, best, other = found
-    assert {metric: len(samples) for metric, samples in ours.alone.items()} == {
+    assert {metric: len(found.samples_ns) for metric, found in ours.alone.items()} == {
         "period": 1000,
         "latency": 1000,
     }
-    assert len(best.alone["period"]) == 20
+    assert len(best.alone["period"].samples_ns) == 20
     assert other.alone == {}
     assert other.worker.ns is None
 
@@ -124,13 +137,21 @@ def test_one_that_dies_alone_has_what_it_was_asked_before():
     assert [*found[0].alone] == ["period"]
 
 
+def test_what_failed_alone_before_its_first_sample_has_no_figures_of_it(monkeypatch):
+    found = arms(steadytorch=1e6)
+    timed(found, seconds=0.0)
+    monkeypatch.setattr(Scripted, "block", lambda self, count: [])
+    rival_timing.time_alone(found, ["steadytorch"], ("period",))
+    assert found[0].alone == {}
+
+
 class Clocked(Scripted):
     """One whose blocks take the time that they tell, by a clock of its own."""
 
     now_s = 0.0
 
-    def call(self, method, deadline_s, metric, count):
-        times = super().call(method, deadline_s, metric, count)
+    def call(self, method, deadline_s, metric, **arguments):
+        times = super().call(method, deadline_s, metric, **arguments)
         Clocked.now_s += 1e-9 * sum(times)
         return times
 

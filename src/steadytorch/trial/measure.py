@@ -233,9 +233,9 @@ def one_process(
     if on_gpu and period.failed is None and not period.stopped:
         last = ask("latency", LATENCY_SHARE * seconds)
         if last.durations_ns:
-            latency = _summary(last, msgspec.convert(last.recording, Recording), "latency")
+            latency = summary_of(last, "latency")
     taken = ProcessMeasurement(
-        period=_summary(period, recording, "period"),
+        period=summary_of(period, "period"),
         latency=latency,
         set_up=set_up,
         resolved=period.resolved,
@@ -305,14 +305,19 @@ def _unrecorded(
     )
 
 
-def _summary(series: Series, recording: Recording, metric: str) -> Measurement:
-    """The summary of a series, its outliers with the causes that the recording shows."""
+def summary_of(series: Series, metric: str) -> Measurement:
+    """The summary of a series that a worker took, its outliers with the causes it recorded.
+
+    Raises:
+        UsageError: it holds no samples.
+    """
     plain = summarize(series.durations_ns, metric)
     if not plain.outliers:
         return plain
     durations = np.asarray(series.durations_ns, dtype=np.int64)
     places = [outlier.index for outlier in plain.outliers]
     host = np.asarray(series.host_ns, dtype=np.int64) if series.host_ns else None
+    recording = msgspec.convert(series.recording, Recording)
     causes = attribute(series.starts_ns(), durations, places, recording, host, group=series.group)
     found = dict(zip(places, causes, strict=True))
     return summarize(series.durations_ns, metric, causes=found)
