@@ -15,8 +15,7 @@ from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import WorkerFault
-from steadytorch.trial.measure import summary_of
-from steadytorch.trial.worker import Series
+from steadytorch.trial.series import Series
 
 NEAR = 1.5
 """Rivals within this factor of ours are timed as often as ours, others just often enough."""
@@ -78,7 +77,7 @@ def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str
             seconds = max(ALONE_S, 1e-9 * LEAST_ALONE * arm.typical_ns)
             found = _asked(arm, "series", metric=metric, seconds=seconds, whole=True)
             if found is not None and (series := msgspec.convert(found, Series)).durations_ns:
-                arm.alone[metric] = summary_of(series, metric)
+                arm.alone[metric] = series.summary(metric)
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:

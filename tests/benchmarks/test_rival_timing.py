@@ -11,7 +11,7 @@ from rival_arms import Arm
 
 from steadytorch.device.recording import Recording
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.trial.worker import Series
+from steadytorch.trial.series import Series
 
 
 class Scripted:

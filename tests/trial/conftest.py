@@ -12,7 +12,8 @@ import pytest
 from steadytorch.device.recording import Recording
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import WorkerFault
-from steadytorch.trial.worker import Series, SetUp
+from steadytorch.trial.series import Series
+from steadytorch.trial.worker import SetUp
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 

@@ -5,7 +5,7 @@ import pytest
 
 from steadytorch.device.recording import Recording, mask_of
 from steadytorch.trial.dwell import DWELL_S, PROBE_S, ROUNDS, Dwell, dwells, effect_of
-from steadytorch.trial.worker import Series
+from steadytorch.trial.series import Series
 
 MS = 1_000_000
 

@@ -26,7 +26,8 @@ from steadytorch.explain.worker import TRACE_FILE, Profiled
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
-from steadytorch.trial.worker import STOP, Series, SetUp, save_payload
+from steadytorch.trial.series import Series
+from steadytorch.trial.worker import STOP, SetUp, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.explain.worker:ExplainHandler"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from steadytorch.explain.rates import Rates
     from steadytorch.explain.variability import VarianceShares
     from steadytorch.trial.measure import ProcessMeasurement
-    from steadytorch.trial.worker import Series
+    from steadytorch.trial.series import Series
     from steadytorch.workload.workload import Workload
 
 NO_GPU_EVENTS = "the trace has no GPU events"

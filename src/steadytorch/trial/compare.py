@@ -28,7 +28,8 @@ from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.dwell import Dwell, dwells
 from steadytorch.trial.measure import HANDLER, start
-from steadytorch.trial.worker import Series, save_payload
+from steadytorch.trial.series import Series
+from steadytorch.trial.worker import save_payload
 from steadytorch.workload.workload import Workload
 
 LONG_NS = 150e6

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from steadytorch.device.recording import Recording, reasons
-from steadytorch.trial.worker import Series
+from steadytorch.trial.series import Series
 
 POWER = "power_cap"
 PROBE_S = 2.0

@@ -15,13 +15,13 @@ from steadytorch import transforms
 from steadytorch.device.facts import resolve_device
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
 from steadytorch.errors import UsageError
-from steadytorch.measure.causes import attribute
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.transforms.base import Candidate
-from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, Series, SetUp, save_payload
+from steadytorch.trial.series import Series
+from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.trial.worker:WorkloadHandler"
@@ -233,9 +233,9 @@ def one_process(
     if on_gpu and period.failed is None and not period.stopped:
         last = ask("latency", LATENCY_SHARE * seconds)
         if last.durations_ns:
-            latency = summary_of(last, "latency")
+            latency = last.summary("latency")
     taken = ProcessMeasurement(
-        period=summary_of(period, "period"),
+        period=period.summary("period"),
         latency=latency,
         set_up=set_up,
         resolved=period.resolved,
@@ -303,24 +303,6 @@ def _unrecorded(
         device=None,
         unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed and left no recording"),
     )
-
-
-def summary_of(series: Series, metric: str) -> Measurement:
-    """The summary of a series that a worker took, its outliers with the causes it recorded.
-
-    Raises:
-        UsageError: it holds no samples.
-    """
-    plain = summarize(series.durations_ns, metric)
-    if not plain.outliers:
-        return plain
-    durations = np.asarray(series.durations_ns, dtype=np.int64)
-    places = [outlier.index for outlier in plain.outliers]
-    host = np.asarray(series.host_ns, dtype=np.int64) if series.host_ns else None
-    recording = msgspec.convert(series.recording, Recording)
-    causes = attribute(series.starts_ns(), durations, places, recording, host, group=series.group)
-    found = dict(zip(places, causes, strict=True))
-    return summarize(series.durations_ns, metric, causes=found)
 
 
 def _host(enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording) -> HostBlock:

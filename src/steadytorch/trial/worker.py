@@ -29,6 +29,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.transforms.base import TransformSpec, applied_in_order
 from steadytorch.trial.ramp import DISCARD, ramp
+from steadytorch.trial.series import Series
 from steadytorch.workload import travel
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
@@ -81,44 +82,6 @@ class SetUp(msgspec.Struct, frozen=True):
     setup_s: float
     warm_up: WarmUp
     peak_memory_bytes: int
-
-
-class Series(msgspec.Struct, frozen=True):
-    """Iterations timed one after another, and what was recorded beside them.
-
-    Attributes:
-        durations_ns: per iteration, in the order taken.
-        stretches: of samples without a break between them: host clock at the start, and how many.
-        host_ns: time the host took to enqueue each; empty for latencies.
-        overhead_ns: what the probe itself adds to an iteration, as measured on an empty step.
-        group: iterations that were timed together; durations are their means.
-        resolved: whether the median's interval became narrow enough within the time given.
-        recording: telemetry on the same clock, as `device.recorder.Recording`.
-        failed: the exception that ended the series early, None if none did.
-        stopped: whether it was asked to end early.
-        clock_difference: see `Sampler.clock_difference`.
-    """
-
-    durations_ns: list[int]
-    stretches: list[tuple[int, int]]
-    host_ns: list[int]
-    overhead_ns: float
-    group: int
-    resolved: bool
-    recording: Any
-    failed: str | None = None
-    stopped: bool = False
-    clock_difference: float | None = None
-
-    def starts_ns(self) -> np.ndarray:
-        """When each sample began, on the host's clock, shape (samples,)."""
-        durations = np.asarray(self.durations_ns, dtype=np.int64) * self.group
-        starts, first = np.empty_like(durations), 0
-        for at_ns, count in self.stretches:
-            after = np.cumsum(durations[first : first + count])
-            starts[first : first + count] = at_ns + np.concatenate([[0], after])[:count]
-            first += count
-        return starts
 
 
 class BrokenOff(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from steadytorch.device.recording import Recording
 from steadytorch.explain.finding import Case, Finding, Verdict
 from steadytorch.explain.ledger import build_ledger
 from steadytorch.explain.variability import variance_shares
-from steadytorch.trial.worker import Series
+from steadytorch.trial.series import Series
 
 from ..recorded import kept  # noqa: TID252
 from ..synthetic import (  # noqa: TID252

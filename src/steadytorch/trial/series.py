@@ -1,0 +1,67 @@
+"""Samples as a worker takes them, and what was recorded beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from steadytorch.device.recording import Recording
+from steadytorch.measure.causes import attribute
+from steadytorch.measure.measurement import Measurement, summarize
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Iterations timed one after another, and what was recorded beside them.
+
+    Attributes:
+        durations_ns: per iteration, in the order taken.
+        stretches: of samples without a break between them: host clock at the start, and how many.
+        host_ns: time the host took to enqueue each; empty for latencies.
+        overhead_ns: what the probe itself adds to an iteration, as measured on an empty step.
+        group: iterations that were timed together; durations are their means.
+        resolved: whether the median's interval became narrow enough within the time given.
+        recording: telemetry on the same clock, as `device.recorder.Recording`.
+        failed: the exception that ended the series early, None if none did.
+        stopped: whether it was asked to end early.
+        clock_difference: see `Sampler.clock_difference`.
+    """
+
+    durations_ns: list[int]
+    stretches: list[tuple[int, int]]
+    host_ns: list[int]
+    overhead_ns: float
+    group: int
+    resolved: bool
+    recording: Any
+    failed: str | None = None
+    stopped: bool = False
+    clock_difference: float | None = None
+
+    def starts_ns(self) -> np.ndarray:
+        """When each sample began, on the host's clock, shape (samples,)."""
+        durations = np.asarray(self.durations_ns, dtype=np.int64) * self.group
+        starts, first = np.empty_like(durations), 0
+        for at_ns, count in self.stretches:
+            after = np.cumsum(durations[first : first + count])
+            starts[first : first + count] = at_ns + np.concatenate([[0], after])[:count]
+            first += count
+        return starts
+
+    def summary(self, metric: str) -> Measurement:
+        """What may be said of the samples, the outliers among them with the causes recorded.
+
+        Raises:
+            UsageError: there are none.
+        """
+        plain = summarize(self.durations_ns, metric)
+        if not plain.outliers:
+            return plain
+        durations = np.asarray(self.durations_ns, dtype=np.int64)
+        places = [outlier.index for outlier in plain.outliers]
+        host = np.asarray(self.host_ns, dtype=np.int64) if self.host_ns else None
+        recording = msgspec.convert(self.recording, Recording)
+        causes = attribute(self.starts_ns(), durations, places, recording, host, group=self.group)
+        found = dict(zip(places, causes, strict=True))
+        return summarize(self.durations_ns, metric, causes=found)
