@@ -1,8 +1,8 @@
 """Provokes input-pipeline: each step waits for its batch to be made.
 
 `slow` reads through a `DataLoader` whose samples take 5 ms each, as images do that must be
-decoded. In `mended` that was done ahead of time, and the loader only joins what is there. Worker
-processes (`num_workers`) would mend it as well where there are cores to spare.
+decoded. In `mended` that was done ahead of time, and the loader only hands out what is there.
+Worker processes (`num_workers`) would mend it as well where there are cores to spare.
 
     steady explain examples/input_pipeline.py:slow --device cpu
 """
@@ -17,17 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset):
-    """Random samples, made when they are asked for or ahead of time."""
-
-    def __init__(self, ready: bool) -> None:
-        self.made = torch.randn(64, 256) if ready else None
+    """Random samples, made when they are asked for."""
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, place: int) -> torch.Tensor:
-        if self.made is not None:
-            return self.made[place]
         time.sleep(5e-3)
         return torch.randn(256)
 
@@ -37,12 +32,17 @@ class Fed(nn.Module):
 
     def __init__(self, ready: bool) -> None:
         super().__init__()
-        self.data, self.batches = Samples(ready), iter(())
+        self.made = [torch.randn(4, 256) for _ in range(16)] if ready else None
+        self.batches = iter(())
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         batch = next(self.batches, None)
         if batch is None:
-            self.batches = iter(DataLoader(self.data, batch_size=4))
+            self.batches = iter(
+                DataLoader(Samples(), batch_size=4)
+                if self.made is None
+                else DataLoader(self.made, batch_size=None)
+            )
             batch = next(self.batches)
         for _ in range(8):
             weight = weight @ weight / 16

@@ -73,21 +73,19 @@ def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
 
 
 def alone(found: dict[str, Measurement]) -> dict[str, Any]:
-    """The figures of an option that had the machine for itself, by metric.
+    """The figures of an option that had the machine for itself, by metric, as `steady measure` has.
 
     Its outliers are `[time over the median, cause]`, in the order taken.
     """
-    period = np.asarray(found["period"].samples_ns, dtype=np.float64)
-    latency = np.asarray(found.get("latency", found["period"]).samples_ns)
-    middle = float(np.median(period))
+    period, latency = found["period"], found.get("latency", found["period"])
     return {
-        "period_ms": _ms(middle),
-        "latency_ms": _ms(float(np.median(latency))),
-        "p99_over_median": tail(period),
-        "cv": float(period.std() / period.mean()),
-        "samples": [len(period), len(latency)],
+        "period_ms": _ms(period.median_ns),
+        "latency_ms": _ms(latency.median_ns),
+        "p99_over_median": period.p99_over_median,
+        "cv": period.cv,
+        "samples": [len(each.samples_ns) for each in (period, latency)],
         "outliers": [
-            [round(period[each.index] / middle, 3), each.cause] for each in found["period"].outliers
+            [round(each.sample_ns / period.median_ns, 3), each.cause] for each in period.outliers
         ],
     }
 

@@ -24,7 +24,7 @@ BLOCK_NS = 5e6
 ENOUGH, MOST = 1500, 4000
 """Samples to take for p99 where that can be afforded, and at the most."""
 ALONE_S, LEAST_ALONE = 1.0, 20
-"""Of each option that is timed by itself, per metric: seconds, but so many samples at the least."""
+"""Of each option that is timed by itself, per metric: seconds, or the time of so many calls."""
 BLOCK_S = 120.0
 
 
@@ -76,8 +76,13 @@ def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str
         for metric in metrics if arm.option in chosen and arm.is_live else ():
             seconds = max(ALONE_S, 1e-9 * LEAST_ALONE * arm.typical_ns)
             found = _asked(arm, "series", metric=metric, seconds=seconds, whole=True)
-            if found is not None and (series := msgspec.convert(found, Series)).durations_ns:
-                arm.alone[metric] = series.summary(metric)
+            if found is None:
+                break
+            series = msgspec.convert(found, Series)
+            if series.failed is not None:
+                arm.reject(f"while it was timed: {series.failed}")
+                break
+            arm.alone[metric] = series.summary(metric)
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:

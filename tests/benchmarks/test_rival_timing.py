@@ -17,6 +17,8 @@ from steadytorch.trial.series import Series
 class Scripted:
     """Stands for a worker whose iterations take turns between a time and a hundredth more."""
 
+    fails = None
+
     def __init__(self, ns, dies_after=None):
         self.ns, self.dies_after, self.asked = ns, dies_after, []
 
@@ -33,7 +35,7 @@ class Scripted:
         assert whole
         taken = self.block(round(seconds * 1e9 / self.ns))
         recording = msgspec.to_builtins(Recording(device="cpu", interval_ns=0))
-        found = Series(taken, [(0, len(taken))], [], 0.0, 1, False, recording)
+        found = Series(taken, [(0, len(taken))], [], 0.0, 1, False, recording, self.fails)
         return msgspec.to_builtins(found)
 
     def kill(self):
@@ -137,12 +139,13 @@ def test_one_that_dies_alone_has_what_it_was_asked_before():
     assert [*found[0].alone] == ["period"]
 
 
-def test_what_failed_alone_before_its_first_sample_has_no_figures_of_it(monkeypatch):
+def test_one_that_raises_alone_has_no_figures_of_it(monkeypatch):
     found = arms(steadytorch=1e6)
     timed(found, seconds=0.0)
-    monkeypatch.setattr(Scripted, "block", lambda self, count: [])
-    rival_timing.time_alone(found, ["steadytorch"], ("period",))
+    monkeypatch.setattr(Scripted, "fails", "RuntimeError: no room")
+    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"))
     assert found[0].alone == {}
+    assert found[0].failed == "while it was timed: RuntimeError: no room"
 
 
 class Clocked(Scripted):

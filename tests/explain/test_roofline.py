@@ -157,7 +157,8 @@ def test_products_are_counted_once_and_nothing_else_is():
 
 def test_products_of_unknown_inputs_leave_the_count_unknown():
     counted = op("aten::mm", 0, 10 * US, dims=[[512, 512]] * 2, types=["float"] * 2)
-    assert product_flops(trace([counted, op("aten::bmm", 20 * US, 30 * US)])) is None
+    for name in ("aten::bmm", "aten::_scaled_mm"):
+        assert product_flops(trace([counted, op(name, 20 * US, 30 * US)])) is None
 
 
 def test_a_real_trace_of_a_cpu_adds_up():

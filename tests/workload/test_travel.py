@@ -190,9 +190,10 @@ def test_modules_of_a_model_are_those_that_its_layers_are_imported_from(tmp_path
         "from steadytorch.workload.travel import modules_of\n"
         "from steadytorch.workload.workload import Workload\n"
         "class Own(torch.nn.Module): pass\n"
+        "class Lost(torch.nn.Module): __module__ = None\n"
         "sys.modules['made'] = made = types.ModuleType('made')\n"
         "exec('class Here(__import__(\"torch\").nn.Module): pass', made.__dict__)\n"
-        "inner = torch.nn.Sequential(layers.Layer(), torch.nn.ReLU(), Own(), made.Here())\n"
+        "inner = torch.nn.Sequential(layers.Layer(), torch.nn.ReLU(), Own(), Lost(), made.Here())\n"
         "print(*modules_of(Workload(inner, torch.ones(1))))\n"
         "print(modules_of(Workload(torch.neg, torch.ones(1))))",
     )

@@ -234,6 +234,17 @@ PRODUCTS: dict[str, Formula] = {
     ),
 }
 """Operators that do their work themselves."""
+UNCOUNTED = frozenset(
+    {
+        "aten::_cudnn_rnn",
+        "aten::_cudnn_rnn_backward",
+        "aten::_int_mm",
+        "aten::_scaled_mm",
+        "aten::mkldnn_rnn_layer",
+        "aten::mkldnn_rnn_layer_backward",
+    }
+)
+"""Operators that multiply matrices themselves as well, and have no formula here."""
 
 WRAPPED_PRODUCTS: dict[str, Formula] = {
     "aten::conv1d": Convolution(),

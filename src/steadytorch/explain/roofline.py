@@ -16,7 +16,7 @@ from steadytorch.explain.events import Category, Trace
 from steadytorch.explain.kernels import uses_tensor_cores
 from steadytorch.explain.launches import Launches, Operators, launches_of, operators_of
 from steadytorch.explain.ledger import Ledger, build_ledger
-from steadytorch.explain.products import PRODUCTS
+from steadytorch.explain.products import PRODUCTS, UNCOUNTED
 from steadytorch.explain.rates import Rates
 from steadytorch.explain.work import MATRIX, Work
 
@@ -118,12 +118,12 @@ def roofline(trace: Trace, rates: Rates | None = None, ledger: Ledger | None = N
 def product_flops(trace: Trace) -> int | None:
     """Operations of all convolutions, matrix products and attention in a trace, every step of it.
 
-    None where one of them is of unknown work: its inputs were not recorded.
+    None where the work of one is unknown: its inputs were not recorded, or no formula is for it.
     """
     operators = operators_of(trace)
     index, works = operators.works
     charged = operators.charged
-    if (operators.named(PRODUCTS) & (charged < 0)).any():
+    if (operators.named({*PRODUCTS, *UNCOUNTED}) & (charged < 0)).any():
         return None
     counted = operators.named(MATRIX) & (charged == np.arange(len(charged)))
     return sum(works[place].flops for place in index[counted])

@@ -71,7 +71,8 @@ class Preparation:
         watcher: is told how it goes.
         early: how many processes to start before a candidate needs them: while the untouched
             workload is set up, and on a GPU's host at the beginning of a round that compiles. They
-            import PyTorch meanwhile, and load nothing. Where there are any, cores are not short.
+            import their modules meanwhile, and load nothing. Where there are any, cores are not
+            short.
 
     Attributes:
         device: as given.
@@ -106,7 +107,7 @@ class Preparation:
         self._slots = 1
 
     def start(self) -> Worker:
-        """Starts the first processes: they import PyTorch while the caller sees to other things.
+        """Starts the first processes: they import modules while the caller sees to other things.
 
         `baseline` calls it as well; those that are alive are left as they are.
 
@@ -159,7 +160,9 @@ class Preparation:
         try:
             found = worker.call("explained", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
         except WorkerFault as fault:
-            self._watcher.phase(f"no findings: profiling failed ({fault.reason})")
+            self._watcher.phase(
+                f"profiling failed ({fault.reason}): no findings, and no operations counted"
+            )
             return Explained((), None)
         return msgspec.convert(found, Explained)
 

@@ -52,8 +52,8 @@ class Explained(msgspec.Struct, frozen=True):
 
     Attributes:
         findings: those that suggest transforms to try.
-        product_flops: operations of a step's convolutions, matrix products and attention; None
-            where they could not be counted.
+        product_flops: operations of a step's convolutions, matrix products and attention, those in
+            a loader included; None where they could not be counted.
     """
 
     findings: tuple[Finding, ...]

@@ -42,7 +42,8 @@ def modules_of(workload: Workload) -> list[str]:
     """
     layers = () if workload.module is None else workload.module.modules()
     named = {type(layer).__module__ for layer in layers}
-    return sorted(name for name in named if name != "__main__" and _can_import(name))
+    names = [name for name in named if isinstance(name, str) and name != "__main__"]
+    return sorted(filter(_can_import, names))
 
 
 class _Home(types.ModuleType):
