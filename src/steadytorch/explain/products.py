@@ -240,11 +240,14 @@ UNCOUNTED = frozenset(
         "aten::_cudnn_rnn_backward",
         "aten::_int_mm",
         "aten::_scaled_mm",
+        "aten::cudnn_convolution_backward",
+        "aten::cudnn_convolution_backward_input",
+        "aten::cudnn_convolution_backward_weight",
         "aten::mkldnn_rnn_layer",
         "aten::mkldnn_rnn_layer_backward",
     }
 )
-"""Operators that multiply matrices themselves as well, and have no formula here."""
+"""Operators that are products as well, and have no formula here."""
 
 WRAPPED_PRODUCTS: dict[str, Formula] = {
     "aten::conv1d": Convolution(),

@@ -12,6 +12,7 @@ from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.kernels import is_double, is_generated, is_product, uses_tensor_cores
 from steadytorch.explain.launches import Launches, operators_of
 from steadytorch.explain.operands import DTYPES, NotRecordedError, Operands
+from steadytorch.explain.products import UNCOUNTED
 from steadytorch.explain.rates import Rates
 from steadytorch.explain.rules.figures import percent
 from steadytorch.explain.rules.gpu import (
@@ -39,12 +40,9 @@ MULTIPLE = 8
 """Sizes in 16 bits that all libraries have tensor core kernels for (NVIDIA Deep Learning
 Performance, "Matrix multiplication background", tensor core requirements)."""
 
-ELIGIBLE = (MATRIX - {"aten::mv", "aten::addmv", "aten::dot"}) | {
-    "aten::cudnn_convolution_backward",
-    "aten::cudnn_convolution_backward_input",
-    "aten::cudnn_convolution_backward_weight",
-    "aten::_cudnn_rnn",
-    "aten::_cudnn_rnn_backward",
+ELIGIBLE = (MATRIX | UNCOUNTED) - {
+    *("aten::mv", "aten::addmv", "aten::dot"),
+    *("aten::_int_mm", "aten::_scaled_mm"),  # exist for tensor cores
 }
 _NO_PRODUCT_OF_MATRICES = re.compile(
     r"gemv|depthwise|dwconv|dot_kernel|splitKreduce", re.IGNORECASE
