@@ -14,7 +14,7 @@ import numpy as np
 
 from steadytorch.device.recording import REASON_BITS, Recording
 from steadytorch.errors import UsageError
-from steadytorch.measure.sampler import IN_FLIGHT, LEAD_NS, MOST_IN_FLIGHT
+from steadytorch.measure.sampler import may_be_in_flight
 from steadytorch.measure.ticks import Ticks
 from steadytorch.measure.variability import UNATTRIBUTED
 
@@ -134,9 +134,9 @@ class _Inquest:
         self._excess = durations[chosen] - self._typical
         gpu = recording.device != "cpu"
         ends = starts[chosen] + durations[chosen].astype(np.int64)
-        # The sampler's queue holds no more, if it holds as much.
-        lead = max(IN_FLIGHT * self._typical, min(LEAD_NS, MOST_IN_FLIGHT * self._typical))
-        ahead = int(lead) if gpu and len(host) else 0
+        # The sampler's queue holds no more.
+        queued = may_be_in_flight(self._typical, host) if gpu and len(host) else 0
+        ahead = int(queued * self._typical)
         # When the host worked for the sample, and when the device did.
         self._host_spans = np.stack([starts[chosen] - ahead, ends])
         self._spans = np.stack([starts[chosen], ends])

@@ -135,8 +135,9 @@ class CudaSampler:
         for i in range(count):
             if i >= in_flight:
                 events[i - in_flight + 1].synchronize()
-            if i == IN_FLIGHT + 1:
-                in_flight = may_be_in_flight(1e6 * events[1].elapsed_time(events[2]), host[1:i])
+            if i == IN_FLIGHT + 2:
+                longest_ns = _elapsed_ns(events[1:i]).max(initial=0)
+                in_flight = may_be_in_flight(longest_ns, host[1:i])
             start = self._clock.now_ns()
             try:
                 step()
@@ -183,7 +184,7 @@ def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
     """Iterations that may be in a device's queue at once, the one that runs included.
 
     Args:
-        period_ns: of one.
+        period_ns: of one; the longest of some.
         host_ns: enqueue times of some, shape (N,).
     """
     if period_ns < CHEAP * float(np.min(host_ns)):
