@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from steadytorch.device.recording import REASON_BITS
+from steadytorch.measure.causes import attribute
 
 from .slowed import (
     MS,
@@ -15,6 +16,7 @@ from .slowed import (
     cause_of,
     collected,
     recorded,
+    slowed,
 )
 
 
@@ -118,6 +120,23 @@ def test_the_host_of_a_gpu_works_up_to_two_iterations_ahead():
         for ahead in (18, 24)
     ]
     assert found == ["garbage collection", "unattributed"]
+
+
+@pytest.mark.parametrize(
+    ("host_ns", "ahead_ns", "cause"),
+    [
+        (20_000, 3_900_000, "garbage collection"),
+        (20_000, 4_400_000, "unattributed"),
+        (90_000, 300_000, "garbage collection"),
+        (90_000, 900_000, "unattributed"),
+    ],
+)
+def test_the_host_works_further_ahead_where_calls_are_short_and_cheap(host_ns, ahead_ns, cause):
+    starts, durations = slowed({300: 400_000}, usual=200_000, count=1000)
+    host = np.full(1000, host_ns)
+    host[300] += 400_000
+    recording = recorded("cuda", **collected(int(starts[300]) - ahead_ns, 250_000))
+    assert attribute(starts, durations, [300], recording, host) == [cause]
 
 
 def test_without_host_times_both_are_looked_at():

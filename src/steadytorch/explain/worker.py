@@ -33,7 +33,7 @@ SWITCHES = ("record_shapes", "profile_memory")
 """What is recorded beside times."""
 SETTLING = 1
 """Steps recorded before the first that counts: the profiler's buffers are new to them, and the
-device's queue is filled by them."""
+device has work from there on."""
 _RECOVER = 2
 """Calls between a call after a pause and one that stands for no pause: they bring it to speed."""
 

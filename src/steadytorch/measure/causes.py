@@ -14,6 +14,7 @@ import numpy as np
 
 from steadytorch.device.recording import REASON_BITS, Recording
 from steadytorch.errors import UsageError
+from steadytorch.measure.sampler import may_be_in_flight
 from steadytorch.measure.ticks import Ticks
 from steadytorch.measure.variability import UNATTRIBUTED
 
@@ -44,8 +45,6 @@ CAUSES = (
 
 EXPLAINED = 0.5
 """Share of the excess that a cause must explain: then no other single cause explains more."""
-RUN_AHEAD = 2
-"""Iterations that the host may be ahead of the device: the sampler's queue holds no more."""
 MINOR_FAULT_NS = 500
 """Least time of a minor fault, which clears a page of 4 KiB: 0.5 us, and 2.5 us were seen in a
 virtual machine. Claims rest on the least."""
@@ -135,7 +134,9 @@ class _Inquest:
         self._excess = durations[chosen] - self._typical
         gpu = recording.device != "cpu"
         ends = starts[chosen] + durations[chosen].astype(np.int64)
-        ahead = int(RUN_AHEAD * self._typical) if gpu and len(host) else 0
+        # The sampler's queue holds no more.
+        queued = may_be_in_flight(self._typical, host) if gpu and len(host) else 0
+        ahead = int(queued * self._typical)
         # When the host worked for the sample, and when the device did.
         self._host_spans = np.stack([starts[chosen] - ahead, ends])
         self._spans = np.stack([starts[chosen], ends])

@@ -3,7 +3,8 @@
 Two times are taken, never in one block, because synchronising changes the workload:
 
 - *period*: from the end of an iteration to the end of the next, with the device's queue kept filled
-  (at most two iterations in flight). Gaps count, so launch-bound work is seen as it is.
+  (two iterations in flight, or `LEAD_NS` of them where they cost the host little). Gaps count, so
+  launch-bound work is seen as it is.
 - *latency*: from the call to its finished result, with the queue empty before and after.
 
 On the CPU, where a call returns with its result, the two are one.
@@ -22,6 +23,15 @@ from steadytorch.measure.clock import Clock, HostClock
 
 GROUPING_BELOW_NS = 100_000
 """Below 100 us an iteration, several are timed together: CUDA events resolve 0.5 us."""
+
+IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
+"""Iterations that wait in the device's queue or run, at the least and at the most."""
+LEAD_NS = 4_000_000
+"""Work to have in the queue where calls are short: Linux may keep a process waiting for a slice of
+3 ms, and what runs on without waiting for each result does not notice."""
+CHEAP = 8
+"""Periods are this many times the host's time to enqueue, at the least, where more than two may be
+in flight. Others consist of many launches, which fill the driver's queue: then launching waits."""
 
 COMPARABLE_NS = 100_000_000
 """The host hears of a block's end some 20 us late: two in ten thousand of this."""
@@ -120,11 +130,14 @@ class CudaSampler:
         stream = torch.cuda.current_stream()
         # With an empty queue the first event passes when it is recorded: both clocks start there.
         stream.synchronize()
-        begun = self._clock.now_ns()
+        begun, in_flight = self._clock.now_ns(), IN_FLIGHT
         events[0].record(stream)
         for i in range(count):
-            if i >= 2:
-                events[i - 1].synchronize()
+            if i >= in_flight:
+                events[i - in_flight + 1].synchronize()
+            if i == IN_FLIGHT + 2:
+                longest_ns = _elapsed_ns(events[1:i]).max(initial=0)
+                in_flight = may_be_in_flight(longest_ns, host[1:i])
             start = self._clock.now_ns()
             try:
                 step()
@@ -165,6 +178,18 @@ class CudaSampler:
         while len(self._events) < count:
             self._events.append(torch.cuda.Event(enable_timing=True))
         return self._events[:count]
+
+
+def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
+    """Iterations that may be in a device's queue at once, the one that runs included.
+
+    Args:
+        period_ns: of one; the longest of some.
+        host_ns: enqueue times of some, shape (N,).
+    """
+    if period_ns < CHEAP * float(np.min(host_ns)):
+        return IN_FLIGHT
+    return min(max(IN_FLIGHT, LEAD_NS // max(1, round(period_ns))), MOST_IN_FLIGHT)
 
 
 def _elapsed_ns(events: list[Any]) -> np.ndarray:
