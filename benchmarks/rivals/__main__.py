@@ -178,7 +178,7 @@ def _rows(
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
     else:
-        entry["power"] = power_of(recording, ours.spans)
+        entry["power"] = power_of(recording, ours.spans, ours.blocks.get("period", []))
     return rows
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from rival_options import AUTOTUNED, compiles
 from rival_worker import SetUp
 
-from steadytorch.measure.measurement import Measurement
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms import ambient
+from steadytorch.trial.series import Series
 from steadytorch.tune.trial import HANDLER as TUNING_HANDLER
 
 OURS, REFERENCE = "steadytorch", "reference"
@@ -38,7 +38,7 @@ class Arm:
         set_up: how it came to be ready.
         typical_ns: period of an iteration, from a first block while nothing else ran.
         blocks: per metric, its blocks in the order taken, each a list of iterations in ns.
-        alone: per metric, a series from after the others had ended, its outliers with causes.
+        alone: per metric, a series from after the others had ended.
         spans: when its period blocks were under way, on the host's clock, in ns.
     """
 
@@ -50,7 +50,7 @@ class Arm:
     set_up: SetUp | None = None
     typical_ns: float = float("inf")
     blocks: dict[str, list[list[int]]] = field(default_factory=dict)
-    alone: dict[str, Measurement] = field(default_factory=dict)
+    alone: dict[str, Series] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 from rival_arms import OURS, Arm
 from rival_options import AUTOTUNED
+from rival_power import clock_finding
 
-from steadytorch.explain.rules.clock_throttled import LEAST_HELD
 from steadytorch.measure.correlation import effective_size
-from steadytorch.measure.measurement import P99_NEEDS, Measurement
+from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import judge
 from steadytorch.measure.statistics import order_interval
 from steadytorch.runtime.agreement import TOLERANCES
+from steadytorch.trial.series import Series
 
 SCHEMA = 1
 P99_LIMIT, CV_LIMIT = 1.02, 0.005
@@ -72,18 +73,22 @@ def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
     return row
 
 
-def alone(found: dict[str, Measurement]) -> dict[str, Any]:
+def alone(series: dict[str, Series]) -> dict[str, Any]:
     """The figures of an option that had the machine for itself, by metric, as `steady measure` has.
 
-    Its outliers are `[time over the median, cause]`, in the order taken.
+    Its outliers are `[time over the median, cause]`, in the order taken; `finding` is what
+    `explain` says of the GPU's clock, None where it says nothing.
     """
+    found = {metric: each.summary(metric) for metric, each in series.items()}
     period, latency = found["period"], found.get("latency", found["period"])
+    finding = clock_finding(series["period"])
     return {
         "period_ms": _ms(period.median_ns),
         "latency_ms": _ms(latency.median_ns),
         "p99_over_median": period.p99_over_median,
         "cv": period.cv,
-        "samples": [len(each.samples_ns) for each in (period, latency)],
+        "samples_ns": {metric: list(each.durations_ns) for metric, each in series.items()},
+        "finding": None if finding is None else finding.title,
         "outliers": [
             [round(each.sample_ns / period.median_ns, 3), each.cause] for each in period.outliers
         ],
@@ -184,11 +189,11 @@ def cause(ours: Row, power: dict[str, Any]) -> str:
     tail = ours["p99_over_median"]
     if ours["cv"] <= CV_LIMIT and (tail is None or tail <= P99_LIMIT):
         return ""
-    held = power.get("held")
-    if held is None or held < LEAST_HELD:
+    finding = power.get("finding")
+    if finding is None:
         return "not attributed"
     at = [f"{power[k]:.0f} {unit}" for k, unit in UNITS.items() if power.get(k) is not None]
-    return f"power limit, {100 * held:.0f} % of the time ({', '.join(at)})"
+    return f"{finding} ({', '.join(at)})"
 
 
 UNITS = {"sm_clock_mhz": "MHz", "power_watts": "W"}

@@ -165,12 +165,12 @@ def summary_cells(document: Document, name: str) -> list[str]:
 
 
 def scattered(alone: dict[str, Any] | None) -> str:
-    """The CV of what was timed alone; where it is over the limit, with what its outliers are of."""
-    if alone is None:
-        return NONE
+    """The CV of what was timed alone; where it is over the limit, with its causes."""
+    if alone is None or alone["cv"] <= CV_LIMIT:
+        return figure((alone or {}).get("cv"), ".2%")
     causes = Counter(cause for _, cause in alone.get("outliers", ())).most_common()
-    told = [f"{count} {cause}" for cause, count in causes] if alone["cv"] > CV_LIMIT else []
-    return ", ".join([f"{alone['cv']:.2%}", *told])
+    told = [f"{count} {cause}" for cause, count in causes]
+    return ", ".join([f"{alone['cv']:.2%}", *filter(None, [alone.get("finding")]), *told])
 
 
 def beyond(alone: dict[str, Any] | None) -> float | None:

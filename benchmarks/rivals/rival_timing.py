@@ -82,7 +82,7 @@ def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str
             if series.failed is not None:
                 arm.reject(f"while it was timed: {series.failed}")
                 break
-            arm.alone[metric] = series.summary(metric)
+            arm.alone[metric] = series
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from steadytorch.device.recording import Recording
+from steadytorch.trial.series import Series
+
 ENVIRONMENT = {
     "device": "cuda",
     "name": "NVIDIA H200",
@@ -40,6 +43,13 @@ def inputs(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(11, (2, 5), generator=generator)
     return ids, torch.randn(2, 3, 8, 8, generator=generator)
+
+
+def series(durations_ns: list[int], failed: str | None = None, **seen: Any) -> Series:
+    """Samples one after another from time zero on, and what was seen beside them on a CPU."""
+    recording = Recording(device="cpu", interval_ns=0, **seen)
+    stretches = [(0, len(durations_ns))]
+    return Series(durations_ns, stretches, [], 0.0, 1, False, recording, failed)
 
 
 def judgement(estimate: float, verdict: str = "faster") -> dict[str, Any]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import rival_results
 import rival_tables
 
-from steadytorch.measure.measurement import summarize
-
-from .rivalry import ENVIRONMENT, document, judgement, one_workload, row
+from .rivalry import ENVIRONMENT, document, judgement, one_workload, row, series
 
 
 def cells(text, first):
@@ -45,15 +43,21 @@ def test_the_summary_holds_ours_against_the_best():
 
 def test_the_summary_holds_what_ours_and_the_best_take_alone():
     rows = one_workload("a:1", -0.1)
+    collected = {
+        "at_ns": (0, 20_000_000, 41_000_000),
+        "gc_start_ns": (39_640_000,),
+        "gc_duration_ns": (95_000,),
+        "gc_generation": (2,),
+    }
     for each, extra in zip(rows, (10_000, 20_000, 40_000), strict=False):
         found = {
-            "period": summarize([400_000] * 99 + [500_000], causes={99: "cpu steal"}),
-            "latency": summarize([400_000 + extra] * 5),
+            "period": series([400_000] * 99 + [500_000], **collected),
+            "latency": series([400_000 + extra] * 5),
         }
         each["alone"] = rival_results.alone(found)
     text = rival_tables.markdown(document(*rows))
     summary = dict(zip(rival_tables.SUMMARY, cells(text, "a:1")[-1], strict=True))
-    assert summary["CV, alone"] == "2.49%, 1 cpu steal"
+    assert summary["CV, alone"] == "2.49%, 1 garbage collection"
     assert summary["latency/period, alone"] == "1.025"
     assert summary["the best's, alone"] == "1.100"
 

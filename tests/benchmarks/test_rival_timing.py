@@ -9,9 +9,9 @@ import msgspec
 import rival_timing
 from rival_arms import Arm
 
-from steadytorch.device.recording import Recording
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.trial.series import Series
+
+from .rivalry import series
 
 
 class Scripted:
@@ -34,9 +34,7 @@ class Scripted:
     def series(self, seconds, whole):
         assert whole
         taken = self.block(round(seconds * 1e9 / self.ns))
-        recording = msgspec.to_builtins(Recording(device="cpu", interval_ns=0))
-        found = Series(taken, [(0, len(taken))], [], 0.0, 1, False, recording, self.fails)
-        return msgspec.to_builtins(found)
+        return msgspec.to_builtins(series(taken, self.fails))
 
     def kill(self):
         self.ns = None
@@ -122,11 +120,11 @@ def test_the_chosen_are_timed_alone_after_the_others_have_ended():
     timed(found, seconds=0.0)
     rival_timing.time_alone(found, ["steadytorch", "best"], ("period", "latency"))
     ours, best, other = found
-    assert {metric: len(found.samples_ns) for metric, found in ours.alone.items()} == {
+    assert {metric: len(found.durations_ns) for metric, found in ours.alone.items()} == {
         "period": 1000,
         "latency": 1000,
     }
-    assert len(best.alone["period"].samples_ns) == 20
+    assert len(best.alone["period"].durations_ns) == 20
     assert other.alone == {}
     assert other.worker.ns is None
 
