@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import pytest
@@ -79,10 +81,20 @@ def layers_of(model: nn.Module, kind: type[Layer]) -> list[Layer]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def seeded(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
-    torch.manual_seed(0)
-    return request.param, bundled.build(request.param)
+def build_seeded(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return bundled.build(name)
+
+
+@pytest.fixture(scope="module")
+def built() -> Callable[[str], nn.Module]:
+    """Models of seed 0, each built once: to draw weights takes seconds."""
+    return cache(build_seeded)
+
+
+@pytest.fixture(params=NAMES)
+def seeded(request: pytest.FixtureRequest, built) -> tuple[str, nn.Module]:
+    return request.param, built(request.param)
 
 
 def test_names_lists_the_architectures_in_order():
@@ -163,15 +175,13 @@ def test_models_come_in_eval_mode(seeded):
 
 def test_the_same_seed_gives_the_same_weights(seeded):
     name, model = seeded
-    torch.manual_seed(0)
-    again = bundled.build(name).state_dict()
+    again = build_seeded(name).state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
 def test_another_seed_gives_other_weights(seeded):
     name, model = seeded
-    torch.manual_seed(1)
-    other = bundled.build(name)
+    other = build_seeded(name, seed=1)
     matrices = [
         (ours, theirs)
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True)
@@ -230,9 +240,8 @@ def test_resnet50_strides_in_the_3x3():
 
 
 @pytest.mark.parametrize("name", RESNETS)
-def test_resnet_convolutions_are_he_normal_over_the_outputs(name):
-    torch.manual_seed(0)
-    convolutions = layers_of(bundled.build(name), nn.Conv2d)
+def test_resnet_convolutions_are_he_normal_over_the_outputs(built, name):
+    convolutions = layers_of(built(name), nn.Conv2d)
     for layer in convolutions:
         expected = (2 / (layer.out_channels * layer.weight[0, 0].numel())) ** 0.5
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.05)
@@ -245,9 +254,8 @@ def test_mobilenet_normalisation_and_dropout_are_those_of_the_paper():
     assert [layer.p for layer in layers_of(model, nn.Dropout)] == [0.2]
 
 
-def test_vit_weights_stay_within_two_deviations():
-    torch.manual_seed(0)
-    for layer in layers_of(bundled.build("vit_b_16"), nn.Linear):
+def test_vit_weights_stay_within_two_deviations(built):
+    for layer in layers_of(built("vit_b_16"), nn.Linear):
         assert layer.weight.abs().max().item() <= 0.04 * (1 + 1e-6)
         # The deviation of a standard normal cut off at +-2 is 0.8796.
         assert layer.weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.01)
@@ -283,9 +291,8 @@ def test_unet_maps_have_the_sizes_of_the_figure():
 
 
 @torch.inference_mode()
-def test_unet_crops_the_middle_of_each_skip():
-    torch.manual_seed(0)
-    model = bundled.build("unet")
+def test_unet_crops_the_middle_of_each_skip(built):
+    model = built("unet")
     images = small_inputs("unet")
     # Every kernel mirrored: a mirrored image then has to give the mirrored scores, which an
     # off-centre crop would shift.
@@ -316,11 +323,10 @@ def test_gpt2_drops_out_the_embedding_the_attention_and_each_branch():
     assert [layer.dropout for layer in layers_of(model, SelfAttention)] == 12 * [0.1]
 
 
-def test_gpt2_residual_projections_start_smaller():
-    torch.manual_seed(0)
+def test_gpt2_residual_projections_start_smaller(built):
     deviations = {
         name: parameter.std().item()
-        for name, parameter in bundled.build("gpt2").named_parameters()
+        for name, parameter in built("gpt2").named_parameters()
         if parameter.dim() > 1
     }
     scaled = [deviation for deviation in deviations.values() if deviation < 0.01]
@@ -330,9 +336,8 @@ def test_gpt2_residual_projections_start_smaller():
 
 
 @torch.inference_mode()
-def test_gpt2_tokens_do_not_see_later_ones():
-    torch.manual_seed(0)
-    model = bundled.build("gpt2")
+def test_gpt2_tokens_do_not_see_later_ones(built):
+    model = built("gpt2")
     ids = small_inputs("gpt2")
     changed = ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 50257
