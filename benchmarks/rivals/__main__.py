@@ -162,7 +162,7 @@ def _rows(
         ours = next((arm for arm in arms if arm.option == OURS), None)
         rows = [row_of(case.name, arm, ours) for arm in arms]
         best = best_of(rows, "period_ms")
-        time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind])
+        time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind], rng)
         for row, arm in zip(rows, arms, strict=True):
             row |= {"alone": alone(arm.alone)} if arm.alone.keys() == set(METRICS[kind]) else {}
         entry["timing_took_s"] = time.monotonic() - began

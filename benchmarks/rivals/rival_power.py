@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from steadytorch.device.recorder import Recorder
-from steadytorch.device.recording import Recording, reasons
+from steadytorch.device.recording import READ_EVERY, Recording, reasons
 from steadytorch.explain.finding import Abstention, Case, Finding
 from steadytorch.explain.rules.clock_throttled import rule
 from steadytorch.trial.dwell import POWER
 from steadytorch.trial.series import Series
+
+CHANNELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask")
+"""Of the recording: those that say something of the clock."""
 
 
 def recorded(device: str, body: Callable[[], None]) -> Recording | None:
@@ -29,7 +32,7 @@ def recorded(device: str, body: Callable[[], None]) -> Recording | None:
 def power_of(
     recording: Recording | None, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """What held the clock within the spans.
+    """What held the clock within the spans; readings of other turns do not count.
 
     Args:
         recording: of all the time; None where there is none.
@@ -37,44 +40,56 @@ def power_of(
         blocks: what was timed, in ns per iteration.
 
     Returns:
-        `held`, the share of the time that the power limit did; medians of `sm_clock_mhz` and
-        `power_watts`; `finding`, what `explain` says of the clock over these samples. Each is None
-        where it could not be observed, the last also where there is nothing to say.
+        `held`, the share of the readings at which the power limit did; medians of `sm_clock_mhz`
+        and `power_watts`; `finding` and `variance_share`, what `explain` says of the clock over
+        these samples. Each is None where it could not be observed, the last two also where there is
+        nothing to say.
     """
-    names = ("held", "sm_clock_mhz", "power_watts", "finding")
+    names = ("held", "sm_clock_mhz", "power_watts", "finding", "variance_share")
     found: dict[str, Any] = dict.fromkeys(names)
-    ticks = _ticks(recording, spans)
-    if recording is None or not len(ticks):
+    within = in_turns(recording, spans, blocks)
+    if within is None:
         return found
-    if recording.clock_event_mask is not None:
-        masks = np.asarray(recording.clock_event_mask)[ticks]
-        found["held"] = float(np.mean([POWER in reasons(int(mask)) for mask in masks]))
-    if recording.sm_clock_mhz is not None:
-        found["sm_clock_mhz"] = float(np.median(np.asarray(recording.sm_clock_mhz)[ticks]))
-    if recording.power_milliwatts is not None:
-        found["power_watts"] = 1e-3 * float(
-            np.median(np.asarray(recording.power_milliwatts)[ticks])
-        )
-    told = clock_finding(in_turns(recording, spans, blocks))
-    found["finding"] = None if told is None else told.title
+    seen: Recording = within.recording
+    if seen.clock_event_mask is not None:
+        found["held"] = float(np.mean([POWER in reasons(mask) for mask in seen.clock_event_mask]))
+    if seen.sm_clock_mhz is not None:
+        found["sm_clock_mhz"] = float(np.median(seen.sm_clock_mhz))
+    if seen.power_milliwatts is not None:
+        found["power_watts"] = 1e-3 * float(np.median(seen.power_milliwatts))
+    told = clock_finding(within)
+    if told is not None:
+        found |= {"finding": told.title, "variance_share": told.variance_share}
     return found
 
 
 def in_turns(
-    recording: Recording, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[int]]
-) -> Series:
-    """Blocks as one series beside the recording; a block ends when its span does."""
+    recording: Recording | None, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[int]]
+) -> Series | None:
+    """Those blocks within which the clock was read, as one series, and these readings.
+
+    A block ends when its span does. None where the clock was read within none.
+    """
+    if recording is None or not spans:
+        return None
+    own = [_ticks(recording, span) for span in spans]
+    kept = [place for place, ticks in enumerate(own) if len(ticks)]
+    if not kept:
+        return None
+    ticks = np.concatenate([own[place] for place in kept])
+    columns = {
+        name: tuple(np.asarray(getattr(recording, name))[ticks].tolist())
+        for name in ("at_ns", *CHANNELS)
+        if getattr(recording, name) is not None
+    }
     return Series(
-        durations_ns=[each for block in blocks for each in block],
-        stretches=[
-            (ended - sum(block), len(block))
-            for (_, ended), block in zip(spans, blocks, strict=True)
-        ],
+        durations_ns=[each for place in kept for each in blocks[place]],
+        stretches=[(spans[place][1] - sum(blocks[place]), len(blocks[place])) for place in kept],
         host_ns=[],
         overhead_ns=0.0,
         group=1,
         resolved=False,
-        recording=recording,
+        recording=Recording(device=recording.device, interval_ns=recording.interval_ns, **columns),
     )
 
 
@@ -84,11 +99,9 @@ def clock_finding(series: Series) -> Finding | None:
     return None if isinstance(verdict, Abstention) else next(iter(verdict), None)
 
 
-def _ticks(recording: Recording | None, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The ticks within the spans; where one lies between two ticks, the one before it counts."""
-    if recording is None or not spans or not recording.at_ns:
-        return np.zeros(0, np.int64)
-    at, (begun, ended) = np.asarray(recording.at_ns), np.asarray(spans).T
-    first = np.maximum(0, np.searchsorted(at, begun, "right") - 1)
-    last = np.maximum(first + 1, np.searchsorted(at, ended, "right"))
-    return np.unique(np.concatenate([np.arange(*ends) for ends in zip(first, last, strict=True)]))
+def _ticks(recording: Recording, span: tuple[int, int]) -> np.ndarray:
+    """The ticks of which all that they hold of the clock was read within a span."""
+    at, (begun, ended) = np.asarray(recording.at_ns), span
+    oldest = max(READ_EVERY[name] for name in CHANNELS) - 1
+    first, last = np.searchsorted(at, begun, "left"), np.searchsorted(at, ended, "right")
+    return np.arange(first + oldest, last)

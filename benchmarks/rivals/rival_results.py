@@ -193,7 +193,8 @@ def cause(ours: Row, power: dict[str, Any]) -> str:
     if finding is None:
         return "not attributed"
     at = [f"{power[k]:.0f} {unit}" for k, unit in UNITS.items() if power.get(k) is not None]
-    return f"{finding} ({', '.join(at)})"
+    told = f"{finding} ({', '.join(at)})"
+    return told if power.get("variance_share") else f"not attributed; {told}"
 
 
 UNITS = {"sm_clock_mhz": "MHz", "power_watts": "W"}

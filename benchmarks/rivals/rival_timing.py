@@ -58,7 +58,9 @@ def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: R
     _top_up(affordable(near, metrics[0], left_s), metrics[0], base_ns, rng, left_s)
 
 
-def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str]) -> None:
+def time_alone(
+    arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str], rng: Random
+) -> None:
     """Times some options once more, one after the other and without changing between them.
 
     A process that shares the host with a dozen others finds its caches taken at each turn, which
@@ -68,11 +70,12 @@ def time_alone(arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str
         arms: all of them.
         chosen: which options to time.
         metrics: of what.
+        rng: decides who is first.
     """
     for arm in arms:
         if arm.option not in chosen:
             arm.worker.kill()
-    for arm in arms:
+    for arm in rng.sample(arms, len(arms)):
         for metric in metrics if arm.option in chosen and arm.is_live else ():
             seconds = max(ALONE_S, 1e-9 * LEAST_ALONE * arm.typical_ns)
             found = _asked(arm, "series", metric=metric, seconds=seconds, whole=True)

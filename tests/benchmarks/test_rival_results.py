@@ -135,8 +135,18 @@ def test_an_effect_without_pairs_is_no_ratio():
         ({"cv": 0.002, "p99_over_median": 1.05}, {}, "not attributed"),
         (
             {"cv": 0.02, "p99_over_median": 1.05},
-            {"finding": "heat holds the clock", "sm_clock_mhz": 1755.0, "power_watts": 698.2},
-            "heat holds the clock (1755 MHz, 698 W)",
+            {
+                "finding": "heat",
+                "variance_share": 0.7,
+                "sm_clock_mhz": 1755.0,
+                "power_watts": 698.2,
+            },
+            "heat (1755 MHz, 698 W)",
+        ),
+        (
+            {"cv": 0.02, "p99_over_median": 1.05},
+            {"finding": "heat", "variance_share": None, "sm_clock_mhz": 1755.0},
+            "not attributed; heat (1755 MHz)",
         ),
     ],
 )

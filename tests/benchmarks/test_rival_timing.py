@@ -118,7 +118,7 @@ def test_samples_in_clumps_are_not_taken_for_independent_ones():
 def test_the_chosen_are_timed_alone_after_the_others_have_ended():
     found = arms(steadytorch=1e6, best=2e8, other=1e6)
     timed(found, seconds=0.0)
-    rival_timing.time_alone(found, ["steadytorch", "best"], ("period", "latency"))
+    rival_timing.time_alone(found, ["steadytorch", "best"], ("period", "latency"), Random(0))
     ours, best, other = found
     assert {metric: len(found.durations_ns) for metric, found in ours.alone.items()} == {
         "period": 1000,
@@ -133,7 +133,7 @@ def test_one_that_dies_alone_has_what_it_was_asked_before():
     found = arms(steadytorch=1e6)
     timed(found, seconds=0.0)
     found[0].worker.dies_after = len(found[0].worker.asked) + 1
-    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"))
+    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"), Random(0))
     assert [*found[0].alone] == ["period"]
 
 
@@ -141,7 +141,7 @@ def test_one_that_raises_alone_has_no_figures_of_it(monkeypatch):
     found = arms(steadytorch=1e6)
     timed(found, seconds=0.0)
     monkeypatch.setattr(Scripted, "fails", "RuntimeError: no room")
-    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"))
+    rival_timing.time_alone(found, ["steadytorch"], ("period", "latency"), Random(0))
     assert found[0].alone == {}
     assert found[0].failed == "while it was timed: RuntimeError: no room"
 

@@ -6,6 +6,7 @@ import mmap
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import pynvml
@@ -213,7 +214,8 @@ def test_the_cost_of_the_recorder_is_in_the_recording():
 def test_dear_ticks_become_rarer(monkeypatch):
     monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e-9)
     with Recorder("cpu", 1e-3) as recorder:
-        while recorder._ticks < 2:  # the first, and one after which the next is put off
+        deadline = time.monotonic() + 60
+        while recorder._ticks < 2 and time.monotonic() < deadline:  # the next is put off then
             threading.Event().wait(0.01)
         threading.Event().wait(0.05)
     assert len(recorder.recording.at_ns) <= 3

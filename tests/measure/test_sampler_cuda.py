@@ -107,6 +107,12 @@ def test_no_more_is_in_flight_than_the_lead_or_two(device, work_ns, host_ns, mos
     assert device.most_in_flight == most
 
 
+def test_one_short_step_at_first_does_not_fill_the_queue(device: Device):
+    works = iter([3 * MS, 50 * US, *[3 * MS] * 98])
+    CudaSampler(device.clock).periods(lambda: device.enqueue(10 * US, next(works)), 100)
+    assert device.most_in_flight == IN_FLIGHT
+
+
 def test_launch_bound_work_takes_what_the_host_takes(device: Device):
     assert periods(device, 50 * US, 80 * US)[2:].tolist() == [80 * US] * 98
 

@@ -134,7 +134,7 @@ class _Inquest:
         self._excess = durations[chosen] - self._typical
         gpu = recording.device != "cpu"
         ends = starts[chosen] + durations[chosen].astype(np.int64)
-        # The sampler's queue holds no more.
+        # What the sampler's queue holds, about: it decides by the first iterations of each stretch.
         queued = may_be_in_flight(self._typical, host) if gpu and len(host) else 0
         ahead = int(queued * self._typical)
         # When the host worked for the sample, and when the device did.
