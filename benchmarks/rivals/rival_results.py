@@ -77,7 +77,7 @@ def alone(series: dict[str, Series]) -> dict[str, Any]:
     """The figures of an option that had the machine for itself, by metric, as `steady measure` has.
 
     Its outliers are `[time over the median, cause]`, in the order taken; `finding` is what
-    `explain` says of the GPU's clock, None where it says nothing.
+    `explain` says of the clock, None where it says nothing.
     """
     found = {metric: each.summary(metric) for metric, each in series.items()}
     period, latency = found["period"], found.get("latency", found["period"])
