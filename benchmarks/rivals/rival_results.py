@@ -77,7 +77,8 @@ def alone(series: dict[str, Series]) -> dict[str, Any]:
     """The figures of an option that had the machine for itself, by metric, as `steady measure` has.
 
     Its outliers are `[time over the median, cause]`, in the order taken; `finding` is what
-    `explain` says of the clock, None where it says nothing.
+    `explain` says of the clock and `variance_share` what it makes of the variance, None where it
+    says nothing; `host_ms` is what a call takes to enqueue, None where it was not taken.
     """
     found = {metric: each.summary(metric) for metric, each in series.items()}
     period, latency = found["period"], found.get("latency", found["period"])
@@ -88,7 +89,9 @@ def alone(series: dict[str, Series]) -> dict[str, Any]:
         "p99_over_median": period.p99_over_median,
         "cv": period.cv,
         "samples_ns": {metric: list(each.durations_ns) for metric, each in series.items()},
+        "host_ms": _ms(float(np.median(host))) if (host := series["period"].host_ns) else None,
         "finding": None if finding is None else finding.title,
+        "variance_share": None if finding is None else finding.variance_share,
         "outliers": [
             [round(each.sample_ns / period.median_ns, 3), each.cause] for each in period.outliers
         ],
@@ -184,12 +187,23 @@ def ratio(judgement: dict[str, Any] | None) -> float | None:
     return 1.0 + judgement["estimate"]
 
 
+def scatters(samples_ns: Sequence[int]) -> bool:
+    """Whether the CV of what was timed, if anything was, is one to be explained."""
+    return len(samples_ns) > 0 and float(np.std(samples_ns) / np.mean(samples_ns)) > CV_LIMIT
+
+
 def cause(ours: Row, power: dict[str, Any]) -> str:
-    """What our variability is put down to, where it is over a limit; else empty."""
+    """What our variability is put down to, where it is over a limit; else empty.
+
+    The clock is read too seldom for turns of some milliseconds. Where it says nothing of these, a
+    share of the variance that it explains in what was timed alone says what it can do.
+    """
     tail = ours["p99_over_median"]
     if ours["cv"] <= CV_LIMIT and (tail is None or tail <= P99_LIMIT):
         return ""
-    finding = power.get("finding")
+    alone, finding = ours.get("alone") or {}, power.get("finding")
+    if not power.get("variance_share") and alone.get("variance_share"):
+        return f"not attributed in turns; alone: {alone['finding']}"
     if finding is None:
         return "not attributed"
     at = [f"{power[k]:.0f} {unit}" for k, unit in UNITS.items() if power.get(k) is not None]

@@ -211,10 +211,12 @@ def markdown(document: Document) -> str:
         "Every option in a fresh process; set-ups share the machine, so their seconds are upper "
         "bounds; then timed block by block in random order, one process at a time. Inputs and "
         "results are float32 (or token ids) for all, and results are copies. `steadytorch` is "
-        "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64: "
+        "`plan.apply(model)`, as a program calls it. The first 8 ms of each turn are no samples. "
+        "The error is relative L2 against float64: "
         f"over {WRONG:.0%} there is no result to use, and the option is nobody's rival. p99 is "
         "shown from 1,000 independent samples on. What is said of one alone was timed after all "
-        "others but the best had ended, a second for each metric without a change of processes. "
+        "others but the best had ended, without a change of processes: a second for each metric, "
+        "four for the period of one whose CV is over 0.5 %. "
         "Where a number of processes stands beside an effect, ours and the rival were set up anew "
         "in so many: the effect is of one estimate per process, and the period is their median.",
         "",

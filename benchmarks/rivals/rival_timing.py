@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from rival_arms import OURS, Arm
+from rival_results import scatters
 
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
@@ -19,12 +20,15 @@ from steadytorch.trial.series import Series
 
 NEAR = 1.5
 """Rivals within this factor of ours are timed as often as ours, others just often enough."""
-BLOCK_NS = 5e6
+BLOCK_NS = 10e6
 """Least time of a block."""
 ENOUGH, MOST = 1500, 4000
 """Samples to take for p99 where that can be afforded, and at the most."""
 ALONE_S, LEAST_ALONE = 1.0, 20
 """Of each option that is timed by itself, per metric: seconds, or the time of so many calls."""
+EXPLAINED_S = 4.0
+"""Of one that scatters: `explain` asks for ten different readings of the clock in a row before it
+says what follows it, and the clock is read every 45 ms or more rarely."""
 BLOCK_S = 120.0
 
 
@@ -77,7 +81,9 @@ def time_alone(
             arm.worker.kill()
     for arm in rng.sample(arms, len(arms)):
         for metric in metrics if arm.option in chosen and arm.is_live else ():
-            seconds = max(ALONE_S, 1e-9 * LEAST_ALONE * arm.typical_ns)
+            asked = metric == metrics[0] and scatters(arm.samples(metric))
+            least = EXPLAINED_S if asked else ALONE_S
+            seconds = max(least, 1e-9 * LEAST_ALONE * arm.typical_ns)
             found = _asked(arm, "series", metric=metric, seconds=seconds, whole=True)
             if found is None:
                 break

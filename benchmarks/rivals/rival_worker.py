@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -14,6 +15,9 @@ from steadytorch.measure.sampler import warm_up
 from steadytorch.trial.worker import WorkloadHandler, own_errors
 from steadytorch.tune.verify import verify
 from steadytorch.tune.worker import REFERENCE
+
+SETTLING_NS = 4e6
+"""Of each turn, beside its ramp, not kept: a dozen processes have had the caches since the last."""
 
 
 class SetUp(msgspec.Struct, frozen=True):
@@ -61,6 +65,11 @@ class RivalHandler(WorkloadHandler):
         found = verify(self._model, self._workload, data)
         error = None if found.error is None else found.error.relative_l2
         return msgspec.to_builtins(SetUp(self._setup_s, peak, error, found.fault))
+
+    def block(self, metric: str, count: int) -> list[int]:
+        """Times a block after the ramp and `SETTLING_NS` more that are not kept."""
+        settling = math.ceil(SETTLING_NS / max(self._iteration_ns, 1))
+        return super().block(metric, settling + count)[settling:]
 
     def _by_hand(self, device: str, option: str) -> Call:
         example = (self._workload.inputs, dict(self._workload.kwargs))

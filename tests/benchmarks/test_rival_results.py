@@ -148,6 +148,24 @@ def test_an_effect_without_pairs_is_no_ratio():
             {"finding": "heat", "variance_share": None, "sm_clock_mhz": 1755.0},
             "not attributed; heat (1755 MHz)",
         ),
+        (
+            {
+                "cv": 0.02,
+                "p99_over_median": None,
+                "alone": {"finding": "the limit holds the clock", "variance_share": 0.96},
+            },
+            {"finding": "heat", "variance_share": None},
+            "not attributed in turns; alone: the limit holds the clock",
+        ),
+        (
+            {
+                "cv": 0.02,
+                "p99_over_median": None,
+                "alone": {"finding": "heat", "variance_share": None},
+            },
+            {"finding": None},
+            "not attributed",
+        ),
     ],
 )
 def test_variability_is_put_down_to_what_explain_says_of_the_clock(ours, power, expected):

@@ -100,8 +100,8 @@ def test_ours_comes_first_where_time_is_short():
     assert [arm.option for arm in two] == ["steadytorch", "fast"]
 
 
-def test_blocks_last_five_milliseconds_at_least():
-    assert rival_timing.block_count(0.1e6, 0.1e6) == 50
+def test_blocks_last_ten_milliseconds_at_least():
+    assert rival_timing.block_count(0.1e6, 0.1e6) == 100
     assert rival_timing.block_count(1e6, 1e6) == 10
     assert rival_timing.block_count(20e6, 20e6) == 5
     assert rival_timing.block_count(20e6, 1e6) == 3
@@ -127,6 +127,19 @@ def test_the_chosen_are_timed_alone_after_the_others_have_ended():
     assert len(best.alone["period"].durations_ns) == 20
     assert other.alone == {}
     assert other.worker.ns is None
+
+
+def test_the_period_of_one_that_scatters_is_timed_longer_alone():
+    found = arms(steadytorch=1e6, best=1e6)
+    found[0].blocks["period"] = [[1_000_000] * 9 + [1_100_000]]
+    found[1].blocks["period"] = [[1_000_000] * 9 + [1_001_000]]
+    for arm in found:
+        arm.typical_ns = arm.worker.ns
+        arm.blocks["latency"] = [[1_000_000] * 9 + [1_100_000]]
+    both = ["steadytorch", "best"]
+    rival_timing.time_alone(found, both, ("period", "latency"), Random(0))
+    taken = [{m: len(s.durations_ns) for m, s in arm.alone.items()} for arm in found]
+    assert taken == [{"period": 4000, "latency": 1000}, {"period": 1000, "latency": 1000}]
 
 
 def test_one_that_dies_alone_has_what_it_was_asked_before():

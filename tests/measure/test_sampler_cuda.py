@@ -95,7 +95,9 @@ def test_a_stall_longer_than_the_lead_shows_in_one_sample(device: Device):
     ("work_ns", "host_ns", "most"),
     [
         (200 * US, 10 * US, 20),
-        (200 * US, 150 * US, 2),
+        (200 * US, 30 * US, 20),
+        (200 * US, 150 * US, 6),
+        (800 * US, 600 * US, 2),
         (20 * MS, 10 * US, 2),
         (3 * MS, 10 * US, 2),
         (100 * US, 1 * US, 40),
@@ -113,6 +115,12 @@ def test_one_short_step_at_first_does_not_fill_the_queue(device: Device):
     assert device.most_in_flight == IN_FLIGHT
 
 
+def test_steps_that_become_short_fill_the_queue_later(device: Device):
+    works = iter([3 * MS] * 6 + [200 * US] * 94)
+    CudaSampler(device.clock).periods(lambda: device.enqueue(10 * US, next(works)), 100)
+    assert device.most_in_flight == LEAD_NS // (200 * US)
+
+
 def test_launch_bound_work_takes_what_the_host_takes(device: Device):
     assert periods(device, 50 * US, 80 * US)[2:].tolist() == [80 * US] * 98
 
@@ -125,6 +133,8 @@ def test_few_steps_are_timed_as_they_are(device: Device):
         assert len(host) == count
 
 
-def test_what_costs_the_host_much_stays_at_two():
-    assert may_be_in_flight(80 * US, np.asarray([11 * US, 90 * US])) == IN_FLIGHT
+def test_what_costs_the_host_much_leaves_room_in_the_queue():
+    assert may_be_in_flight(80 * US, np.asarray([500 * US, 900 * US])) == IN_FLIGHT
+    assert may_be_in_flight(80 * US, np.asarray([100 * US, 900 * US])) == 10
     assert may_be_in_flight(80 * US, np.asarray([10 * US, 90 * US])) == 50
+    assert may_be_in_flight(0.0, np.asarray([0])) == MOST_IN_FLIGHT

@@ -3,8 +3,8 @@
 Two times are taken, never in one block, because synchronising changes the workload:
 
 - *period*: from the end of an iteration to the end of the next, with the device's queue kept filled
-  (two iterations in flight, or `LEAD_NS` of them where they cost the host little). Gaps count, so
-  launch-bound work is seen as it is.
+  (two iterations in flight at the least, `LEAD_NS` of them where the driver's queue has room). Gaps
+  count, so launch-bound work is seen as it is.
 - *latency*: from the call to its finished result, with the queue empty before and after.
 
 On the CPU, where a call returns with its result, the two are one.
@@ -29,9 +29,9 @@ IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
 LEAD_NS = 4_000_000
 """Work to have in the queue where calls are short: Linux may keep a process waiting for a slice of
 3 ms, and what runs on without waiting for each result does not notice."""
-CHEAP = 8
-"""Periods are this many times the host's time to enqueue, at the least, where more than two may be
-in flight. Others consist of many launches, which fill the driver's queue: then launching waits."""
+BACKLOG_NS = 1_000_000
+"""Enqueueing to be ahead by: half of the 1,022 launches that the driver's queue holds, at 2 us each.
+Where it is full, launching waits, and work that the device bounds looks launch-bound."""
 
 COMPARABLE_NS = 100_000_000
 """The host hears of a block's end some 20 us late: two in ten thousand of this."""
@@ -135,9 +135,9 @@ class CudaSampler:
         for i in range(count):
             if i >= in_flight:
                 events[i - in_flight + 1].synchronize()
-            if i == IN_FLIGHT + 2:
-                longest_ns = _elapsed_ns(events[1:i]).max(initial=0)
-                in_flight = may_be_in_flight(longest_ns, host[1:i])
+            if in_flight == IN_FLIGHT and i >= 2 * IN_FLIGHT and i.bit_count() == 1:
+                lately = _elapsed_ns(events[max(1, i - 4) : i])
+                in_flight = may_be_in_flight(float(np.median(lately)), host[1:i])
             start = self._clock.now_ns()
             try:
                 step()
@@ -184,12 +184,11 @@ def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
     """Iterations that may be in a device's queue at once, the one that runs included.
 
     Args:
-        period_ns: of one; the longest of some.
+        period_ns: of one iteration, typically.
         host_ns: enqueue times of some, shape (N,).
     """
-    if period_ns < CHEAP * float(np.min(host_ns)):
-        return IN_FLIGHT
-    return min(max(IN_FLIGHT, LEAD_NS // max(1, round(period_ns))), MOST_IN_FLIGHT)
+    most = min(LEAD_NS / max(period_ns, 1.0), BACKLOG_NS / max(float(np.min(host_ns)), 1.0))
+    return int(np.clip(most, IN_FLIGHT, MOST_IN_FLIGHT))
 
 
 def _elapsed_ns(events: list[Any]) -> np.ndarray:
