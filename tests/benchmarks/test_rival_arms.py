@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import pytest
 import rival_arms
 import rival_timing
@@ -90,8 +91,10 @@ def test_an_option_that_fails_says_why_and_a_plan_that_is_gone_too(folder):
 
 def test_a_workload_that_fails_leaves_no_process(tmp_path):
     save_payload(Workload(Broken(), inputs()[1]), tmp_path)
+    before = psutil.Process().children()
     with pytest.raises(WorkerFault, match="no such thing"):
         started(tmp_path, None, ["eager"])
+    assert psutil.Process().children() == before
 
 
 def test_only_what_is_autotuned_has_the_shorter_time():
