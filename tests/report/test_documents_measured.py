@@ -141,6 +141,14 @@ def test_what_was_written_is_read_back(tmp_path):
     assert found.process_medians_ns == tuple(p.period.median_ns for p in made.processes)
 
 
+def test_processes_that_ended_early_are_not_read_back_where_others_did_not(tmp_path):
+    path, cut = tmp_path / "a.json", process(series(9e6, 30), complete=False)
+    for made, medians in [((process(), cut), [process()]), ((cut,), [cut])]:
+        path.write_bytes(measure_document("resnet50", FACTS, measured(*made)))
+        found = read_measure(path)
+        assert found.process_medians_ns == tuple(p.period.median_ns for p in medians)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

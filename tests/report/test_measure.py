@@ -100,6 +100,13 @@ def test_several_processes_are_listed_with_their_spread():
     assert "claim: machine" in flat
 
 
+def test_a_process_that_ended_early_is_told_and_not_counted():
+    cut = process(series(9e6, 30), complete=False)
+    flat = _printed(measured(process(), cut)).flat
+    assert "2 processes: 12.41 ms; 1 ended early and is not counted" in flat
+    assert "12.41 ms, " in flat.partition(";")[0]
+
+
 def test_a_gpu_shows_latency_clock_and_power():
     shown = process(latency=series(15e6), device=DEVICE)
     flat = _printed(measured(shown)).flat

@@ -200,6 +200,17 @@ def test_no_process_is_started_after_one_that_failed(tiny, scripted, answer):
     assert len(found.processes[0].period.samples_ns) == 100
 
 
+@pytest.mark.parametrize("cut", [{"failed": "ValueError: no"}, {"stopped": True}])
+def test_a_process_that_ended_early_is_no_equal_of_complete_ones(tiny, scripted, answer, cut):
+    whole = {"series": answer.series(_about(2 * MS))}
+    short = answer.series([3 * MS], resolved=False, **cut)
+    scripted(module, whole, whole, {"series": short})
+    found = measure(tiny, processes=3)
+    assert [process.complete for process in found.processes] == [True, True, False]
+    assert (found.claim, found.median_ci_ns) == ("process", None)
+    assert found.median_ns == pytest.approx(2 * MS, rel=0.01)
+
+
 # -- interrupts ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ host. That is why dear channels take turns, and why all ticks together have a li
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from array import array
@@ -280,6 +281,7 @@ class Recorder:
             gc_generation=generations,
             gc_dropped=watch.dropped,
             gc_least_ns=watch.least_ns,
+            cpus=os.cpu_count(),
             tick_ns=self._ticking_ns // max(1, self._ticks),
             cpu_share=self._cpu_share,
             unknown=self._readings.unknown,

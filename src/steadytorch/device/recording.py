@@ -65,7 +65,9 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         minor_faults: pages mapped without reading a disk.
         major_faults: pages that had to be read from one.
         wait_ns: time the measured thread was ready to run and had no core.
-        steal_ns: CPU time taken by other virtual machines, over all cores, in steps of 10 ms.
+        cpus: logical CPUs of the machine, those included that this process may not use; None where
+            unknown.
+        steal_ns: CPU time taken by other virtual machines, over all of these, in steps of 10 ms.
         iowait_ns: time cores were idle with a disk access outstanding, likewise.
         sm_clock_mhz: clock of the GPU's multiprocessors.
         power_milliwatts: draw of the whole GPU.
@@ -93,6 +95,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     minor_faults: Column = None
     major_faults: Column = None
     wait_ns: Column = None
+    cpus: int | None = None
     steal_ns: Column = None
     iowait_ns: Column = None
     sm_clock_mhz: Column = None

@@ -111,7 +111,7 @@ def measure_document(workload: str, facts: DeviceFacts, result: MeasureResult) -
     }
     if result.median_ci_ns is not None:
         fields["why_no_ci"] = None
-    elif len(result.processes) > 1:
+    elif len(result.replicates) > 1:
         fields["why_no_ci"] = "an interval over processes needs three of them"
     return _document("measure", workload, facts, fields)
 
@@ -132,7 +132,7 @@ class SavedMeasure(msgspec.Struct, frozen=True):
     Attributes:
         workload: its name.
         environment: where it was taken.
-        process_medians_ns: median of the period, per process.
+        process_medians_ns: median of the period, per complete process, or of all where none is.
     """
 
     workload: str
@@ -146,6 +146,7 @@ class _SavedPeriod(msgspec.Struct):
 
 class _SavedProcess(msgspec.Struct):
     period: _SavedPeriod
+    complete: bool = True
 
 
 class _Head(msgspec.Struct):
@@ -179,7 +180,8 @@ def read_measure(path: Path) -> SavedMeasure:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise UsageError(f"{path} is not a saved result: {error}") from error
-    medians = tuple(process.period.median_ns for process in saved.processes)
+    whole = [process for process in saved.processes if process.complete] or saved.processes
+    medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):
         raise UsageError(f"{path} holds medians that are no times: {medians}")
     return SavedMeasure(saved.workload, saved.environment, medians)

@@ -41,8 +41,8 @@ def headline(result: MeasureResult) -> str:
 
 
 def representative(result: MeasureResult) -> ProcessMeasurement:
-    """The process whose median is the middle one."""
-    ranked = sorted(result.processes, key=lambda process: process.period.median_ns)
+    """The replicate whose median is the middle one."""
+    ranked = sorted(result.replicates, key=lambda process: process.period.median_ns)
     return ranked[(len(ranked) - 1) // 2]
 
 
@@ -63,7 +63,7 @@ def _median(result: MeasureResult) -> str:
 
 
 def _why(result: MeasureResult) -> str | None:
-    if len(result.processes) > 1:
+    if len(result.replicates) > 1:
         return "3 processes are needed for one over processes"
     return representative(result).period.why_no_ci
 
@@ -103,9 +103,15 @@ def _details(result: MeasureResult) -> list[str]:
     shown, count = representative(result), len(result.processes)
     lines = []
     if count > 1:
-        medians = ", ".join(duration(p.period.median_ns) for p in result.processes)
+        counted = result.replicates
+        medians = ", ".join(duration(p.period.median_ns) for p in counted)
         spread = f"; they differ by {100 * (result.spread or 0):.2f} % (standard deviation)"
-        lines.append(f"{count} processes: {medians}{spread}")
+        cut = f"; {count - len(counted)} ended early and is not counted"
+        lines.append(
+            f"{count} processes: {medians}"
+            + (spread if len(counted) > 1 else "")
+            + (cut if len(counted) < count else "")
+        )
     lines.append(f"claim: {result.claim}")
     if shown.latency is not None:
         lines.append(f"latency {duration(shown.latency.median_ns)}, call to finished result")

@@ -86,6 +86,7 @@ class ProcessMeasurement(msgspec.Struct, frozen=True):
         host: what the host did.
         device: what the GPU did; None on the CPU.
         unknown: channel to the reason why it could not be observed.
+        complete: whether neither the user nor an exception ended it before its time.
     """
 
     period: Measurement
@@ -95,6 +96,7 @@ class ProcessMeasurement(msgspec.Struct, frozen=True):
     host: HostBlock
     device: DeviceBlock | None
     unknown: dict[str, str]
+    complete: bool = True
 
 
 class MeasureResult(msgspec.Struct, frozen=True):
@@ -102,11 +104,11 @@ class MeasureResult(msgspec.Struct, frozen=True):
 
     Attributes:
         processes: in the order taken; at least one.
-        claim: `machine` from three processes on, else `process`.
-        median_ns: of the process, or the geometric mean of the processes' medians.
-        median_ci_ns: 95 % interval: of the median within the process, or by Student's t over the
-            processes' log medians; None where none may be claimed.
-        spread: standard deviation of the processes' log medians, None for one process.
+        claim: `machine` from three replicates on, else `process`.
+        median_ns: of the replicate, or the geometric mean of the replicates' medians.
+        median_ci_ns: 95 % interval: of the median within the replicate, or by Student's t over the
+            replicates' log medians; None where none may be claimed.
+        spread: standard deviation of the replicates' log medians, None for one.
         failed: the exception that ended it early, None if none did; what was taken is kept.
         interrupted: whether the user stopped it.
     """
@@ -118,6 +120,11 @@ class MeasureResult(msgspec.Struct, frozen=True):
     spread: float | None
     failed: str | None = None
     interrupted: bool = False
+
+    @property
+    def replicates(self) -> tuple[ProcessMeasurement, ...]:
+        """The complete processes: few samples are no equal of thousands. All where none is."""
+        return tuple(each for each in self.processes if each.complete) or self.processes
 
 
 def measure(
@@ -188,16 +195,19 @@ def measure(
 def _together(
     done: tuple[ProcessMeasurement, ...], failed: str | None, interrupted: bool
 ) -> MeasureResult:
-    logs = np.log([process.period.median_ns for process in done])
-    spread = float(np.std(logs, ddof=1)) if len(done) > 1 else None
-    if len(done) == 1:
-        claim, interval = "process", done[0].period.median_ci_ns
-    elif len(done) < LEAST_PROCESSES:
+    result = MeasureResult(done, "process", 0.0, None, None, failed, interrupted)
+    counted = result.replicates
+    logs = np.log([process.period.median_ns for process in counted])
+    spread = float(np.std(logs, ddof=1)) if len(counted) > 1 else None
+    if len(counted) == 1:
+        claim, interval = "process", counted[0].period.median_ci_ns
+    elif len(counted) < LEAST_PROCESSES:
         claim, interval = "process", None
     else:
         claim, interval = "machine", t_interval(logs)
-    return MeasureResult(
-        done, claim, float(np.exp(logs.mean())), interval, spread, failed, interrupted
+    median_ns = float(np.exp(logs.mean()))
+    return msgspec.structs.replace(
+        result, claim=claim, median_ns=median_ns, median_ci_ns=interval, spread=spread
     )
 
 
@@ -242,6 +252,7 @@ def one_process(
         host=_host(np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording),
         device=_device(recording, period.clock_difference) if on_gpu else None,
         unknown=recording.unknown,
+        complete=last.failed is None and not last.stopped,
     )
     return taken, last.failed, last.stopped
 
@@ -302,6 +313,7 @@ def _unrecorded(
         host=_host(np.median(durations_ns), None, nothing),
         device=None,
         unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed and left no recording"),
+        complete=False,
     )
 
 

@@ -77,14 +77,14 @@ def timed(
         gc: start and length of collections.
         unknown: channels that could not be observed.
         known: channels by name, each a function of the ticks' times in ns (int64, shape (ticks,)),
-            and further fields of the case.
+            `cpus` of the recording, and further fields of the case.
     """
     durations = np.asarray(durations_ns, dtype=np.int64)
     at = np.arange(0, int(durations.sum()) + 2 * TICK, TICK, dtype=np.int64)
     channels = {
         name: tuple(int(value) for value in np.broadcast_to(known.pop(name)(at), at.shape))
         for name in list(known)
-        if name in Recording.__struct_fields__
+        if name in Recording.__struct_fields__ and callable(known[name])
     }
     recording = Recording(
         device=device,
@@ -94,6 +94,7 @@ def timed(
         gc_duration_ns=tuple(length for _, length in gc),
         gc_generation=(2,) * len(gc),
         unknown=unknown or {},
+        cpus=known.pop("cpus", None),
         **channels,
     )
     series = Series(

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steadytorch.device.facts import DeviceFacts
 from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.rules.cpu_contention import NAME, rule
 
@@ -52,14 +53,22 @@ def test_a_gpu_bound_step_does_not_wait_with_its_host():
     assert the(rule(timed(times, host_ns=0.97 * times, wait_ns=waiting))).cost_ns > 0
 
 
-def test_stolen_time_is_found_where_the_number_of_cores_is_known():
-    from steadytorch.device.facts import DeviceFacts
-
-    facts = DeviceFacts(device="cpu", cores_logical=2)
-    case = timed(noise(1000), device="cpu", steal_ns=steadily(300 * MS), facts=facts)
+def test_stolen_time_is_found():
+    case = timed(noise(1000), device="cpu", steal_ns=steadily(300 * MS), cpus=2)
     found = the(rule(case))
     assert found.confidence == "medium"
-    assert any("other virtual machines" in line for line in found.evidence)
+    assert "other virtual machines took 15 % of all cores' time" in found.evidence
+
+
+@pytest.mark.parametrize("cpus", [64, None])
+def test_stolen_time_is_that_of_the_whole_machine(cpus):
+    """A hundredth of each core's is little, though it is two thirds of one core's."""
+    facts = DeviceFacts(device="cpu", cores_logical=2)
+    steal = steadily(640 * MS)
+    case = timed(
+        noise(1000), device="cpu", steal_ns=steal, cpus=cpus, wait_ns=steadily(0), facts=facts
+    )
+    assert rule(case) == ()
 
 
 def test_without_the_kernels_account_it_abstains():

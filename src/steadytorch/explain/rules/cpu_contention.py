@@ -20,8 +20,8 @@ LEAST_LATE = 0.005
 LEAST_OUTLIERS = 3
 """Outliers with that cause; one or two in a series happen on any machine."""
 LEAST_STEAL = 0.05
-"""Of all cores' time. Stolen time is counted over the whole machine, of which a container may have
-a part, so that less says little about this process."""
+"""Of the time of all the machine's cores. A process may have a part of these, so that less says
+little about it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class _Load:
     Attributes:
         wait: of the measured thread's time, ready to run and without a core.
         late: excess of the outliers put down to a lost core.
-        steal: of all cores' time, taken by other virtual machines.
+        steal: of the time of all the machine's cores, taken by other virtual machines.
         places: these outliers.
     """
 
@@ -65,7 +65,7 @@ def rule(case: Case) -> Verdict:
     samples = samples_of(case)
     if samples is None:
         return unrecorded(NAME, samples, "wait_ns", "waiting for a core")
-    load = _load(samples, case.facts.cores_logical if case.facts else None)
+    load = _load(samples)
     if not load.found:
         if load.wait is None and samples.host_bound:
             return unrecorded(NAME, samples, "wait_ns", "waiting for a core")
@@ -94,12 +94,12 @@ def rule(case: Case) -> Verdict:
     )
 
 
-def _load(samples: Samples, cores: int | None) -> _Load:
-    elapsed = samples.elapsed_ns
+def _load(samples: Samples) -> _Load:
+    elapsed, cpus = samples.elapsed_ns, samples.recording.cpus
     places = samples.caused_by(CONTEXT_SWITCH, CPU_STEAL)
     wait, steal = samples.rate("wait_ns"), samples.rate("steal_ns")
     waited = wait if samples.host_bound else None
-    stolen = steal / cores if steal is not None and cores else None
+    stolen = min(1.0, steal / cpus) if steal is not None and cpus else None
     return _Load(waited, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
 
 
