@@ -2,9 +2,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from scipy.stats import nct, t
 
 from steadytorch.errors import UsageError
-from steadytorch.measure.race import LOOKS, compare, judge, machine_claim, race
+from steadytorch.measure.race import ALPHA, LOOKS, POWER, compare, judge, machine_claim, race
+from steadytorch.measure.statistics import detectable, signed_rank_cut, walsh_averages
 
 
 def _pairs(effect, count, spread=0.01, seed=0):
@@ -130,9 +132,20 @@ def test_detectable_effect_follows_its_formula():
     pairs = _pairs(0.0, 60, spread=0.03, seed=5)
     judgement = judge(pairs)
     spread = np.std([np.log(b / a) for a, b in pairs], ddof=1)
-    expected = np.expm1((3.0902 + 1.2816) * 1.02 * spread / np.sqrt(60))
     assert (judgement.verdict, judgement.pairs) == ("undecided", 60)
-    assert judgement.mde == pytest.approx(expected, rel=1e-3)
+    errors = np.log1p(judgement.mde) / (1.02 * spread / np.sqrt(60))
+    assert nct.sf(t.ppf(0.999, 59), 59, errors) == pytest.approx(0.9, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [27, 60])
+def test_the_detectable_effect_is_found_in_nine_of_ten_cases(count):
+    rng = np.random.default_rng(count)
+    noise = 0.01 * rng.standard_normal((600, count))
+    scale = 1.02 * 0.01 / np.sqrt(count)
+    effect = detectable(count - 1, ALPHA / len(LOOKS), POWER) * scale
+    cut = signed_rank_cut(count, ALPHA / len(LOOKS))
+    found = sum(walsh_averages(row)[cut] > 0 for row in noise + effect)
+    assert 0.87 <= found / 600 <= 0.94
 
 
 def test_looser_error_makes_smaller_effects_detectable():

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_ind
+from scipy.stats import nct, t, ttest_ind
 
 import steadytorch
 from steadytorch.errors import UsageError
+from steadytorch.measure.race import ALPHA, POWER
 from steadytorch.measure.sampler import WarmUp
+from steadytorch.measure.statistics import detectable
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.trial import compare as module
@@ -209,7 +211,18 @@ def test_five_processes_each_claim_for_the_machine(factor, verdict):
     assert effect.low < effect.estimate < effect.high
     assert effect.estimate == pytest.approx(factor - 1)
     assert (effect.pairs, found.note, found.metric) == (0, "", "period")
-    assert effect.mde == pytest.approx((effect.high - effect.low) / 2)
+    error = ttest_ind(np.log(FIVE), np.log(_scaled(factor)), equal_var=False)._standard_error
+    errors = np.log1p(effect.mde) / error
+    assert nct.sf(t.ppf(0.995, 8), 8, errors) == pytest.approx(0.9, abs=1e-6)
+
+
+def test_the_detectable_effect_of_saved_results_is_found_in_nine_of_ten_cases():
+    rng, found, looked_for = np.random.default_rng(1), 0, detectable(8, ALPHA, POWER)
+    effect = looked_for * 0.01 * np.sqrt(2 / 5)
+    for _ in range(400):
+        a, b = np.exp(0.01 * rng.standard_normal((2, 5)))
+        found += compare_saved(("a", a), ("b", b * np.exp(effect))).effect.verdict == "slower"
+    assert 0.84 <= found / 400 <= 0.94
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LEAD_NS = 4_000_000
 """Work to have in the queue where calls are short: Linux may keep a process waiting for a slice of
 3 ms, and what runs on without waiting for each result does not notice."""
 BACKLOG_NS = 1_000_000
-"""Enqueueing to be ahead by: half of the 1,022 launches that the driver's queue holds, at 2 us each.
+"""Enqueueing to be ahead by: half of the 1,022 launches that the driver queues, at 2 us each.
 Where it is full, launching waits, and work that the device bounds looks launch-bound."""
 
 COMPARABLE_NS = 100_000_000

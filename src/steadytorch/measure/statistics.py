@@ -175,3 +175,19 @@ def signed_rank_cut(pairs: int, alpha: float) -> int | None:
 def minimal_pairs(alpha: float) -> int:
     """The fewest pairs for which an interval at `alpha` exists."""
     return int(np.ceil(1 + np.log2(1.0 / alpha)))
+
+
+def detectable(freedom: float, alpha: float, power: float) -> float:
+    """The effect, in standard errors, that a two-sided t-test finds with probability `power`.
+
+    By the noncentral t distribution; that the wrong side is found is left out (J. Cohen,
+    "Statistical Power Analysis for the Behavioral Sciences", 1988, chapter 2).
+
+    Args:
+        freedom: degrees of freedom of the standard error.
+        alpha: probability of finding an effect where there is none.
+        power: the probability asked for.
+    """
+    from scipy.special import nctdtrinc, stdtrit
+
+    return float(nctdtrinc(freedom, 1 - power, stdtrit(freedom, 1 - alpha / 2)))

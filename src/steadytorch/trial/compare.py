@@ -18,12 +18,14 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import (
     ALPHA,
     LEAST_PROCESSES,
+    POWER,
     TIE,
     compare,
     judge,
     machine_claim,
     verdict_of,
 )
+from steadytorch.measure.statistics import detectable
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.dwell import Dwell, dwells
@@ -291,7 +293,8 @@ def compare_saved(
         )
     else:
         low, high = map(float, np.expm1(welch_interval(logs[0], logs[1], 1 - ALPHA)))
-        mde = (high - low) / 2
+        _, error, freedom = _welch(logs[0], logs[1])
+        mde = float(np.expm1(detectable(freedom, ALPHA, POWER) * error)) if error else 0.0
         verdict = verdict_of(low, high, TIE)
     return CompareResult(
         a=Side(a[0], float(np.median(a[1]))),
@@ -321,10 +324,14 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[flo
     """
     from scipy.special import stdtrit
 
-    difference = float(b.mean() - a.mean())
-    errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
-    if sum(errors) == 0.0:
-        return difference, difference
-    freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1))
-    half = float(stdtrit(freedom, (1 + confidence) / 2)) * sum(errors) ** 0.5
+    difference, error, freedom = _welch(a, b)
+    half = float(stdtrit(freedom, (1 + confidence) / 2)) * error if error else 0.0
     return difference - half, difference + half
+
+
+def _welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
+    """mean(b) - mean(a), its standard error, and the degrees of freedom of that."""
+    errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
+    parts = errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1)
+    freedom = sum(errors) ** 2 / parts if parts else float(len(a) + len(b) - 2)
+    return float(b.mean() - a.mean()), sum(errors) ** 0.5, freedom
