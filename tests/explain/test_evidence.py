@@ -93,7 +93,25 @@ def test_a_call_that_copies_pageable_memory_waits(name, expected):
     read = syn.trace(
         [
             syn.runtime("cudaMemcpyAsync", 0, 100, correlation=1),
-            syn.memcpy(name, 20, 90, correlation=1),
+            syn.memcpy(name, 20, 90, correlation=1, size=1 << 20),
+        ]
+    )
+    assert Evidence(evidence(read)[0]).name == expected
+
+
+@pytest.mark.parametrize(
+    ("direction", "size", "expected"),
+    [
+        ("HtoD (Pageable -> Device)", 64 << 10, "NONE"),
+        ("HtoD (Pageable -> Device)", (64 << 10) + 1, "SYNCHRONISATION"),
+        ("DtoH (Device -> Pageable)", 4, "SYNCHRONISATION"),
+    ],
+)
+def test_small_pageable_copies_to_the_device_are_staged(direction, size, expected):
+    read = syn.trace(
+        [
+            syn.runtime("cudaMemcpyAsync", 0, 100, correlation=1),
+            syn.memcpy(f"Memcpy {direction}", 20, 90, correlation=1, size=size),
         ]
     )
     assert Evidence(evidence(read)[0]).name == expected

@@ -25,6 +25,13 @@ def test_kernels_are_weighed_by_their_time():
     assert found.tensor_core_percent == pytest.approx(60)
 
 
+def test_kernels_side_by_side_share_the_multiprocessors():
+    full = of(*(kernel("gemm", 0, 900, 4.0, 60, stream=stream) for stream in (7, 8)))
+    assert full.sm_efficiency_percent == pytest.approx(90)
+    partly = of(kernel("a", 0, 400, 0.5, 60, stream=7), kernel("b", 200, 600, 0.7, 60, stream=8))
+    assert partly.sm_efficiency_percent == pytest.approx(20 * 0.5 + 20 * 1.0 + 20 * 0.7)
+
+
 def test_kernels_outside_the_steps_do_not_count():
     found = of(kernel("add", 0, 200, 1.0, 10), kernel("add", 2_000, 9_000, 1.0, 90))
     assert found.achieved_occupancy_percent == pytest.approx(10)

@@ -90,6 +90,10 @@ PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
 )
 """Evidence, where it is looked for, the whole name; the first that fits decides."""
 
+STAGED_BYTES = 64 << 10
+"""Up to this size the driver copies from pageable memory to a device without waiting (CUDA Driver
+API, "API synchronization behavior")."""
+
 WAITS = re.compile(r"(cuda|cu|hip)StreamWaitEvent\w*")
 """Calls that make a stream wait for an event of another one."""
 
@@ -138,5 +142,8 @@ def _waiting_copies(trace: Trace) -> np.ndarray:
     CUDA Runtime API, "API synchronization behavior", asynchronous transfers.
     """
     copies = by_name(trace, (Category.MEMCPY,), r".*Pageable.*")
+    staged = np.isin(copies, by_name(trace, (Category.MEMCPY,), r".*HtoD.*"))
+    size = trace.events.bytes[copies]
+    copies = copies[~(staged & (size >= 0) & (size <= STAGED_BYTES))]
     calls = launch_rows(trace, copies)
     return calls[calls >= 0]

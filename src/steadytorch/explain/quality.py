@@ -9,6 +9,7 @@ import numpy as np
 
 from steadytorch.explain.events import Category, Trace
 from steadytorch.explain.evidence import Evidence, evidence
+from steadytorch.explain.intervals import union
 from steadytorch.explain.steps import CALLS, launch_rows, step_marks
 
 FEW = 0.01
@@ -42,7 +43,8 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
         steps: marked steps.
         last_step_share: GPU events of the last marked step over the median of those before; None
             for fewer than two marked steps, or without GPU events in them.
-        overhead_ns: sum of the `overhead` events that are the profiler's own doing.
+        overhead_ns: time of the `overhead` events that are the profiler's own doing, on whichever
+            threads, each moment once.
         distrusted: ledger slices and figures that must not be trusted: names of slices, or
             "last step", "exclusive times".
         problems: what is wrong, one line each, for people.
@@ -93,7 +95,7 @@ def quality(trace: Trace) -> Quality:
         overlap_ns=int(overlaps.sum()),
         steps=len(marks),
         last_step_share=_last_step_share(trace, np.where(orphans, rows, calls), marks),
-        overhead_ns=int((events.end_ns[overhead] - events.start_ns[overhead]).sum()),
+        overhead_ns=union(events.start_ns[overhead], events.end_ns[overhead]).total_ns,
     )
     found = tuple(_problems(trace, counts))
     return msgspec.structs.replace(

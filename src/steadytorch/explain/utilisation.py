@@ -19,8 +19,9 @@ class Utilisation:
 
     Attributes:
         gpu_percent: time of the steps with a kernel running.
-        sm_efficiency_percent: the same, each kernel weighed by the multiprocessors that its blocks
-            can reach, min(1, blocks per SM); None where a trace does not say.
+        sm_efficiency_percent: the same, each moment weighed by the multiprocessors that the blocks
+            of its kernels can reach together, min(1, blocks per SM); None where a trace does not
+            say.
         achieved_occupancy_percent: mean of the kernels' estimated occupancy by time; geometric,
             from the launch, not measured; None likewise.
         tensor_core_percent: of the kernels' time, that of kernels whose name says tensor cores.
@@ -54,14 +55,26 @@ def utilisation(trace: Trace, ledger: Ledger) -> Utilisation | None:
     )
     return Utilisation(
         gpu_percent=100 * crossings(running, time)[2].total_ns / ledger.total_ns,
-        sm_efficiency_percent=_scaled(
-            np.minimum(_detail(trace, rows, "blocks per SM"), 1.0), within, ledger.total_ns
-        ),
+        sm_efficiency_percent=_reached(trace, rows, time, ledger.total_ns),
         achieved_occupancy_percent=_scaled(
             _detail(trace, rows, "est. achieved occupancy %") / 100, within, int(within.sum())
         ),
         tensor_core_percent=100 * float(within[tensor].sum()) / max(1, int(within.sum())),
     )
+
+
+def _reached(trace: Trace, rows: np.ndarray, time: Spans, whole_ns: int) -> float | None:
+    """Per cent of the whole that all multiprocessors have blocks to run; None as in `_scaled`."""
+    blocks = _detail(trace, rows, "blocks per SM")
+    if not len(rows) or np.isnan(blocks).any():
+        return None
+    events = trace.events
+    edges = np.concatenate([events.start_ns[rows], events.end_ns[rows]])
+    order = np.argsort(edges, kind="stable")
+    running = np.cumsum(np.concatenate([blocks, -blocks])[order])[:-1]
+    edges = edges[order]
+    within = covered_ns(time, edges[:-1], edges[1:])
+    return 100 * float(running.clip(0.0, 1.0) @ within) / whole_ns
 
 
 def _scaled(values: np.ndarray, weights: np.ndarray, whole_ns: int) -> float | None:

@@ -69,6 +69,16 @@ def test_tritons_autotuner_shows_itself_by_name():
     assert found.cost_ns == pytest.approx(30 * MS / 3)
 
 
+def test_nested_ranges_of_the_autotuner_are_counted_once():
+    events = _steps(2)
+    for name in ("CachingAutotuner.benchmark_all_configs (dynamo_timed)", "do_bench_gpu"):
+        events.append(op(name, 110 * MS, 140 * MS))
+    events.append(python("triton/testing.py(120): do_bench", 111 * MS, 139 * MS))
+    found = the(rule(traced(events)))
+    assert found.cost_ns == pytest.approx(30 * MS / 3)
+    assert found.slices == ("idle_compile",)
+
+
 def test_without_a_gpu_it_abstains():
     assert isinstance(rule(Case()), Abstention)
     assert isinstance(rule(traced([op(FORWARD, 0, 9)])), Abstention)

@@ -30,6 +30,16 @@ def test_a_bias_in_front_of_a_batch_norm_is_found(train):
     assert "[2, 3, 8, 8] and [4, 3, 3, 3]" in found.evidence[0]
 
 
+def test_what_runs_outside_of_the_steps_is_not_counted():
+    inputs = {"dims": [[2, 3, 8, 8], [4, 3, 3, 3], [4]], "types": ["float"] * 3}
+    norm = {"dims": [[2, 4, 6, 6], [4], [4]], "types": ["float"] * 3}
+    settling = [
+        op("aten::conv2d", 20 * MS, 21 * MS, **inputs),
+        op("aten::batch_norm", 22 * MS, 23 * MS, **norm),
+    ]
+    assert ": 1 a step" in the(rule(traced([*_on_gpu(**inputs), *settling]))).title
+
+
 @pytest.mark.parametrize(
     "model",
     [

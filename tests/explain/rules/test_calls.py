@@ -4,10 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steadytorch.explain.events import Category
 from steadytorch.explain.evidence import by_name
 from steadytorch.explain.ledger import build_ledger
 from steadytorch.explain.rules.calls import (
-    caller,
+    callers,
     owned_ns,
     spent_ns,
     steady,
@@ -75,12 +76,26 @@ def test_a_call_is_named_by_the_operator_around_it():
             runtime("cudaFree", 8 * MS + 1, 9 * MS),
         ]
     )
-    found = {read.name_of(row): caller(read, row) for row in by_name(read, CALLS, ".*").tolist()}
+    rows = by_name(read, CALLS, ".*")
+    found = {read.name_of(int(row)): name for row, name in zip(rows, callers(read, rows), strict=True)}
     assert found == {
         "cudaStreamSynchronize": "aten::item",
         "cudaMalloc": "mine",
         "cudaFree": "cudaFree",
     }
+
+
+def test_an_operator_that_waits_by_itself_is_no_caller_of_its_own():
+    read = trace([annotation("mine", 0, 9), op("aten::item", 1, 8), op("aten::item", 10, 12)])
+    rows = by_name(read, (Category.CPU_OP,), ".*")
+    assert callers(read, rows) == ["mine", "aten::item"]
+    assert callers(read, rows[:0]) == []
+
+
+def test_operators_of_other_threads_are_no_callers():
+    other = op("aten::item", 0, 9, thread=7)
+    read = trace([other, runtime("cudaStreamSynchronize", 1, 3)])
+    assert callers(read, by_name(read, CALLS, ".*")) == ["cudaStreamSynchronize"]
 
 
 def test_names_are_counted_the_most_frequent_first():

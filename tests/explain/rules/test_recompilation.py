@@ -37,6 +37,16 @@ def test_a_region_compiled_anew_is_named():
     assert any("0/1" in line for line in found.evidence)
 
 
+def test_regions_compiled_beforehand_may_take_turns():
+    """As buckets do: several compiled sizes, and nothing is compiled any more."""
+    assert rule(traced(_steps(regions=("0/0", "0/1", "0/0", "0/1")))) == ()
+
+
+def test_timing_of_tritons_configurations_is_another_finding():
+    timing = op("CachingAutotuner.benchmark_all_configs (dynamo_timed)", 150 * MS, 160 * MS)
+    assert rule(traced([*_steps(), timing])) == ()
+
+
 def test_another_function_that_runs_later_is_no_recompilation():
     assert rule(traced(_steps(regions=("0/0", "0/0", "1/0", "1/0")))) == ()
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.ledger import build_ledger
+from steadytorch.explain.rules.figures import duration
 from steadytorch.explain.rules.synchronisation import NAME, rule
 from steadytorch.explain.trace import read_trace
 
@@ -68,6 +69,44 @@ def test_item_in_a_loop_of_short_steps_is_found():
     assert found.id == NAME
     assert "aten::item" in found.title
     assert found.cost_ns > 100 * US
+
+
+def test_of_a_hundred_waits_each_is_counted():
+    program = Program()
+    for index in range(1, 4):
+        for _ in range(100):
+            program.kernel(4 * US).item()
+        program.step(index)
+    case = traced(program.events)
+    found = the(rule(case))
+    (line,) = [line for line in found.evidence if line.startswith("aten::item")]
+    assert line == f"aten::item: {duration(found.cost_ns)} a step"
+
+
+def test_small_copies_from_pageable_memory_do_not_wait():
+    """The driver stages them (CUDA Driver API, "API synchronization behavior")."""
+    events, now = [], 0
+    for index in range(4):
+        began = now
+        for copy in range(8):
+            number = 10 * index + copy + 1
+            called = (now, now + 15 * US)
+            events += [
+                op("aten::copy_", now, now + 16 * US),
+                runtime("cudaMemcpyAsync", *called, correlation=number),
+                memcpy(
+                    "Memcpy HtoD (Pageable -> Device)",
+                    called[1],
+                    called[1] + US,
+                    correlation=number,
+                    size=64,
+                ),
+            ]
+            now += 30 * US
+        events.append(step(index + 1, began, now))
+    case = traced(events)
+    assert rule(case) == ()
+    assert case.ledger.mean("idle_synchronisation") == 0
 
 
 def test_a_wait_that_keeps_the_host_from_running_ahead_is_found():

@@ -10,7 +10,7 @@ from steadytorch.explain.events import Category, Trace
 from steadytorch.explain.evidence import RANGES, by_name
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.intervals import innermost
-from steadytorch.explain.rules.calls import steady, unmarked
+from steadytorch.explain.rules.calls import spent_ns, steady, unmarked
 from steadytorch.explain.rules.figures import duration, many
 from steadytorch.explain.rules.gpu import gpu_trace
 from steadytorch.explain.steps import CALLS, gpu_rows, launch_rows
@@ -27,6 +27,7 @@ _PER_DIRECTION = 2
 
 _CONVOLUTION = r"aten::(cudnn|miopen)_convolution\w*|aten::_?convolution(_backward)?"
 _TRITON = r".*(do_bench|benchmark_all_configs|CachingAutotuner\.benchmark).*"
+_TUNING = ("gpu_kernel", "idle_allocation", "idle_synchronisation")
 _TIMING = r"(cuda|cu|hip)Event(ElapsedTime|Synchronize)\w*"
 
 
@@ -62,9 +63,7 @@ def rule(case: Case) -> Verdict:
         return unmarked(NAME, "timing of algorithms") if early else ()
     chosen = np.isin(tuned.rows, late.rows)
     extra = (tuned.kernel_ns[chosen] - tuned.usual_ns).clip(min=0).sum()
-    events = trace.events
-    extra += (events.end_ns[named.rows] - events.start_ns[named.rows]).sum()
-    cost = round(float(extra) / late.steps)
+    cost = round((float(extra) + spent_ns(trace, named.rows)) / late.steps)
     mode = (case.notes or {}).get("cudnn_benchmark")
     what = many(len(late.rows), "convolution") if len(late.rows) else "Triton kernels"
     timed = bool(len(by_name(trace, CALLS, _TIMING)))
@@ -74,7 +73,10 @@ def rule(case: Case) -> Verdict:
             source="compiler",
             title=f"algorithms are timed in steady steps: {what}, {duration(cost)} a step",
             evidence=_lines(trace, tuned, chosen, named.rows, mode),
-            slices=("gpu_kernel", "idle_allocation", "idle_synchronisation"),
+            slices=(
+                *(_TUNING if len(late.rows) else ()),
+                *(("idle_compile",) if len(named.rows) else ()),
+            ),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="high" if late.sure and (mode or timed or len(named.rows)) else "medium",

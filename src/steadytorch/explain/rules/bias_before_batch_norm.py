@@ -12,6 +12,7 @@ from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.launches import Operators, launches_of, operators_of
 from steadytorch.explain.ledger import Ledger
 from steadytorch.explain.operands import NotRecordedError, Operands
+from steadytorch.explain.rules.calls import steps_of
 from steadytorch.explain.rules.figures import duration
 from steadytorch.explain.rules.gpu import CHECK, PROFILE, SHAPES
 
@@ -43,6 +44,9 @@ def rule(case: Case) -> Verdict:
         return Abstention(NAME, "no steps were profiled", PROFILE)
     operators = operators_of(case.trace)
     convolutions = _outermost(operators, operators.named(CONVOLUTIONS))
+    # Beside the steps there may be one that settles the profiler.
+    begun = case.trace.events.start_ns[convolutions]
+    convolutions = convolutions[steps_of(case.ledger, begun) >= 0]
     if not len(convolutions) or not operators.named(BATCH_NORMS).any():
         return ()
     if (case.trace.events.inputs[convolutions] < 0).all():

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from steadytorch.explain.events import Category, Trace
-from steadytorch.explain.evidence import RANGES
+from steadytorch.explain.evidence import by_name
 from steadytorch.explain.finding import Abstention
+from steadytorch.explain.intervals import firsts, innermost
 from steadytorch.explain.ledger import Ledger
 from steadytorch.explain.steps import MARK
 
@@ -64,28 +65,30 @@ def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
     return Steady(rows[late], len(ledger.steps) - first, hit, True, early)
 
 
-def enclosing(trace: Trace, row: int, categories: tuple[Category, ...] = RANGES) -> np.ndarray:
-    """Rows of the same thread around this one, outermost first, without marks of steps."""
+def callers(trace: Trace, rows: np.ndarray) -> list[str]:
+    """For each call the outermost operator around it, else the innermost annotation, else itself.
+
+    Marks of steps are no annotations.
+    """
     events = trace.events
-    around = (
-        (events.thread == events.thread[row])
-        & (events.start_ns <= events.start_ns[row])
-        & (events.end_ns >= events.end_ns[row])
-        & np.isin(events.category, categories)
-    )
-    around[row] = False
-    found = np.flatnonzero(around)
-    keep = [not MARK.fullmatch(trace.name_of(int(place))) for place in found]
-    return found[np.asarray(keep, dtype=bool)]
-
-
-def caller(trace: Trace, row: int) -> str:
-    """The outermost operator around a call, else the innermost annotation, else its own name."""
-    operators = enclosing(trace, row, (Category.CPU_OP,))
-    if len(operators):
-        return trace.name_of(int(operators[0]))
-    annotations = enclosing(trace, row, (Category.ANNOTATION,))
-    return trace.name_of(int(annotations[-1]) if len(annotations) else row)
+    operators = events.of(Category.CPU_OP)
+    annotations = by_name(trace, (Category.ANNOTATION,), rf"(?!{MARK.pattern}$).*")
+    found = rows.copy()
+    for thread in np.unique(events.thread[rows]):
+        here = np.flatnonzero(events.thread[rows] == thread)
+        begun, ended = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        named = annotations[events.thread[annotations] == thread]
+        place = innermost(events.start_ns[named], events.end_ns[named], begun)
+        around = np.where(place >= 0, named[place] if len(named) else -1, -1)
+        mine = operators[events.thread[operators] == thread]
+        places, spans = firsts(events.start_ns[mine], events.end_ns[mine])
+        if len(places):
+            at = np.searchsorted(spans.start, begun, side="right") - 1
+            outer = mine[places[at.clip(min=0)]]
+            inside = (at >= 0) & (events.end_ns[outer] >= ended) & (outer != rows[here])
+            around = np.where(inside, outer, around)
+        found[here] = np.where(around >= 0, around, rows[here])
+    return [trace.name_of(int(row)) for row in found]
 
 
 def tally(trace: Trace, rows: np.ndarray, most: int = 3) -> str:

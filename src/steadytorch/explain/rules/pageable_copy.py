@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from steadytorch.explain.events import Category
+from steadytorch.explain.evidence import STAGED_BYTES
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
 from steadytorch.explain.rules.gpu import (
@@ -18,9 +19,6 @@ from steadytorch.explain.rules.gpu import (
 )
 
 NAME = "pageable-copy"
-STAGED_BYTES = 64 << 10
-"""Up to this size the driver copies from pageable memory without waiting (CUDA Driver API, "API
-synchronization behavior"); and smaller copies to the host are those of `.item()`, which wait."""
 WORTH_NOTHING = 0.01
 """Of the step: below it is not worth the change, and the confidence is no more than medium."""
 
@@ -38,7 +36,7 @@ def rule(case: Case) -> Verdict:
         return seen
     size = seen.trace.events.bytes[seen.rows]
     chosen = seen.of(Category.MEMCPY) & seen.named(lambda name: "pageable" in name.lower())
-    chosen &= size > STAGED_BYTES
+    chosen &= size > STAGED_BYTES  # smaller ones to the host are those of `.item()`
     chosen &= seen.called(lambda name: bool(_ASYNCHRONOUS.match(name))) | (seen.call < 0)
     if not chosen.any():
         return ()

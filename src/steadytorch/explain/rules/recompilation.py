@@ -19,7 +19,9 @@ NAME = "recompilation"
 REGION = re.compile(r"Torch-Compiled Region: .*?(\d+)/(\d+).*")
 """How PyTorch names a run of compiled code: the frame, and which of its compilations."""
 
-_COMPILES = r".*\(dynamo_timed\)"
+_COMPILES = r"(?!CachingAutotuner\.benchmark).*\(dynamo_timed\)"
+"""Phases of compiling; that Triton's configurations are timed is `autotuning-in-loop`."""
+
 _SLICE = {"gpu": "idle_compile", "cpu": "cpu_compile"}
 
 
@@ -36,9 +38,10 @@ class _Seen:
 def rule(case: Case) -> Verdict:
     """Any compilation after the warm-up: guards failed, for a new shape or a changed value.
 
-    Seen as frames that Dynamo begins to compile while samples are taken, as its own annotations in
-    the trace, or as compiled regions that a later step runs and the first did not. Source:
-    "Dealing with Recompilations" and "torch.compile Troubleshooting", PyTorch documentation.
+    Seen as frames that Dynamo begins to compile while samples are taken, or as its own annotations
+    in the trace. Regions that the first step did not run name what was compiled; without such an
+    annotation they were compiled beforehand, as those of buckets are. Source: "Dealing with
+    Recompilations" and "torch.compile Troubleshooting", PyTorch documentation.
     """
     samples = samples_of(case)
     counted = None if samples is None else samples.rise("compilations")
@@ -93,14 +96,12 @@ def _traced(case: Case) -> _Seen:
         return _Seen()
     trace, ledger = case.trace, case.ledger
     late = steady(trace, ledger, by_name(trace, RANGES, _COMPILES))
-    new = _new_regions(case)
     if not len(late.rows):
-        lines = (f"regions that no earlier step ran: {', '.join(new[:5])}",) if new else ()
-        return _Seen(lines, sure=not late.early or late.sure)
+        return _Seen(sure=not late.early or late.sure)
     spent = round(spent_ns(trace, late.rows) / late.steps)
     owned = round(owned_ns(trace, ledger, _SLICE[ledger.kind], late.rows) / late.steps)
     lines = [f"{duration(spent)} of compiling a step: {tally(trace, late.rows)}"]
-    if new:
+    if new := _new_regions(case):
         lines.append(f"regions that no earlier step ran: {', '.join(new[:5])}")
     return _Seen(tuple(lines), max(spent, owned), owned, late.sure)
 

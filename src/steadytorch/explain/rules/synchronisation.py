@@ -11,7 +11,7 @@ from steadytorch.explain.evidence import Evidence, evidence
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.intervals import union
 from steadytorch.explain.ledger import Ledger
-from steadytorch.explain.rules.calls import caller, steps_of
+from steadytorch.explain.rules.calls import callers, steps_of
 from steadytorch.explain.rules.figures import duration, many, percent, variance_of
 from steadytorch.explain.rules.gpu import gpu_trace, step_ns
 from steadytorch.explain.steps import CALLS, gpu_rows, step_marks
@@ -25,8 +25,6 @@ LEAST_SHARE_SHORT = 0.01
 hundreds of times a second, one percent is measured with ease."""
 LEAST_NS = 5_000
 """Per step: what launching a kernel takes, and what a profiler adds to a call or two."""
-
-_LOOKED_UP = 20
 
 
 def rule(case: Case) -> Verdict:
@@ -127,7 +125,6 @@ def _in_steps(trace: Trace, ledger: Ledger, began: np.ndarray, ended: np.ndarray
 
 def _by_caller(trace: Trace, rows: np.ndarray, lengths: np.ndarray) -> Counter[str]:
     blame: Counter[str] = Counter()
-    # The longest name the culprits; to look up each of ten thousand takes minutes.
-    for place in np.argsort(-lengths, kind="stable")[:_LOOKED_UP].tolist():
-        blame[caller(trace, int(rows[place]))] += int(lengths[place])
+    for name, length in zip(callers(trace, rows), lengths.tolist(), strict=True):
+        blame[name] += length
     return blame

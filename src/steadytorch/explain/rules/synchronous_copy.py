@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from steadytorch.explain.events import Category
+from steadytorch.explain.evidence import STAGED_BYTES
 from steadytorch.explain.finding import Abstention, Case, Finding, Verdict
 from steadytorch.explain.rules.calls import owned_ns
 from steadytorch.explain.rules.figures import duration, many, percent
@@ -16,7 +17,6 @@ from steadytorch.explain.rules.gpu import (
     per_step,
     step_ns,
 )
-from steadytorch.explain.rules.pageable_copy import STAGED_BYTES
 
 NAME = "synchronous-copy"
 
