@@ -100,6 +100,17 @@ def test_throttled_periods_are_counted(tree):
     assert host.throttled_periods(root) == 7
 
 
+def test_a_quota_of_an_ancestor_throttles_too(tree):
+    root = tree(
+        **{
+            "proc|self|cgroup": "0::/limited.slice/run.scope\n",
+            "sys|fs|cgroup|limited.slice|cpu.stat": "nr_periods 90\nnr_throttled 77\n",
+            "sys|fs|cgroup|limited.slice|run.scope|cpu.stat": "nr_periods 0\nnr_throttled 0\n",
+        }
+    )
+    assert host.throttled_periods(root) == 77
+
+
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 2), ("50000", 1), ("900000", 4)])
 def test_usable_cores_are_affinity_cut_to_whole_cores_of_the_quota(tree, four_cpus, quota, cores):
     root = tree(

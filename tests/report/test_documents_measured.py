@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from steadytorch.errors import UsageError
 from steadytorch.report.documents import SCHEMA, compare_document, measure_document, read_measure
+from steadytorch.trial.dwell import Dwell
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -104,6 +106,23 @@ def test_a_comparison_has_the_promised_keys():
     assert document["samples_ns"] == [[[12.4e6, 10.9e6], [12.5e6, 10.8e6]]]
     assert document["workload"] == "resnet50 / resnet50@channels_last"
     assert (document["gate_failed"], document["failed"]) == (False, None)
+
+
+def test_what_each_side_does_by_itself_is_told():
+    alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, None))
+    document = read_document(compare_document(FACTS, compared(dwells=alone), False))
+    assert [each["side"] for each in document["dwells"]] == ["a", "b"]
+    assert document["dwells"][1] == {
+        "side": "b", "seconds": 10.02, "median_ns": 12.6e6, "sm_clock_mhz": None
+    }  # fmt: skip
+    assert read_document(compare_document(FACTS, compared(), False))["dwells"] == []
+
+
+def test_names_of_files_that_are_no_utf_8_are_written_all_the_same():
+    name = os.fsdecode(b"bad\xff.json")
+    document = read_document(compare_document(FACTS, compared(name, "good.json"), False))
+    assert document["a"]["name"] == "bad\ufffd.json"
+    assert document["workload"] == "bad\ufffd.json / good.json"
 
 
 def test_a_comparison_without_an_interval_has_nulls():

@@ -58,14 +58,19 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def throttled_periods(root: Path = ROOT) -> int:
-    """How often the CPU quota has stopped this process's group so far (nr_throttled)."""
+    """How often a CPU quota has stopped this process so far (nr_throttled).
+
+    Of its group and the ancestors, the one that was stopped most often counts.
+    """
+    counts = []
     for group in _cpu_groups(root):
         stat = group / "cpu.stat"
         if stat.is_file():
             found = re.search(r"^nr_throttled (\d+)$", read_text(stat), re.MULTILINE)
-            if found is not None:
-                return int(found.group(1))
-    raise NotObservable("no cpu.stat with nr_throttled in this process's cgroups")
+            counts += [int(found.group(1))] if found else []
+    if not counts:
+        raise NotObservable("no cpu.stat with nr_throttled in this process's cgroups")
+    return max(counts)
 
 
 def _cpu_groups(root: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,21 @@ def _document(kind: str, workload: str, facts: DeviceFacts, fields: dict[str, An
         "environment": msgspec.to_builtins(facts),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return msgspec.json.format(msgspec.json.encode({**head, **fields}), indent=1) + b"\n"
+    document = {**head, **fields}
+    try:
+        encoded = msgspec.json.encode(document)
+    except UnicodeEncodeError:  # the name of a file may be no UTF-8
+        encoded = msgspec.json.encode(_encodable(document))
+    return msgspec.json.format(encoded, indent=1) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    """The same with U+FFFD for every byte that is no UTF-8."""
+    if isinstance(value, str):
+        return os.fsencode(value).decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -196,6 +211,7 @@ def compare_document(facts: DeviceFacts, result: CompareResult, gate_failed: boo
         "metric": result.metric,
         "a": msgspec.to_builtins(result.a),
         "b": msgspec.to_builtins(result.b),
+        "dwells": msgspec.to_builtins(result.dwells),
         "note": result.note,
         "gate_failed": gate_failed,
         "samples_ns": msgspec.to_builtins(result.samples),

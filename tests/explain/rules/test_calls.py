@@ -77,7 +77,9 @@ def test_a_call_is_named_by_the_operator_around_it():
         ]
     )
     rows = by_name(read, CALLS, ".*")
-    found = {read.name_of(int(row)): name for row, name in zip(rows, callers(read, rows), strict=True)}
+    found = {
+        read.name_of(int(row)): name for row, name in zip(rows, callers(read, rows), strict=True)
+    }
     assert found == {
         "cudaStreamSynchronize": "aten::item",
         "cudaMalloc": "mine",
