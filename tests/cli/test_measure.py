@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,3 +166,43 @@ def test_a_hostile_name_that_is_wrong_is_shown_as_text(steady):
     ended = steady("measure", "nothing\x1b[2J.py:small")
     assert ended.code == 2
     assert "\\x1b[2J" in only_line(ended.err)
+
+
+def test_who_reads_no_further_gets_the_file_all_the_same(folder):
+    """As `steady measure ... | head -1`; 1 would be the answer of a gate."""
+    words = ["measure", "tiny.py:small", "--budget", "200ms", "--json", "out.json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "steadytorch", *words], stdout=subprocess.PIPE, cwd=folder
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 0
+    assert json.loads((folder / "out.json").read_text())["samples_ns"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line_and_no_failed_gate(folder):
+    words = ["measure", "tiny.py:small", "--budget", "200ms"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "steadytorch", *words],
+            stdout=full, stderr=subprocess.PIPE, cwd=folder, text=True, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, only_line(ended.stderr)) == (
+        2,
+        "what it has to say cannot be written: No space left on device",
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--seed", "99999999999999999999"], "seed 99999999999999999999 does not fit"),
+        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be made"),
+        (["--batch", "99999999999"], "a batch of 99999999999 cannot be made"),
+    ],
+)
+def test_numbers_that_are_too_large_are_one_line(steady, option, said):
+    ended = steady("measure", "resnet18", *option)
+    assert ended.code == 2
+    assert said in only_line(ended.err)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import click
 import pytest
+import torch
+from torch import nn
 
+from steadytorch import Workload
 from steadytorch.cli import options
 from steadytorch.cli import steady as root
 from steadytorch.device.facts import DeviceFacts
@@ -260,9 +263,35 @@ CPU = DeviceFacts(device="cpu", cores_physical=2, cores_logical=4)
         ("a@b/tiny.py:small@inference_mode", "a@b/tiny.py:small", ["inference_mode"]),
     ],
 )
-def test_transforms_stand_behind_the_workload(name, spec, candidate):
-    found, given = options.with_transforms(name, CPU)
-    assert (found, [str(each) for each in given]) == (spec, candidate)
+def test_transforms_stand_behind_the_workload(name, spec, candidate, monkeypatch):
+    asked = []
+    model = nn.Conv2d(3, 4, 3).eval()
+    loaded = Workload(model, (torch.ones(1, 3, 8, 8),))
+    monkeypatch.setattr(options, "load", lambda spec, batch: asked.append(spec) or loaded)
+    found, given = options.load_with_transforms(name, CPU, batch=None)
+    assert (found, asked, [str(each) for each in given]) == (loaded, [spec], candidate)
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph", "cudnn_engines", "tf32", "fused_kernels"])
+@pytest.mark.parametrize("command", [["measure"], ["compare", "tiny.py:small"]])
+def test_transforms_for_another_device_are_refused_before_anything_is_timed(
+    steady, command, setting
+):
+    ended = steady(*command, f"tiny.py:small@{setting}", "--device", "cpu")
+    assert (ended.code, ended.out) == (3, "")
+    assert f"{setting}" in only_line(ended.err)
+    assert "cannot be applied here: no CUDA device" in ended.err
+
+
+def test_transforms_that_may_do_nothing_are_told(monkeypatch, capsys):
+    loaded = Workload(nn.Linear(3, 4).eval(), (torch.ones(1, 3),))
+    monkeypatch.setattr(options, "load", lambda spec: loaded)
+    for quiet in (False, True):
+        options.load_with_transforms("small@prefetch", CPU, quiet=quiet)
+    assert capsys.readouterr().err.splitlines() == [
+        "steady: note: prefetch may do nothing here: the workload carries no loader "
+        "(Workload.from_loader)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +309,7 @@ def test_transforms_stand_behind_the_workload(name, spec, candidate):
 )
 def test_wrong_transforms_are_refused(settings, said):
     with pytest.raises(UsageError) as caught:
-        options.with_transforms(f"resnet18@{settings}", CPU)
+        options.load_with_transforms(f"resnet18@{settings}", CPU)
     assert said in str(caught.value)
 
 

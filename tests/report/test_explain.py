@@ -166,6 +166,18 @@ def test_a_profiler_that_distorts_is_told():
     assert f"{told}, so that many short operators" in _printed(distortion=1.6, gpu=None).flat
 
 
+def test_profiled_steps_that_are_not_those_of_the_run_are_told():
+    assert "Profiled, a step takes" not in _printed(distortion=0.95).flat
+    told = "Profiled, a step takes 0.03 times as long as without the profiler"
+    assert told in _printed(distortion=0.034).flat
+
+
+def test_the_ratio_is_that_of_the_figures_beside_it():
+    flat = _printed(distortion=1.3).flat
+    assert "95.00 ms a step without the profiler" in flat
+    assert "100.0 ms a step, mean of 2 profiled, 1.05 times as long" in flat
+
+
 def test_problems_and_remarks_of_the_trace_are_told():
     flat = _printed(problems=("the capture was cut off",), remarks=("stacks were on",)).flat
     assert "the capture was cut off stacks were on" in flat

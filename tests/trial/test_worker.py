@@ -138,6 +138,30 @@ def test_a_series_ends_when_its_median_is_precise(loaded, monkeypatch):
     assert len(found.durations_ns) == step.calls == LOOKS[1]
 
 
+def test_a_series_without_a_steady_state_is_never_precise():
+    count = next(look for look in LOOKS if look >= 2000)
+    noise = 1 + 0.001 * np.random.default_rng(0).standard_normal(count)
+    assert module._resolved((400_000 * noise).tolist(), 1.0)
+    # Two states that last, and a median that one of them has most of the time.
+    states = np.where(np.arange(count) // 100 % 5 < 2, 1.5, 1.0)
+    assert not module._resolved((400_000 * noise * states).tolist(), 1.0)
+
+
+def test_a_stretch_is_planned_by_the_mean_which_knows_of_long_samples(loaded, monkeypatch):
+    planned, next_count = [], module._next_count
+    monkeypatch.setattr(
+        module,
+        "_next_count",
+        lambda taken, sample_ns, left: (
+            planned.append((taken, sample_ns)) or next_count(taken, sample_ns, left)
+        ),
+    )
+    step = Step(0.0002, at_each=lambda: step.calls % 10 == 0 and time.sleep(0.01))
+    found = _series(loaded, step, seconds=0.3)
+    for taken, sample_ns in planned[1:]:
+        assert sample_ns == pytest.approx(np.mean(found.durations_ns[:taken]))
+
+
 def test_samples_are_placed_where_they_happened_whatever_lies_between_stretches(loaded):
     """What the host does between two stretches must not shift the samples after it."""
     began = []

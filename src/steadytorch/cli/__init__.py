@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import threading
@@ -109,6 +110,11 @@ def _main(arguments: list[str] | None) -> None:
         lines = "\n".join(plain(line) for line in str(error).split("\n"))
         click.echo(f"steady: {lines}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        click.echo(f"steady: what it has to say cannot be written: {error.strerror}", err=True)
+        sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("steady: interrupted", err=True)
         sys.exit(INTERRUPTED)

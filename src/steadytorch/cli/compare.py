@@ -89,13 +89,10 @@ def compare(
     else:
         from steadytorch.trial.compare import compare_live
 
-        sides = []
-        for name in (a, b):
-            spec, candidate = options.with_transforms(name, facts)
-            loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
-            sides.append((loaded, candidate, name))
+        shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
         result = compare_live(
-            *sides,
+            (*options.load_with_transforms(a, facts, quiet=quiet, **shape), a),
+            (*options.load_with_transforms(b, facts, quiet=quiet, **shape), b),
             processes=replicates,
             metric=metric,
             device=resolved,

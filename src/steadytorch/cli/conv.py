@@ -63,8 +63,8 @@ def conv(
     if not resolved.startswith("cuda"):
         raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
     facts = load_facts(resolved)
-    spec, prefix = options.with_transforms(workload, facts)
-    loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
+    shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
+    loaded, prefix = options.load_with_transforms(workload, facts, quiet=quiet, **shape)
     _check_prefix(loaded, prefix)
     console = options.console(quiet)
     options.teller(console)("choosing engines in a worker process")

@@ -100,8 +100,8 @@ def _run(
     from steadytorch.explain.session import explain as explained
 
     resolved = resolve_device(device)
-    spec, candidate = options.with_transforms(name, load_facts(resolved))
-    loaded = options.load(spec, **shape)
+    facts = load_facts(resolved)
+    loaded, candidate = options.load_with_transforms(name, facts, quiet=console.quiet, **shape)
     tell = options.teller(console)
     return explained(loaded, device=resolved, candidate=candidate, progress=tell, **asked)
 

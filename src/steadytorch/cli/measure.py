@@ -47,8 +47,8 @@ def measure(
 
     resolved = resolve_device(device)
     facts = load_facts(resolved)
-    spec, candidate = options.with_transforms(workload, facts)
-    loaded = options.load(spec, batch=batch, inputs=inputs, train=train, seed=seed)
+    shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
+    loaded, candidate = options.load_with_transforms(workload, facts, quiet=quiet, **shape)
     console = options.console(quiet)
     result = take(
         loaded,

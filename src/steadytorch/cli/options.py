@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from steadytorch.errors import UsageError
+from steadytorch.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,19 +88,42 @@ def load(
     return load_workload(spec, batch=batch, inputs=inputs, device="cpu", train=train, seed=seed)
 
 
-def with_transforms(name: str, facts: DeviceFacts) -> tuple[str, Candidate]:
-    """Splits `WORKLOAD@TRANSFORM+TRANSFORM` into the workload and its candidate.
+def load_with_transforms(
+    name: str, facts: DeviceFacts, *, quiet: bool = False, **shape: Any
+) -> tuple[Workload, Candidate]:
+    """The workload and the candidate that `WORKLOAD@TRANSFORM+TRANSFORM` names.
+
+    A transform that a search would leave out here may do nothing: that is told.
+
+    Args:
+        name: what the user typed.
+        facts: of the device that it is to run on.
+        quiet: tells nothing.
+        shape: as for `load`.
 
     Raises:
         UsageError: a transform or its setting is unknown, or they cannot be combined.
+        UnsupportedError: a transform is for another device.
     """
     from steadytorch import transforms
+    from steadytorch.transforms.base import NotApplicable
+    from steadytorch.transforms.traits import no_cuda
 
     spec, at, settings = name.rpartition("@")
     # In user@host/model.py:factory it is part of a path: what follows would be no transform.
     if not at or set(settings) & set("/:"):
-        return name, ()
-    return spec, transforms.parse(settings, facts)
+        return load(name, **shape), ()
+    candidate = transforms.parse(settings, facts)
+    loaded = load(spec, **shape)
+    for each in candidate:
+        answer = transforms.create(each).applies_to(loaded, facts)
+        if not isinstance(answer, NotApplicable):
+            continue
+        if (True, answer.reason) == no_cuda(facts):
+            raise UnsupportedError(f"{each} cannot be applied here: {answer.reason}")
+        if not quiet:
+            click.echo(f"steady: note: {each} may do nothing here: {answer.reason}", err=True)
+    return loaded, candidate
 
 
 def teller(console: Console) -> Callable[[str], None]:
@@ -115,9 +139,18 @@ def console(quiet: bool) -> Console:
     """Where commands print. Output that is not a terminal is 100 columns wide and plain."""
     from rich.console import Console
 
-    made = Console(quiet=quiet, highlight=False)
+    class Patient(Console):
+        """One that goes on silently when nobody reads on: files are still to be written."""
+
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+
+    made = Patient(quiet=quiet, highlight=False)
     if not made.is_terminal:
-        made = Console(quiet=quiet, highlight=False, width=100)
+        made = Patient(quiet=quiet, highlight=False, width=100)
     return made
 
 

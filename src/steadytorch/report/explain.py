@@ -76,8 +76,9 @@ def _profiled(result: Explanation) -> str:
     )
     if not result.marked:
         text = f"{duration(result.step_ns)} in all, no step is marked"
-    elif result.distortion is not None:
-        text += f", {result.distortion:.2f} times as long as without the profiler"
+    elif result.measured is not None:
+        times = result.step_ns / result.measured.median_ns
+        text += f", {times:.2f} times as long as without the profiler"
     if result.gpu is not None:
         text += f"; GPU busy {share(result.gpu.busy_ns, result.gpu.total_ns)}"
     return text
@@ -141,7 +142,8 @@ def _recoverable(finding: Finding, result: Explanation) -> str:
 
 def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
     console.print()
-    console.print(Text("Top kernels" if on_gpu else "Top operators", "bold"))
+    what = "Top kernels" if on_gpu else "Top operators"
+    console.print(Text.assemble((what, "bold"), (", in % of the time of all", "dim")))
     shown = lines.lines[:MOST_KERNELS]
     limited = any(line.share_of_limit is not None for line in shown)
     for line in shown:
@@ -216,6 +218,8 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
     console.print()
     if result.distortion is not None and result.distortion >= _DISTORTED:
         _say(console, _distorted(result.distortion, result.gpu is not None), "yellow")
+    if result.distortion is not None and result.distortion * _DISTORTED <= 1:
+        _say(console, _short(result.distortion), "yellow")
     for text in result.problems:
         _say(console, plain(text), "yellow")
     for text in result.remarks:
@@ -246,6 +250,13 @@ def _distorted(times: float, on_gpu: bool) -> str:
         else "so that many short operators seem longer than they are"
     )
     return f"The profiler makes a step take {times:.2f} times as long, {means}."
+
+
+def _short(times: float) -> str:
+    return (
+        f"Profiled, a step takes {times:.2f} times as long as without the profiler: what slowed "
+        "the steps down before is not in these."
+    )
 
 
 def _by_reason(abstained: Sequence[Abstention]) -> dict[tuple[str, str], list[str]]:

@@ -27,6 +27,7 @@ from steadytorch.measure.sampler import (
     warm_up,
 )
 from steadytorch.measure.statistics import quantile_interval
+from steadytorch.measure.warmup import steady_part
 from steadytorch.transforms.base import TransformSpec, applied_in_order
 from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.trial.series import Series
@@ -215,7 +216,9 @@ class WorkloadHandler:
         An exception of the workload ends the series, as a file `STOP` does; what was timed before
         is kept.
         """
-        import scipy.special  # noqa: F401 - loaded at the first look, it would disturb the series
+        # Loaded at the first look, these would disturb the series.
+        import ruptures  # noqa: F401
+        import scipy.special  # noqa: F401
 
         overhead_ns = probe_overhead(self._sampler, 200) / self._group
         durations: list[int] = []
@@ -254,8 +257,9 @@ class WorkloadHandler:
         self, metric: str, durations: list[int], seconds_left: float
     ) -> tuple[int, np.ndarray, np.ndarray, str | None]:
         """The next stretch of a series: its start, times, host times, and what ended it early."""
-        typical_ns = float(np.median(durations)) if durations else float(self._iteration_ns)
-        count = _next_count(len(durations), typical_ns * self._group, seconds_left)
+        # The mean: a few long samples may take most of the time.
+        expected_ns = float(np.mean(durations)) if durations else float(self._iteration_ns)
+        count = _next_count(len(durations), expected_ns * self._group, seconds_left)
         # A device's queue is empty after each break: filling it is no period.
         before = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
         began, failed = time.perf_counter_ns(), None
@@ -297,7 +301,10 @@ def _next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
 
 
 def _resolved(durations: list[int], share_spent: float) -> bool:
-    """Whether the median is known well enough, and the tail within half of the time."""
+    """Whether the median is known well enough, and the tail within half of the time.
+
+    Of a series that is not steady no interval may be claimed, however narrow it is.
+    """
     if len(durations) not in LOOKS or (len(durations) < ENOUGH_FOR_P99 and share_spent < 0.5):
         return False
     samples = np.asarray(durations, dtype=np.float64)
@@ -305,7 +312,8 @@ def _resolved(durations: list[int], share_spent: float) -> bool:
     interval, _ = quantile_interval(samples, 0.5, 1 - 0.05 / len(LOOKS))
     if interval is None:
         return False
-    return (interval[1] - interval[0]) / 2 <= RESOLVED * float(np.median(samples))
+    narrow = (interval[1] - interval[0]) / 2 <= RESOLVED * float(np.median(samples))
+    return narrow and steady_part(samples).steady
 
 
 def _one_line(error: BaseException | None) -> str:

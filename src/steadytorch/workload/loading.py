@@ -67,6 +67,8 @@ def load_workload(
             "batch and input exclude each other: write the batch size as the first size of each "
             f"input, such as {batch}x3x224x224"
         )
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"seed {seed} does not fit into 64 bits: choose a smaller one")
     target = _device(device)
     layouts = [_Layout.parse(text) for text in inputs]
     with _seeded(seed, target):
@@ -107,7 +109,12 @@ def _named(spec: str, batch: int | None, generator: torch.Generator) -> Workload
     if spec in bundled.names():
         samples = batch or 1
         model = bundled.build(spec)
-        return Workload(model, bundled.example_inputs(spec, samples, generator), name=spec)
+        try:
+            inputs = bundled.example_inputs(spec, samples, generator)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"a batch of {samples} cannot be made: {reason}") from error
+        return Workload(model, inputs, name=spec)
     prefix, _, name = spec.partition(":")
     return sources.load(prefix, name, batch or 1, generator)
 
@@ -177,7 +184,7 @@ class _Layout:
             largest = 1 if dtype == torch.bool else torch.iinfo(dtype).max
             drawn = torch.randint(min(bound, largest + 1), self.shape, generator=generator)
             return drawn.to(dtype)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits, too
             reason = str(error).partition("\n")[0]
             raise UsageError(f"input {self.text!r} cannot be made: {reason}") from error
 
