@@ -39,9 +39,10 @@ from rival_cases import CASES, Case, chosen
 from rival_options import OPTIONS
 from rival_power import power_of, recorded
 from rival_processes import anew, close, over_processes
-from rival_results import Document, Row, alone, best_of, failed_row, merge, read, row_of
+from rival_results import CV_LIMIT, Document, Row, alone, best_of, failed_row, merge, read, row_of
 from rival_tables import markdown
-from rival_timing import time_all, time_alone
+from rival_timing import ALONE_S, EXPLAINED_S, time_all, time_alone
+from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
 from steadytorch.device.facts import load_facts, resolve_device
@@ -49,6 +50,7 @@ from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
+from steadytorch.trial.ramp import RAMP_NS
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.moves import describe
 from steadytorch.tune.prepare import Silent
@@ -64,6 +66,13 @@ BEYOND = 1.06
 """Cap on autotuned set-ups, over what the search took."""
 START_S = 40.0
 """Of a workload, beside search, set-ups and timing: to load it and to start processes."""
+PROTOCOL = {
+    "dropped_ms": (RAMP_NS + SETTLING_NS) / 1e6,
+    "alone_s": ALONE_S,
+    "explained_s": EXPLAINED_S,
+    "cv_limit": CV_LIMIT,
+}
+"""How long is timed, kept with each workload: what is said of older ones shall stay true."""
 
 
 class Timeline(Silent):
@@ -115,6 +124,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
         "budget_s": budget_of(case, args.device),
         "processes": args.processes,
         "timing_s": args.timing,
+        "protocol": PROTOCOL,
         "environment": {**environment, "steadytorch": __version__},
         "created": now(),
     }

@@ -146,7 +146,8 @@ def summary_cells(document: Document, name: str) -> list[str]:
     search, plan = figure(entry.get("search_s"), ".0f"), entry.get("plan") or NONE
     if ours is None or best is None:
         why = next((row["failed"] for row in rows if row["failed"]), "not timed")
-        return [name, f"`{plan}`" if plan else why, *[NONE] * (len(SUMMARY) - 3), search]
+        head, blanks = [name, f"`{plan}`" if plan else why], [NONE] * (len(SUMMARY) - 4)
+        return [*head, *blanks, search, autotuned(rows)]
     return [
         name,
         f"`{plan}`",
@@ -200,6 +201,30 @@ def over_all(document: Document) -> list[str]:
     return lines
 
 
+def protocol(entry: dict[str, Any]) -> str:
+    """How long one workload was timed; nothing where its entry does not say it."""
+    kept = entry.get("protocol")
+    if kept is None:
+        return NONE
+    return (
+        f"The first {kept['dropped_ms']:.0f} ms of each turn are no samples. Alone, each metric "
+        f"was timed for {kept['alone_s']:.0f} s, and for {kept['explained_s']:.0f} s the period "
+        f"of one whose CV is over {kept['cv_limit']:.1%}."
+    )
+
+
+def protocols(document: Document) -> list[str]:
+    """A paragraph for each way of timing, with its workloads where it is not that of all."""
+    ways: dict[str, list[str]] = {}
+    for name, entry in document["workloads"].items():
+        ways.setdefault(protocol(entry), []).append(name)
+    lines: list[str] = []
+    for text, names in ways.items():
+        if text:
+            lines += [text if len(ways) == 1 else f"{', '.join(names)}: {text}", ""]
+    return lines
+
+
 def markdown(document: Document) -> str:
     """The whole document."""
     names = list(document["workloads"])
@@ -211,15 +236,14 @@ def markdown(document: Document) -> str:
         "Every option in a fresh process; set-ups share the machine, so their seconds are upper "
         "bounds; then timed block by block in random order, one process at a time. Inputs and "
         "results are float32 (or token ids) for all, and results are copies. `steadytorch` is "
-        "`plan.apply(model)`, as a program calls it. The first 8 ms of each turn are no samples. "
-        "The error is relative L2 against float64: "
+        "`plan.apply(model)`, as a program calls it. The error is relative L2 against float64: "
         f"over {WRONG:.0%} there is no result to use, and the option is nobody's rival. p99 is "
         "shown from 1,000 independent samples on. What is said of one alone was timed after all "
-        "others but the best had ended, without a change of processes: a second for each metric, "
-        "four for the period of one whose CV is over 0.5 %. "
+        "others but the best had ended, without a change of processes. "
         "Where a number of processes stands beside an effect, ours and the rival were set up anew "
         "in so many: the effect is of one estimate per process, and the period is their median.",
         "",
+        *protocols(document),
         *table(ROWS, map(row_cells, document["rows"])),
         "",
         "## Summary",

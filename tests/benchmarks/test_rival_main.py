@@ -40,6 +40,15 @@ def test_a_run_that_goes_on_past_midnight_writes_one_file(command, monkeypatch, 
     assert [*rival_results.read(path)["workloads"]] == ["resnet50:1", "vit_b_16:1"]
 
 
+def test_a_workload_keeps_how_long_it_was_timed(command, monkeypatch):
+    monkeypatch.setattr(command, "_rows", lambda *_: [])
+    args = argparse.Namespace(device="cpu", processes=0, timing=1.0)
+    case = command.CASES["cpu"][0]
+    (entry,) = command.run(case, args, lambda _: None)["workloads"].values()
+    assert entry["protocol"] == command.PROTOCOL
+    assert command.PROTOCOL["dropped_ms"] == 8.0
+
+
 @pytest.mark.parametrize("text", ["1", "2", "-3", "many", ""])
 def test_too_few_processes_for_a_verdict_are_refused_with_what_to_give(command, text):
     with pytest.raises(argparse.ArgumentTypeError, match="give 3 or more, or 0 for none"):

@@ -72,8 +72,32 @@ def test_a_workload_without_ours_is_in_the_summary_with_its_reason():
     rows = one_workload("a:1", -0.1)
     rows[0] = {**rows[3], "option": "steadytorch", "failed": "no budget"}
     text = rival_tables.markdown(document(*rows, plan=None))
-    assert cells(text, "a:1")[-1][1] == "no budget"
+    summary = dict(zip(rival_tables.SUMMARY, cells(text, "a:1")[-1], strict=True))
+    assert {name: value for name, value in summary.items() if value} == {
+        "workload": "a:1",
+        "plan": "no budget",
+        "search s": "55",
+        "max-autotune s": "> 90 s, not ready",
+    }
     assert "a:1" not in rival_tables.readme(document(*rows))
+
+
+PROTOCOL = {"dropped_ms": 8.0, "alone_s": 1.0, "explained_s": 4.0, "cv_limit": 0.005}
+
+
+def test_how_long_was_timed_is_said_of_the_workloads_that_it_is_known_of():
+    found = document(*one_workload("a:1", -0.1), *one_workload("b:1", -0.1))
+    assert "of each turn" not in rival_tables.markdown(found)
+    found["workloads"]["b:1"]["protocol"] = PROTOCOL
+    assert "\n\nb:1: The first 8 ms of each turn are no samples." in rival_tables.markdown(found)
+    found["workloads"]["a:1"]["protocol"] = {**PROTOCOL, "dropped_ms": 4.0}
+    text = rival_tables.markdown(found)
+    assert "\n\na:1: The first 4 ms" in text
+    assert "\n\nb:1: The first 8 ms" in text
+    found["workloads"]["a:1"]["protocol"] = PROTOCOL
+    text = rival_tables.markdown(found)
+    assert text.count("The first 8 ms of each turn are no samples. Alone, each metric was") == 1
+    assert "timed for 1 s, and for 4 s the period of one whose CV is over 0.5%.\n\n" in text
 
 
 def test_the_heading_names_what_it_was_measured_on_once():

@@ -62,6 +62,24 @@ def test_gradients_are_right(layout):
         torch.testing.assert_close(mine, own)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_relus_gradient_is_pytorchs_where_something_is_not_finite(value):
+    def gradient(call, first, seed):
+        x = torch.tensor([[[[first, -1.0]]]], requires_grad=True)
+        (found,) = torch.autograd.grad(call(x, torch.ones(1, 1, 1, 1)), x, torch.tensor(seed))
+        return found
+
+    def ours(x, weight):
+        return conv_engine(x, weight, None, None, [1, 1], [0, 0], [1, 1], 1, True, "", "", "")
+
+    def theirs(x, weight):
+        return torch.conv2d(x, weight).relu()
+
+    for first, seed in ((value, [[[[1.0, 1.0]]]]), (1.0, [[[[1.0, value]]]])):
+        found, expected = gradient(ours, first, seed), gradient(theirs, first, seed)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("engines", [("", ""), ("aten", "")])
 def test_gradients_of_gradients_are_right(layout, engines):

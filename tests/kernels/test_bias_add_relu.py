@@ -52,6 +52,24 @@ class TestInterpreted:
         rounding = ROUNDING[dtype]
         torch.testing.assert_close(found.double(), eager(*wide), rtol=rounding, atol=1e-6)
 
+    @pytest.mark.parametrize("biased", [True, False])
+    @pytest.mark.parametrize(
+        ("shape", "strides"),
+        [
+            ((2, 1, 4, 4), (16, 1, 4, 1)),
+            ((2, 8, 1, 1), (8, 1, 8, 8)),
+            ((1, 3, 4, 4), (3, 16, 4, 1)),
+            ((1, 3, 4, 4), (48, 1, 12, 3)),
+        ],
+        ids=["one channel", "one pixel", "one image", "one image, last"],
+    )
+    def test_results_lie_as_those_of_pytorch(self, shape, strides, biased):
+        x, other, bias = operands(shape, biased=biased)
+        x, other = (t.as_strided(shape, strides) for t in (x, other))
+        found, expected = fused(x, other, bias), eager(x, other, bias)
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected)
+
     def test_special_values_spread_as_in_pytorch(self):
         x, other, bias = operands((1, 4, 3, 3))
         x[0, 0], x[0, 1], other[0, 2] = float("nan"), float("inf"), -float("inf")

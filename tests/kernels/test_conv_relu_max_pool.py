@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels import stem
-from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
+from steadytorch.kernels.conv_relu_max_pool import _precision, conv_relu_max_pool2d
 from steadytorch.kernels.stem import Config
 
 from .watching import Watch
@@ -123,6 +123,17 @@ class TestInterpreted:
         tensors[which][3].fill_(NAN)
         near(fused(*tensors, *sizes), tensors, sizes)
 
+    # Added to minus infinity, too, which stands for columns that there are not.
+    @pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")
+    @pytest.mark.parametrize("value", [INF, -INF])
+    @pytest.mark.parametrize("pool_padding", [0, 1])
+    @pytest.mark.parametrize("size", [7, 8])
+    def test_a_bias_that_is_not_finite_is_added_to_what_there_is(self, size, pool_padding, value):
+        sizes = ((1, 1), (1, 1), pool_padding, True)
+        tensors = operands((2, 3, size, size), (8, 3, 3, 3))
+        tensors[2][3].fill_(value)
+        near(fused(*tensors, *sizes), tensors, sizes)
+
     @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
     def test_sums_beyond_the_type_are_infinite(self):
         shape, kernel, *sizes = CASES["3x3"]
@@ -171,6 +182,13 @@ class TestInterpreted:
             assert found is None
         else:
             near(found(*tensors), tensors, sizes)
+
+
+def test_tf32_is_used_only_where_cudnn_would_use_it():
+    for enabled, allowed in ((True, True), (False, True), (True, False)):
+        with torch.backends.cudnn.flags(enabled=enabled, allow_tf32=allowed):
+            assert (_precision(torch.float32) == "tf32") is (enabled and allowed)
+            assert _precision(torch.float16) == "ieee"
 
 
 def ordinary(layout="last", dtype=torch.float32, biased=True):
@@ -264,6 +282,36 @@ def test_gradients_are_those_of_pytorch(layout, biased):
     eager(*theirs, *none, *SIZES).pow(2).sum().backward()
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_gradients_of_one_image_without_a_batch_are_those_of_pytorch():
+    x, *others = ordinary(dtype=torch.float64)
+    ours, theirs = (x[0].clone().requires_grad_() for _ in range(2))
+    conv_relu_max_pool2d(ours, *others, 2, 1, 3, 2, 1).pow(2).sum().backward()
+    eager(theirs, *others, *SIZES).pow(2).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_there_are_gradients_under_autocast():
+    tensors = [t.requires_grad_() for t in ordinary()]
+
+    def gradients(run):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run()
+        assert y.dtype == torch.bfloat16
+        return torch.autograd.grad(y.float().sum(), tensors)
+
+    ours = gradients(lambda: conv_relu_max_pool2d(*tensors, 2, 1, 3, 2, 1))
+    theirs = gradients(lambda: eager(*tensors, *SIZES))
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.1, atol=0.1)
+
+
+def test_second_gradients_are_those_of_pytorch():
+    tensors = [t.requires_grad_() for t in operands((1, 2, 5, 4), (2, 2, 2, 2), torch.float64)]
+    assert torch.autograd.gradgradcheck(
+        lambda *given: conv_relu_max_pool2d(*given, 1, 1, 3, 2, 1), tensors
+    )
 
 
 def test_only_the_gradients_asked_for_are_computed():

@@ -187,6 +187,7 @@ SIZES = ((1, 1), (1, 1), (1, 1))
         (operands((2, 1, 9, 7), (3, 3)), SIZES, ""),
         (operands((2, 8, 1, 1), (3, 3)), SIZES, ""),
         (operands((2, 8, 9, 9), (9, 9)), SIZES, ""),
+        (operands((2, 8, 40, 40), (3, 3)), ((1, 1), (18, 18), (18, 18)), ""),
         (operands((2, 8, 3, 3), (5, 5)), SIZES, ""),
         ((ordinary()[0][0], *ordinary()[1:]), SIZES, ""),
         ((ordinary()[0], torch.ones(16, 1, 3, 3).half(), None), SIZES, ""),
@@ -198,7 +199,7 @@ SIZES = ((1, 1), (1, 1), (1, 1))
     ],
     ids=[
         *("float32", "float64", "in order", "one channel", "one pixel", "many taps"),
-        *("one pixel left", "no batch"),
+        *("taps far apart", "one pixel left", "no batch"),
         *("two outputs a channel", "sizes for all axes", "unknown activation"),
         *("kernel too large", "negative padding", "no stride"),
     ],

@@ -6,7 +6,13 @@ import sys
 import pytest
 import torch
 
-from steadytorch.kernels.launch import MOST_ELEMENTS, Launch, is_channels_last, is_launchable
+from steadytorch.kernels.launch import (
+    MOST_ELEMENTS,
+    Launch,
+    is_channels_last,
+    is_launchable,
+    route,
+)
 
 
 def like(*shape, dtype=torch.float32, **options):
@@ -57,6 +63,15 @@ def test_nothing_is_launched_over_no_elements():
 )
 def test_the_layout_is_known_by_its_strides(tensor, expected):
     assert is_channels_last(tensor) is expected
+
+
+def test_a_view_that_negates_is_left_to_the_dispatcher(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    functions = [lambda: None for _ in range(3)]
+    negated, plain = torch.tensor([1 + 2j]).conj().imag, torch.ones(1)
+    assert negated.is_neg()
+    assert route(*functions, plain) is functions[0]
+    assert route(*functions, plain, negated) is functions[1]
 
 
 class Program:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from steadytorch.kernels import stem
 from steadytorch.kernels.stem import (
@@ -12,6 +13,7 @@ from steadytorch.kernels.stem import (
     busy_cores,
     config_for,
     geometry_of,
+    layouts,
     shared_bytes,
 )
 
@@ -70,11 +72,44 @@ def test_a_window_without_padding_needs_a_pair_of_columns_to_its_left():
         (like(2, 3, 8, 8), like(8, 3, 3, 6)[..., ::2]),
         (like(2, 3, 1, 1), like(8, 3, 5, 5)),
         (like(2**20, 3, 64, 64), like(8, 3, 3, 3)),
+        (like(9, 9, 1, layout=torch.contiguous_format).permute(2, 0, 1)[None], like(8, 1, 3, 3)),
     ],
-    ids=["gaps", "gaps in the weight", "too small", "too large a result"],
+    ids=["gaps", "gaps in the weight", "too small", "too large a result", "a grey picture"],
 )
 def test_what_is_not_taken(x, weight):
     assert geometry_of(x, weight, (2, 2), (1, 1), 1, False, "ieee", True) is None
+
+
+ORDINARY = (9, 9, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "weight_strides", "expected"),
+    [
+        ((2, 1, 4, 5), (20, 20, 5, 1), ORDINARY, (False, False)),
+        ((2, 1, 4, 5), (20, 1, 5, 1), ORDINARY, (False, True)),
+        ((2, 1, 4, 5), (20, 20, 5, 1), (9, 1, 3, 1), (False, True)),
+        ((1, 1, 4, 5), (20, 1, 5, 1), ORDINARY, (False, True)),
+        ((1, 1, 4, 5), (1, 1, 5, 1), ORDINARY, None),
+        ((2, 1, 4, 5), (20, 20, 5, 1), (9, 4, 3, 1), None),
+        ((2, 1, 1, 5), (5, 1, 5, 1), ORDINARY, (False, True)),
+        ((2, 3, 1, 1), (3, 1, 1, 1), (27, 9, 3, 1), (False, False)),
+        ((2, 3, 1, 1), (3, 1, 3, 3), (27, 9, 3, 1), (False, True)),
+        ((2, 1, 1, 1), (1, 1, 1, 1), ORDINARY, (False, False)),
+    ],
+    ids=[
+        *("one channel", "one channel, last", "weight last", "one image", "a grey picture"),
+        *("an odd weight", "one line", "one pixel", "one pixel, last", "one element"),
+    ],
+)
+def test_where_sizes_leave_it_open_the_result_lies_as_strides_say(
+    shape, strides, weight_strides, expected
+):
+    x = torch.empty_strided(shape, strides)
+    weight = torch.empty_strided((8, shape[1], 3, 3), weight_strides)
+    assert layouts(x, weight) == expected
+    if expected is not None:
+        assert (F.conv2d(x, weight, padding=2).stride(1) == 1) is expected[1]
 
 
 def test_work_is_cut_into_pieces_that_overlap_by_one_pair():

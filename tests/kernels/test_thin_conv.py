@@ -84,6 +84,11 @@ class TestInterpreted:
     def test_values_and_strides_are_those_of_float64(self, case, last):
         near(operands(*case[:3], last=last), *case[3:])
 
+    @pytest.mark.parametrize("strides", [(63, 63, 7, 1), (63, 1, 7, 1)], ids=str)
+    def test_of_one_channel_the_strides_say_how_the_result_lies(self, strides):
+        x, *others = operands((2, 1, 9, 7), 8, (3, 3), last=(False, False))
+        near((x.as_strided(x.shape, strides), *others), *SIZES)
+
     @pytest.mark.parametrize("cut", [Cut(128, 64, 32), Cut(64, 16, 16), Cut(32, 32, 16)], ids=str)
     @pytest.mark.parametrize("name", ["3x3, stride 2", "dilated unevenly", "four channels, 6x6"])
     def test_every_cut_computes_the_same(self, cut, name, monkeypatch):
@@ -164,6 +169,14 @@ SIZES = ((1, 1), (1, 1), (1, 1))
         ((ordinary()[0][0], *ordinary()[1:]), SIZES, ""),
         ((ordinary()[0].mT, *ordinary()[1:]), SIZES, ""),
         ((torch.ones(9, 7, 3).half().permute(2, 0, 1)[None], *ordinary()[1:]), SIZES, ""),
+        (
+            (
+                torch.ones(9, 7, 1).half().permute(2, 0, 1)[None],
+                torch.ones(8, 1, 3, 3).half(),
+                None,
+            ),
+            *(SIZES, ""),
+        ),
         ((ordinary()[0], ordinary()[1].mT, None), SIZES, ""),
         ((ordinary()[0], torch.ones(8, 1, 3, 3).half(), None), SIZES, ""),
         (ordinary(), ((1,), (1,), (1,)), ""),
@@ -176,9 +189,9 @@ SIZES = ((1, 1), (1, 1), (1, 1))
     ids=[
         *("float32", "float64", "integers", "many channels", "one output", "many outputs"),
         *("single pixels", "many taps", "one pixel", "one pixel left", "empty", "no batch"),
-        *("transposed", "a picture", "weight transposed", "two groups", "sizes for all axes"),
-        *("unknown activation", "kernel too large", "negative padding", "no stride"),
-        "no dilation",
+        *("transposed", "a picture", "a grey picture", "weight transposed", "two groups"),
+        *("sizes for all axes", "unknown activation", "kernel too large", "negative padding"),
+        *("no stride", "no dilation"),
     ],
 )
 def test_what_is_not_covered_has_no_program(tensors, sizes, activation):

@@ -232,7 +232,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Tensor]) -> tuple[Any, ...]:
     x, weight, output = ctx.saved_tensors
     if output is not None:
-        grad = grad * (output > 0)
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
     needs = ctx.needs_input_grad
     db = grad.sum([0, *range(2, grad.dim())]) if ctx.biased and needs[2] else None
     dz = grad if ctx.added and needs[3] else None

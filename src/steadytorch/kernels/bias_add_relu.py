@@ -84,11 +84,14 @@ class Fused:
         inner = 1 if is_last else shape[2:].numel()
         grid = (-(-count // BLOCK), 1, 1)
         arguments = (count, shape[1], inner, is_biased, BLOCK)
+        self._shape = shape
+        self._layout = torch.channels_last if is_last else torch.contiguous_format
         self._launch = Launch(programs.bias_add_relu, grid, arguments, device)
 
     def __call__(self, x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
         """The result, in the layout of `x`; the tensors must be as described."""
-        y = torch.empty_like(x)
+        # PyTorch's is in order wherever `x` is, whatever the strides of axes of one element.
+        y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, other, x if bias is None else bias, y)
         return y
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.launch import Launch, is_covered, route, traced
-from steadytorch.kernels.operators import registered
+from steadytorch.kernels.operators import recomputed, registered
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import (
     MOST_CHANNELS,
@@ -143,7 +143,7 @@ def _precision(dtype: torch.dtype) -> str | None:
     if dtype is not torch.float32:
         return "ieee"
     cudnn: Any = torch.backends.cudnn
-    return "tf32" if cudnn.conv.fp32_precision == "tf32" else None
+    return "tf32" if cudnn.enabled and cudnn.conv.fp32_precision == "tf32" else None
 
 
 class Fused:
@@ -241,34 +241,11 @@ def is_stem(
     return pooling and padded and shape[1] <= MOST_CHANNELS and min(kernel[0], *kernel[2:]) > 1
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *ctx.sizes, ctx.ceil_mode, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # The convolution is computed again: it was never in memory.
-    x, weight, bias = ctx.saved_tensors
-    stride, padding, *pooling = ctx.sizes
-    window = (*pooling, (1, 1), ctx.ceil_mode)
-    aten, zeros = torch.ops.aten, [0, 0]
-    y = aten.convolution(x, weight, bias, stride, padding, [1, 1], False, zeros, 1).relu()
-    _, winners = aten.max_pool2d_with_indices(y, *window)
-    grad = aten.max_pool2d_with_indices_backward(grad, y, *window, winners)
-    grad = aten.threshold_backward(grad, y, 0)
-    sizes = None if bias is None else list(bias.shape)
-    needs = [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2] and bias is not None]
-    found = aten.convolution_backward(
-        grad, x, weight, sizes, stride, padding, [1, 1], False, zeros, 1, needs
-    )
-    return *found, *([None] * 7)
-
-
 _OPERATOR = registered(
     "conv_relu_max_pool2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] kernel_size, int[] pool_stride, int[] pool_padding, bool ceil_mode, str config) "
     "-> Tensor",
     _impl,
     traced(program_for, _eager),
-    (_setup_context, _backward),
+    recomputed(_eager),
 )

@@ -25,6 +25,11 @@ from steadytorch.kernels.operators import recomputed, registered
 
 MOST_TAPS = 49
 """Of a kernel: all are unrolled, and more take long to compile."""
+MOST_PATHS = 10_000
+"""Pixels that a patch sees, from the first to the last, times taps: pixels are unrolled as well,
+and the compiler walks from each to what it is multiplied by. Without dilation squares have 8,379 at
+the most (7x7, stride 2). Of 7x7 dilated by 2 there are 12,544, which take 27 s to compile; of 3x3
+dilated by 36 49,284, which take 30 s."""
 
 
 def depthwise_conv2d(
@@ -214,6 +219,8 @@ def _fused(
     )
     values: Any = (*shape[1:], *outputs, *window, is_biased, activation, clipped, *tile[:4])
     geometry = Geometry._make(values)
+    if geometry.seen_rows * geometry.seen_columns * kernel[2:].numel() > MOST_PATHS:
+        return None
     is_innermost = weight.permute(2, 3, 1, 0).is_contiguous()
     return Fused(shape[0], geometry, tile.warps, is_innermost, device)
 

@@ -68,7 +68,8 @@ def route(bare: Function, operator: Function, eager: Function, *tensors: Tensor)
     Args:
         bare: only computes. For calls that nothing watches: they save the dispatcher's way, 10 us
             of host time where the launch takes 5.
-        operator: for autograd, compilers, tracers, modes and subclasses, which look on.
+        operator: for autograd, compilers, tracers, modes and subclasses, which look on, and for
+            views of which the dispatcher negates the elements.
         eager: for transformations such as `torch.func.grad` and dual numbers, for which operators
             from outside of PyTorch have no rules.
         tensors: of the call.
@@ -84,6 +85,7 @@ def _is_unwatched(tensor: Tensor) -> bool:
     return not (
         type(tensor) is not Tensor
         or not tensor.is_cuda
+        or tensor.is_neg()
         or (torch.is_grad_enabled() and tensor.requires_grad)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None

@@ -223,6 +223,9 @@ def _exists(pair, column, G: tl.constexpr):
 def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constexpr):
     """Writes a line of the result: what is largest of three columns. Returns where a NaN was."""
     own = _maximum(_maximum(first, second) + bias, 0.0)
+    if 2 * G.out_width - 1 - G.pool_padding >= G.conv_width:
+        # The last window has neither column of its own pair: minus infinity and the bias are NaN.
+        own = tl.where(_exists(pair, 0, G)[:, None], own, 0.0)
     right = _maximum(second + bias, 0.0).to(y.dtype.element_ty)
     left = tl.broadcast_to(tl.maximum(tl.arange(0, G.pairs) - 1, 0)[:, None], right.shape)
     left = tl.where(pair[:, None] == G.pool_padding - 1, 0.0, tl.gather(right, left, 0))

@@ -201,12 +201,23 @@ def geometry_of(
 
 def layouts(x: Tensor, weight: Tensor) -> tuple[bool, bool] | None:
     """Whether channels lie innermost, of the input and of PyTorch's result; None for other ways."""
-    is_last, weight_last = is_channels_last(x), is_channels_last(weight)
-    if is_last is None or weight_last is None:
-        return None
-    if x.shape[1] == 1:  # either way the same addresses: PyTorch goes by the strides
-        return is_last, 1 in (x.stride(1), weight.stride(1))
-    return is_last, is_last or weight_last
+    is_last, becomes_last = is_channels_last(x), [_goes_last(x), _goes_last(weight)]
+    return None if is_last is None or None in becomes_last else (is_last, any(becomes_last))
+
+
+def _goes_last(tensor: Tensor) -> bool | None:
+    """Whether PyTorch takes channels to lie innermost, by the strides where sizes leave it open.
+
+    So they do for one channel and for one pixel. None where strides are of neither order.
+    """
+    is_last = is_channels_last(tensor)
+    if is_last or not tensor.is_contiguous(memory_format=torch.channels_last):
+        return is_last
+    first, last = (
+        torch.empty(tensor.shape, device="meta", memory_format=order).stride()
+        for order in (torch.contiguous_format, torch.channels_last)
+    )
+    return {last: True, first: False}.get(tensor.stride())
 
 
 def _sizes(
