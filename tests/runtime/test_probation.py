@@ -181,3 +181,29 @@ def test_what_is_wrong_is_answered_by_the_model():
     assert torch.equal(outcome.result, model(X))
     assert outcome.fault.startswith("wrong")
     assert not outcome.of_model
+
+
+class Reads(Base):
+    """Has a hook write to it, past what a copy holds, and reads that."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.seen = {"calls": -1}, torch.zeros(())
+        self.layer.register_forward_hook(lambda *given: self.note())
+
+    def note(self):
+        self.found["calls"] += 1
+        self.seen += 1
+
+    def forward(self, x):
+        self.layer(x)
+        return self.found["calls"] + 10 * self.seen
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_what_a_hook_writes_for_the_model_to_read_is_written_once(candidate):
+    model = Reads().eval()
+    outcome = watched(model, candidate)()
+    assert (outcome.fault, outcome.of_model) == (KEEPS_STATE, True)
+    assert outcome.result == 10
+    assert (model.found, model.seen) == ({"calls": 0}, 1)

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from steadytorch.native.host import load
-from steadytorch.transforms.hooks import ON_ALL, hooks_on_all
+from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _END = object()
 
 
@@ -61,7 +60,7 @@ class Weights:
         links = [
             found
             for module in modules
-            for found in (module._modules, *(vars(module).get(name) for name in _HOOKS))
+            for found in (module._modules, *(vars(module).get(name) for name in FORWARD))
             if isinstance(found, dict)
         ]
         tensors = [*self._model.parameters(), *self._model.buffers()]
