@@ -95,6 +95,32 @@ def test_a_buffer_that_is_replaced_stays_an_ordinary_tensor(candidate):
     assert not model.total.is_inference()
 
 
+class Caches(Base):
+    """Keeps tables in a dictionary, as models do of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def before(self):
+        if not self.tables:
+            self.tables[4] = torch.arange(4.0), torch.ones(4)
+
+    def forward(self, x):
+        self.before()
+        return self.layer(x) * self.tables[4][0]
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_a_model_that_cached_tensors_in_a_tuned_call_can_be_trained(candidate):
+    model = Caches().eval()
+    outcome = watched(model, candidate)()
+    assert outcome.fault == KEEPS_STATE
+    assert torch.equal(outcome.result, model(X))
+    model(X).sum().backward()
+    assert model.layer.weight.grad is not None
+
+
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
 def test_random_numbers_are_those_that_the_untouched_model_would_draw(candidate):
     answer, other = watched(Draws().eval(), candidate), Draws().eval()
