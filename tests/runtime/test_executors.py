@@ -27,6 +27,44 @@ def test_an_executor_answers_like_the_model_and_knows_its_weights(model, x, name
     executor.close()
 
 
+class Extracts:
+    """What a caller hooks into a model, to have the values of a layer."""
+
+    def __init__(self, model):
+        self.model, self.found = model, []
+        model.head.register_forward_hook(self.extract)
+
+    def extract(self, module, args, output):
+        self.found.append(output)
+
+
+KEEPING_TYPES = [
+    *[name for name in CANDIDATES if name != "cast_weights"],
+    pytest.param("compile", marks=pytest.mark.compiles),
+    pytest.param("frozen", marks=pytest.mark.compiles),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize("name", KEEPING_TYPES)
+def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
+    compiled = {"compile": (TransformSpec("compile", (("mode", "default"),)),), "frozen": FROZEN}
+    extracts = Extracts(model)
+    executor = build(model, (x,), {}, {**CANDIDATES, **compiled}[name])
+    for each in (x, x + 1):
+        extracts.found.clear()
+        answer(executor.call, each)
+        (found,) = extracts.found
+        torch.testing.assert_close(found, answer(model, each))
+    executor.close()
+
+
+def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model, x):
+    Extracts(model)
+    with pytest.raises(UnsupportedError, match="hooks"):
+        build(model, (x,), {}, CANDIDATES["cast_weights"])
+
+
 @pytest.mark.parametrize(
     "candidate",
     [(TransformSpec("channels_last"),) * 2, (TransformSpec("nothing_known"),)],

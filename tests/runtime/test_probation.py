@@ -95,6 +95,32 @@ def test_a_buffer_that_is_replaced_stays_an_ordinary_tensor(candidate):
     assert not model.total.is_inference()
 
 
+class Caches(Base):
+    """Keeps tables in a dictionary, as models do of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def before(self):
+        if not self.tables:
+            self.tables[4] = torch.arange(4.0), torch.ones(4)
+
+    def forward(self, x):
+        self.before()
+        return self.layer(x) * self.tables[4][0]
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_a_model_that_cached_tensors_in_a_tuned_call_can_be_trained(candidate):
+    model = Caches().eval()
+    outcome = watched(model, candidate)()
+    assert outcome.fault == KEEPS_STATE
+    assert torch.equal(outcome.result, model(X))
+    model(X).sum().backward()
+    assert model.layer.weight.grad is not None
+
+
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
 def test_random_numbers_are_those_that_the_untouched_model_would_draw(candidate):
     answer, other = watched(Draws().eval(), candidate), Draws().eval()
@@ -181,3 +207,29 @@ def test_what_is_wrong_is_answered_by_the_model():
     assert torch.equal(outcome.result, model(X))
     assert outcome.fault.startswith("wrong")
     assert not outcome.of_model
+
+
+class Reads(Base):
+    """Has a hook write to it, past what a copy holds, and reads that."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.seen = {"calls": -1}, torch.zeros(())
+        self.layer.register_forward_hook(lambda *given: self.note())
+
+    def note(self):
+        self.found["calls"] += 1
+        self.seen += 1
+
+    def forward(self, x):
+        self.layer(x)
+        return self.found["calls"] + 10 * self.seen
+
+
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_what_a_hook_writes_for_the_model_to_read_is_written_once(candidate):
+    model = Reads().eval()
+    outcome = watched(model, candidate)()
+    assert (outcome.fault, outcome.of_model) == (KEEPS_STATE, True)
+    assert outcome.result == 10
+    assert (model.found, model.seen) == ({"calls": 0}, 1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ class Model(nn.Module):
         self.register_buffer("memory", torch.zeros(2))
         self.calls, self.rate = 0, 0.5
         self.cache, self.table, self.hidden = [], {}, torch.zeros(1)
+        self.last, self.window = deque([torch.zeros(1)]), deque([0, 1], maxlen=2)
 
     def forward(self, x):
         return self.layer(x)
@@ -25,6 +28,8 @@ CHANGES = {
     "gone": lambda m: delattr(m, "rate"),
     "list": lambda m: m.cache.append(1),
     "dictionary": lambda m: m.table.update(a=1),
+    "deque": lambda m: m.window.append(2),
+    "tensor written in a deque": lambda m: m.last[0].add_(1),
     "tensor replaced": lambda m: setattr(m, "hidden", torch.ones(1)),
     "tensor written": lambda m: m.hidden.add_(1),
     "buffer replaced": lambda m: setattr(m, "memory", m.memory + 1),
@@ -45,6 +50,7 @@ def test_what_a_call_leaves_behind_is_seen_and_put_back(change):
     assert model.memory is memory
     assert memory.tolist() == [0, 0]
     assert (model.calls, model.rate, model.cache, model.table) == (0, 0.5, [], {})
+    assert (model.last, model.window, model.window.maxlen) == (deque([0]), deque([0, 1]), 2)
     assert model.hidden.tolist() == [0]
     assert not hasattr(model, "fresh")
     assert not hasattr(model.layer, "last")
@@ -106,6 +112,25 @@ def test_tensors_that_inference_mode_left_behind_become_ordinary():
     assert not model.memory.is_inference()
     assert not model.hidden.is_inference()
     assert model.memory.tolist() == [1, 1]
+
+
+def test_tensors_that_inference_mode_left_in_containers_become_ordinary():
+    model = Model()
+    state = State([model])
+    window, made = model.window, torch.ones(1)
+    with torch.inference_mode():
+        model.table[8] = made + 1, {"sine": made + 2}
+        model.cache.append(made + 3)
+        model.window.extend([made + 4] * 2)
+        model.layer.pair = made + 5, None
+    state.mend()
+    (cosine, deeper), (first, second) = model.table[8], model.window
+    found = [cosine, deeper["sine"], *model.cache, first, model.layer.pair[0]]
+    assert [tensor.tolist() for tensor in found] == [[2], [3], [4], [5], [6]]
+    assert not any(tensor.is_inference() for tensor in found)
+    assert model.window is window
+    assert first is second
+    assert model.layer.pair[1] is None
 
 
 def test_random_numbers_that_were_drawn_are_seen_and_drawn_again():

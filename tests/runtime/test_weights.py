@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,38 @@ def test_every_change_is_seen_until_it_is_remembered(model, weights, change):
     assert weights.changed()
     weights.remember()
     assert not weights.changed()
+
+
+MOVES = {
+    "half": lambda model: model.half().float(),
+    "scaled": lambda model: model._apply(lambda t: t * 2 if t.is_floating_point() else t),
+    "data": lambda model: [setattr(p, "data", p.data * 2) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_tensors_that_are_given_the_addresses_they_had_are_seen(move):
+    """Memory that was freed is given out again: here after a few attempts."""
+    for _ in range(1000):
+        model = nn.Linear(64, 64, bias=False)
+        weights = Weights(model)
+        weights.remember()
+        before = model.weight.data_ptr()
+        MOVES[move](model)
+        MOVES[move](model)
+        assert weights.changed()
+        if model.weight.data_ptr() == before:
+            break
+    assert model.weight.data_ptr() == before
+    weights.remember()
+    assert not weights.changed()
+
+
+def test_the_memory_of_what_is_replaced_is_not_held(model, weights):
+    freed = weakref.ref(model[0].weight.untyped_storage())
+    model[0].weight.data = torch.ones(2, 2)
+    assert freed() is None
+    assert weights.changed()
 
 
 def test_a_middle_layer_that_moves_is_seen(model, weights):

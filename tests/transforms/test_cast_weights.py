@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable
 from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.workload.workload import Workload
@@ -62,3 +64,22 @@ def test_a_plain_callable_is_refused(cpu):
 
 def test_a_float32_module_will_do(cpu):
     assert CastWeights(BF16).applies_to(mixed(), cpu) == Applicable()
+
+
+def test_a_model_with_hooks_is_refused_as_they_would_be_given_other_types(cpu):
+    made = mixed()
+    made.model.register_forward_hook(lambda *given: None)
+    assert "hooks" in CastWeights(BF16).applies_to(made, cpu).reason
+    with pytest.raises(UnsupportedError, match="hooks"), CastWeights(BF16).applied(made):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_norms_of_weights_are_hooks_that_may_be_given_other_types(cpu):
+    made = Workload(nn.utils.weight_norm(nn.Linear(2, 2)).eval(), (torch.ones(1, 2),))
+    assert made.model._forward_pre_hooks
+    assert CastWeights(BF16).applies_to(made, cpu) == Applicable()
+    with CastWeights(BF16).applied(made) as cast:
+        torch.testing.assert_close(
+            cast.model(*made.inputs), made.model(*made.inputs), rtol=0.05, atol=0.05
+        )

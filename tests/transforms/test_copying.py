@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -123,3 +125,101 @@ def test_a_twin_of_a_model_with_a_scripted_part_runs():
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     x = torch.randn(1, 2)
     torch.testing.assert_close(twin(model)(x), model(x))
+
+
+# -- hooks --------------------------------------------------------------------------------------
+
+
+class Notes:
+    """Notes that it was called, as a hook or by one; cannot be copied."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *given):
+        self.calls += 1
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("the caller's own was copied")
+
+
+def note(notes, *given):
+    notes()
+
+
+HOOKS = {
+    "method": lambda notes: notes.__call__,
+    "object": lambda notes: notes,
+    "partial": lambda notes: partial(note, notes),
+    "keyword": lambda notes: partial(lambda *given, notes: notes(), notes=notes),
+    "partial of a method": lambda notes: partial(notes.__call__, "more"),
+    "closure": lambda notes: lambda *given: notes(),
+}
+REGISTER = {
+    "after": nn.Module.register_forward_hook,
+    "before": nn.Module.register_forward_pre_hook,
+    "back": nn.Module.register_full_backward_hook,
+    "before back": nn.Module.register_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("copied", [partial(copy_with, convert=lambda tensor: tensor), twin])
+@pytest.mark.parametrize("register", REGISTER)
+@pytest.mark.parametrize("kind", HOOKS)
+def test_the_callers_hooks_are_told_of_calls_of_the_copy(kind, register, copied):
+    model, notes = nn.Sequential(nn.Linear(2, 2)), Notes()
+    for module in model.modules():
+        REGISTER[register](module, HOOKS[kind](notes))
+    copied(model)(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert notes.calls == 2
+
+
+class Collects(nn.Module):
+    """Reads in `forward` what its hooks wrote, to an object and a list that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.found, self.held = nn.Linear(2, 2), [], HoldsLast()
+        self.layer.register_forward_hook(partial(self.collect, "of itself"))
+        self.layer.register_forward_hook(partial(put, self.found))
+        self.layer.register_forward_hook(self.held.put)
+
+    def collect(self, name, module, args, output):
+        self.last = output
+
+    def forward(self, x):
+        self.layer(x)
+        return self.last + self.found.pop() + self.held.last
+
+
+class HoldsLast:
+    def put(self, module, args, output):
+        self.last = output
+
+
+def put(found, module, args, output):
+    found.append(output)
+
+
+def test_what_a_model_and_its_hooks_hold_is_the_copys_own_in_both():
+    model = Collects()
+    copy = copy_with(model, halve)
+    assert torch.equal(copy(torch.ones(1, 2).bfloat16()), 3 * copy.last)
+    assert (model.found, vars(model.held)) == ([], {})
+    assert not hasattr(model, "last")
+
+
+def test_a_hook_that_is_taken_off_the_copy_stays_on_the_model():
+    model, notes = nn.Linear(2, 2), Notes()
+    model.handle = model.register_forward_hook(notes)
+    copy = copy_with(model, halve)
+    copy.handle.remove()
+    assert (len(copy._forward_hooks), len(model._forward_hooks)) == (0, 1)
+
+
+def test_hooks_of_a_graph_are_copied():
+    model, notes = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))), Notes()
+    model.register_forward_hook(notes)
+    model.get_submodule("0").register_forward_hook(notes)
+    copy_with(model, lambda tensor: tensor)(torch.ones(1, 2))
+    assert notes.calls == 2

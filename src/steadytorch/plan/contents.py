@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import clean
-from steadytorch.transforms.hooks import hooks_on_all
+from steadytorch.transforms.hooks import hooks_of, hooks_on_all
 
 MOST_OBJECTS = 100_000
 """A model that holds more has none of its contents compared."""
@@ -34,7 +34,6 @@ _NAMED = (type, BuiltinFunctionType, ModuleType, torch.layout, torch.memory_form
 _NEUTRAL = (torch.device,)
 """What the key covers, or what is the same program wherever it runs."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _APART = ("torch", *sys.stdlib_module_names)
 
 
@@ -118,7 +117,7 @@ class _Contents:
             self._add_object(value)
 
     def _add_module(self, module: nn.Module) -> None:
-        if any(vars(module).get(name) for name in _HOOKS) or hooks_on_all():
+        if hooks_of(module) or hooks_on_all():
             raise UnsupportedError("a module has a hook, which compiled code would not call")
         own = {name: held for name, held in vars(module).items() if name not in _OWN}
         registries = [vars(module).get(name) for name in ("_parameters", "_buffers", "_modules")]

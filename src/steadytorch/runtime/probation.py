@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from steadytorch.runtime.canary import Canary, Verdict
 from steadytorch.runtime.executors import Executor
@@ -48,9 +49,7 @@ class _Watch:
         self, executor: Executor, weights: Weights, device: torch.device, is_first: bool = True
     ) -> None:
         self._weights = weights
-        size = sum(buffer.nbytes for tree in executor.modules for buffer in tree.buffers())
-        # More than this are weights in disguise, which no forward writes to.
-        self._state = State(executor.modules, keep=size <= MOST_OWN_BYTES)
+        self._state = _restorable(executor.modules)
         self._draws = Draws(device) if is_first else None
 
     def fault(self) -> str | None:
@@ -62,6 +61,12 @@ class _Watch:
         self._state.restore()
         if self._draws is not None:
             self._draws.undo()
+
+
+def _restorable(modules: list[nn.Module]) -> State:
+    size = sum(buffer.nbytes for tree in modules for buffer in tree.buffers())
+    # More than this are weights in disguise, which no forward writes to.
+    return State(modules, keep=size <= MOST_OWN_BYTES)
 
 
 class FirstCall:
@@ -79,16 +84,21 @@ class FirstCall:
     def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
         """One call: the state that the model itself changed stays; that of a copy is thrown away.
 
+        So is what hooks of a copy wrote to the model, and the model answers.
+
         Raises:
             Exception: of the executor, or of the untouched model where that had to answer.
         """
         model, *copies = self._executor.modules
-        own, others, draws = State([model]), State(copies), Draws(self._device)
+        own, others, draws = _restorable([model]), State(copies), Draws(self._device)
         result = run_tuned()
         writes = self._weights.changed()
-        if writes or own.changed():
+        if writes or (own.changed() and not copies):
             own.mend()
             return Outcome(result, True, WRITES if writes else KEEPS_STATE, True)
+        if own.changed():  # by a hook, for `forward` to read; that of the copy read its own
+            own.restore()
+            return Outcome(run_untouched(), True, KEEPS_STATE, True, False)
         if others.changed():
             return Outcome(run_untouched(), True, KEEPS_STATE, True, False)
         if draws.happened():

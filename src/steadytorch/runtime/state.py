@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, is_
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steadytorch.transforms.inference_mode import Leaving
+
 KEEPS_STATE = "the model keeps state between its calls"
 DRAWS = "the model draws random numbers when called"
 
 _PLAIN = (bool, int, float, complex, str, bytes)
+_SEQUENCES = (list, tuple, deque)
 _KNOWN = ("torch.", "steadytorch.")
 _OF_ALL = frozenset(vars(nn.Module()))
 
@@ -23,8 +27,8 @@ class State:
 
     A model that changes these in its forward answers each call according to those before, and a
     converted copy of it would have a history of its own. Seen are attributes that are assigned to,
-    tensors written to, and the same one level down in lists, tuples, sets and dictionaries (buffers
-    among them).
+    tensors written to, and the same one level down in lists, tuples, deques, sets and dictionaries
+    (buffers among them).
 
     Args:
         modules: the module trees to look at.
@@ -46,13 +50,12 @@ class State:
         )
 
     def mend(self) -> None:
-        """Makes tensors ordinary that a call in inference mode left in the place of others."""
-        for module in self._modules:
-            for held in (module._buffers, vars(module)):
-                for name, value in list(held.items()) if isinstance(held, dict) else ():
-                    if isinstance(value, Tensor) and value.is_inference():
-                        with torch.inference_mode(False):
-                            held[name] = value.clone()
+        """Makes tensors ordinary that a call in inference mode left, in containers too."""
+        leaving = Leaving([], objects=False)
+        with torch.inference_mode(False):
+            for held in map(vars, self._modules):
+                for name in _own_names(held):
+                    held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
         """Puts back attributes and the contents of buffers and of these; needs `keep`."""
@@ -89,15 +92,18 @@ def _differs(seen: dict[str, Any], module: nn.Module) -> bool:
 def _seen(value: Any) -> tuple[Any, ...]:
     if isinstance(value, dict):
         return value, list(value), list(value.values()), [_version(v) for v in value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (*_SEQUENCES, set, frozenset)):
         return value, None, list(value), [_version(v) for v in value]
     return value, None, [value], [_version(value)]
 
 
 def _kept_in(attributes: dict[str, Any]) -> list[Tensor]:
-    names = [name for name in attributes if name == "_buffers" or name not in _OF_ALL]
-    found = [t for name in names for t in _tensors_in(attributes[name])]
+    found = [t for name in _own_names(attributes) for t in _tensors_in(attributes[name])]
     return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _own_names(attributes: dict[str, Any]) -> list[str]:
+    return [name for name in attributes if name == "_buffers" or name not in _OF_ALL]
 
 
 def _refill(seen: tuple[Any, ...]) -> None:
@@ -111,6 +117,9 @@ def _refill(seen: tuple[Any, ...]) -> None:
     elif isinstance(value, set):
         value.clear()
         value.update(items)
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(items)
 
 
 def _version(value: Any) -> int | None:
@@ -165,12 +174,12 @@ def writes_of(copy: nn.Module) -> Callable[[], bool]:
 
 def _held(value: Any) -> Any:
     """A container as it is now; anything else is compared by itself."""
-    return type(value)(value) if type(value) in (list, dict, set) else value
+    return type(value)(value) if type(value) in (list, deque, dict, set) else value
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     items = value.values() if isinstance(value, dict) else value
-    found = items if type(value) in (list, tuple, dict) else [value]
+    found = items if type(value) in (*_SEQUENCES, dict) else [value]
     return [t for t in found if isinstance(t, Tensor) and not t.is_inference()]
 
 

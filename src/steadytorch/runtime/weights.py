@@ -7,13 +7,13 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
 from steadytorch.native.host import load
-from steadytorch.transforms.hooks import ON_ALL, hooks_on_all
+from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _END = object()
 
 
@@ -21,10 +21,11 @@ class Weights:
     """Tells whether weights, buffers, modules or hooks changed since they were last remembered.
 
     In-place edits (optimizer steps, `load_state_dict`, `copy_`) raise a tensor's version counter.
-    Moves and conversions give a tensor other storage without raising it. Replaced tensors and
-    modules are other objects. What goes past PyTorch's counting leaves no trace: writes through
-    `.data`, through arrays of NumPy (`p.detach().numpy()`) and DLPack, to `p.untyped_storage()`, to
-    inference tensors, and by other processes to shared memory.
+    Moves and conversions give a tensor other storage without raising it. Its address tells, and,
+    since the memory of storage that was freed may be given out again, weak references to storages.
+    Replaced tensors and modules are other objects. What goes past PyTorch's counting leaves no
+    trace: writes through `.data`, through arrays of NumPy (`p.detach().numpy()`) and DLPack, to
+    `p.untyped_storage()`, to inference tensors, and by other processes to shared memory.
 
     Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
     them, or a hook of the optimizer, would let some pass. `native.host` does it at a fifth of
@@ -45,6 +46,7 @@ class Weights:
 
     def __init__(self, model: nn.Module, contents: bool = True) -> None:
         self._model, self._contents = model, contents
+        self._storages: list[Any] = []
         self.changed: Callable[[], bool] = lambda: False
         self.interpreted_for = ""
 
@@ -61,29 +63,37 @@ class Weights:
         links = [
             found
             for module in modules
-            for found in (module._modules, *(vars(module).get(name) for name in _HOOKS))
+            for found in (module._modules, *(vars(module).get(name) for name in FORWARD))
             if isinstance(found, dict)
         ]
         tensors = [*self._model.parameters(), *self._model.buffers()]
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         attributes = [vars(m) for m in modules if "training" in vars(m)]
-        differs = None
+        differs, freed = None, []
         if self._contents:
+            self._storages = [ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
             compiled, self.interpreted_for = load()
             if compiled is not None:
                 differs = _compiled(compiled, tensors, [*registries, *links], attributes)
                 self.interpreted_for = "" if differs else "weights that are no plain tensors"
-        self.changed = _with_hooks(
-            differs or _interpreted(tensors, self._contents, registries, links, attributes)
+        self.changed = _with_others(
+            differs or _interpreted(tensors, self._contents, registries, links, attributes), freed
         )
 
 
-def _with_hooks(differs: Callable[[], bool]) -> Callable[[], bool]:
-    """The comparison, and that of hooks on all modules of the process."""
+def _with_others(differs: Callable[[], bool], freed: list[Any]) -> Callable[[], bool]:
+    """The comparison, that of hooks on all modules of the process, and whether storage was freed.
+
+    Args:
+        differs: the comparison.
+        freed: has an item for each storage that was.
+    """
     before, after = ON_ALL
     on_all = hooks_on_all()
 
     def changed() -> bool:
+        if freed:
+            return True
         return differs() or (hooks_on_all() if before or after else ()) != on_all
 
     return changed

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, own_dtype
 from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.traits import decide, half_unsupported, no_copy, not_float32
+from steadytorch.transforms.traits import decide, half_unsupported, hooked, no_copy, not_float32
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
+
+_HOOKED = "the model has hooks, which would be given 16-bit tensors"
 
 
 class CastWeights(Transform):
@@ -47,16 +50,23 @@ class CastWeights(Transform):
         return tuple(cls.Parameters(dtype) for dtype in order)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a float32 module, for inference, and hardware that computes in the type."""
+        """Needs a float32 module without hooks, for inference, and hardware for the type."""
         return decide(
             *no_copy(workload),
             not_float32(workload),
             half_unsupported(facts, self.parameters.dtype),
+            (hooked(workload)[0], _HOOKED),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the converted copy; nothing to undo."""
+        """Yields the workload on the converted copy; nothing to undo.
+
+        Raises:
+            UnsupportedError: the model has hooks.
+        """
+        if hooked(workload)[0]:  # those of a stored plan's model may be new
+            raise UnsupportedError(_HOOKED)
         dtype = HALF_TYPES[self.parameters.dtype]
         copied = copy_with(workload.model, partial(to_type, dtype=dtype), apart=True)
         yield workload.with_model(CastModel(copied, dtype, own_dtype(workload)))

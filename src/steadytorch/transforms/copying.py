@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from steadytorch.transforms.hooks import BACKWARD, FORWARD
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -24,6 +28,10 @@ def copy_with(
     A parameter that appears under several names is converted once, so that tied weights stay tied.
     Changing the copy's modules (replacing a layer, say) leaves the original alone; writing into a
     tensor that is still shared does not.
+
+    Hooks stay the caller's, and write to where those of the model do. Only what the model holds
+    itself is the copy's in them, too (a hook may be its method, or be given it by `partial`): the
+    copy's `forward` may read what they wrote there.
 
     Args:
         model: the module to copy; neither it nor its tensors are changed.
@@ -46,7 +54,17 @@ def copy_with(
                 memo[id(tensor)] = tensor.clone() if is_own else converted
         for tensor in _computed(model):
             memo.setdefault(id(tensor), tensor)
-        return copy.deepcopy(model, memo)
+        hooked = list(_registries(model))
+        # Empty at first: a hook alone must not have anything copied.
+        memo.update((id(hooks), type(hooks)()) for _, _, hooks in hooked)
+        copied = copy.deepcopy(model, memo)
+        for module, name, hooks in hooked:
+            for key, hook in hooks.items():
+                _keep(hook, memo)
+                memo[id(hooks)][key] = copy.deepcopy(hook, memo)
+            if id(module) in memo:  # a `GraphModule` is copied without its hooks
+                vars(memo[id(module)])[name] = memo[id(hooks)]
+        return copied
 
 
 def twin(model: ModuleT) -> ModuleT:
@@ -83,6 +101,24 @@ def _computed(model: nn.Module) -> Iterator[torch.Tensor]:
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 yield value
+
+
+def _registries(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[int, Any]]]:
+    for module in model.modules():
+        for name in (*FORWARD, *BACKWARD):
+            if hooks := vars(module).get(name):
+                yield module, name, hooks
+
+
+def _keep(hook: Any, memo: dict[int, Any]) -> None:
+    """Has a copy of a hook refer to the same objects, except those that were copied before it."""
+    if isinstance(hook, partial):
+        for part in (hook.func, *hook.args, *hook.keywords.values()):
+            _keep(part, memo)
+    elif isinstance(hook, MethodType):
+        _keep(hook.__self__, memo)
+    else:
+        memo.setdefault(id(hook), hook)
 
 
 def _converted(

@@ -9,6 +9,9 @@ from torch import nn
 ON_ALL = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
 """PyTorch's own registries of hooks on every module of the process; for reading."""
 GRAPH_LACKS = "the model has hooks, which a graph lacks"
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+"""Where a module has its own: hooks that its calls run, and that passes back through it run."""
 
 _OWN = "steadytorch."
 
@@ -25,6 +28,11 @@ def hooks_on_all() -> tuple[Any, ...]:
         for hook in registry.values()
         if not str(getattr(hook, "__module__", "")).startswith(_OWN)
     )
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """A module's own hooks around its calls; a scripted one need not have a place for them."""
+    return [hook for name in FORWARD for hook in vars(module).get(name, {}).values()]
 
 
 def is_hooked(module: nn.Module) -> bool:

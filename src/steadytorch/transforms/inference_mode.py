@@ -66,7 +66,7 @@ class _Inferring(Scoped):
         found = super().__call__(*args, **kwargs)
         if type(found) is Tensor and not kept:
             return _ordinary(found) if found.is_inference() else found
-        return _Leaving(kept).changed(found)
+        return Leaving(kept).changed(found)
 
 
 def _inference_tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _ordinary(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-class _Leaving:
+class Leaving:
     """Gives what a call returned ordinary tensors in the place of inference tensors.
 
     Containers stay the objects that they are, tuples excepted: the caller, or the model, may hold
@@ -98,9 +98,11 @@ class _Leaving:
 
     Args:
         kept: inference tensors that were there before the call.
+        objects: whether to look at the attributes of objects too.
     """
 
-    def __init__(self, kept: list[Tensor]) -> None:
+    def __init__(self, kept: list[Tensor], objects: bool = True) -> None:
+        self._objects = objects
         self._made: dict[int, Any] = {id(tensor): tensor for tensor in kept}
         self._by_storage: dict[tuple[int, torch.dtype], Tensor] = {}
         self._alive: list[Any] = []
@@ -132,7 +134,9 @@ class _Leaving:
             for key, item in list(items):
                 if (new := self.changed(item)) is not item:
                     value[key] = new
-        for name in () if type(value) in (list, dict) else _attributes(value):
+        if not self._objects or type(value) in (list, dict):
+            return value
+        for name in _attributes(value):
             item = getattr(value, name, None)
             if (new := self.changed(item)) is not item:
                 # Past what the class does where an attribute is set: a dataclass may be frozen.

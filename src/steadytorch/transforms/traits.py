@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from itertools import chain
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable
-from steadytorch.transforms.hooks import hooks_on_all
+from steadytorch.transforms.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -64,9 +63,8 @@ def hooked(workload: Workload) -> Objection:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    held = [vars(module).get(name, {}) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    hooks = chain.from_iterable(each.values() for each in held)
-    return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in hooks)
+    found = hooks_of(module)
+    return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in found)
 
 
 def off_device(workload: Workload) -> Objection:
