@@ -28,6 +28,13 @@ _SPECIAL = _CHANGING.union(
 """What Python looks for in an object's class alone, past its `__getattr__`. Comparing, printing and
 copying are the wrapper's own."""
 
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""What a wrapper has in common with its model: a parent that holds the one sees the other's."""
+
 
 class Function(nn.Module):
     """Stands for a callable that is no module; it is called, and never served tuned.
@@ -77,7 +84,7 @@ class StandIn(nn.Module):
         super().__init__()
         state = self.__dict__  # past nn.Module, which would register the model as a child
         del state["training"]  # the model's own shows through
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for registry in _SHARED:
             state[registry] = getattr(model, registry)
         state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
@@ -120,9 +127,18 @@ class StandIn(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads into the model; executors built before are not used again."""
-        self._switch_off("weights were loaded")
+        """Loads into the model."""
+        self._weights_were_loaded()
         return self._model.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """A parent's part of `load_state_dict`."""
+        self._weights_were_loaded()
+        self._model._load_from_state_dict(*args, **kwargs)
+
+    def _weights_were_loaded(self) -> None:
+        """Executors built before are not used again."""
+        self._switch_off("weights were loaded")
 
     def train(self, mode: bool = True) -> Self:
         """Switches the model; a plan serves only the mode that it was applied in."""
