@@ -42,6 +42,19 @@ def test_attributes_are_the_models(model, tuned):
         tuned.no_such  # noqa: B018
 
 
+def test_attributes_are_deleted_from_the_model(model, tuned):
+    model.note = "gone"
+    del tuned.note
+    assert not hasattr(model, "note")
+    assert tuned.report().off == (
+        "note was deleted after the plan was applied; refresh() serves tuned again"
+    )
+    del tuned.head
+    assert "head" not in dict(model.named_children())
+    with pytest.raises(AttributeError, match=r"Network.*no_such"):
+        del tuned.no_such
+
+
 def test_what_is_registered_is_registered_with_the_model(model, tuned):
     tuned.register_buffer("mask", torch.ones(1))
     tuned.extra = nn.Linear(1, 1)

@@ -110,6 +110,14 @@ class StandIn(nn.Module):
         if name != "training":
             self._switch_off(f"{name} was set")
 
+    def __delattr__(self, name: str) -> None:
+        """Deletes it from the model, as it is set there."""
+        if name in self.__dict__ or hasattr(type(self), name):
+            super().__delattr__(name)
+            return
+        delattr(self._model, name)
+        self._switch_off(f"{name} was deleted")
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
         """Those of the model; parameters and buffers follow from it."""
         yield from self._model.named_modules(*args, **kwargs)
