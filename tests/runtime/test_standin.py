@@ -150,6 +150,38 @@ def test_hooks_of_the_wrapper_run(x, tuned):
     assert seen == [(2, 2)]
 
 
+class Watching:
+    """Sees calls of a module that it holds."""
+
+    def __init__(self, module):
+        self.module, self.seen = module, []
+
+    def see(self, module, *given):
+        self.seen.append(module)
+
+
+def test_a_deep_copy_has_the_wrappers_own_hooks(x, tuned):
+    watching = Watching(tuned)
+    kwargs = {"with_kwargs": True, "always_call": True}
+    tuned.register_forward_pre_hook(watching.see)
+    handle = tuned.register_forward_hook(watching.see, **kwargs)
+    tuned.register_full_backward_hook(watching.see)
+    copied = copy.deepcopy(watching)
+    other = copied.module
+    assert isinstance(other, TunedModule)
+    other(x)
+    assert copied.seen == [other, other]
+    assert watching.seen == []
+    handle.remove()
+    other(x)
+    assert copied.seen == [other] * 4
+    assert other.report().calls == {"tuned": 2}
+    tuned(x)
+    assert watching.seen == [tuned]
+    with pytest.raises(RuntimeError, match="both regular backward hooks and full"):
+        other.register_backward_hook(watching.see)
+
+
 def test_hooks_of_the_model_run_in_the_executor(model, x, tuned):
     model.register_forward_hook(lambda module, args, output: output * 0)
     assert tuned(x).abs().max() == 0

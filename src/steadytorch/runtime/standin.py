@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping
 from functools import cache, update_wrapper
 from typing import Any, Self
@@ -34,6 +35,9 @@ _SHARED = (
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 """What a wrapper has in common with its model: a parent that holds the one sees the other's."""
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in _SHARED)
+"""A wrapper's own hooks, which run around it."""
 
 
 class Function(nn.Module):
@@ -117,6 +121,16 @@ class StandIn(nn.Module):
             return
         delattr(self._model, name)
         self._switch_off(f"{name} was deleted")
+
+    def _copy_hooks(self, made: StandIn, memo: dict[int, Any]) -> None:
+        """Gives a deep copy of this module copies of its own hooks."""
+        memo[id(self)] = made  # a hook may refer to this module
+        for name in _HOOKS:
+            hooks = copy.deepcopy(self.__dict__[name], memo)
+            if isinstance(hooks, dict):
+                made.__dict__[name].update(hooks)
+            else:
+                made.__dict__[name] = hooks
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
         """Those of the model; parameters and buffers follow from it."""
