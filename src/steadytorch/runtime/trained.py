@@ -22,7 +22,8 @@ class TrainedModule(TunedModule):
     inputs that require gradients the model is called untouched.
 
     Before the first tuned call of a signature both are gone through once, forward and backward; see
-    `Rehearsal`. What a backward pass raises later is the caller's, as it is without a plan.
+    `Rehearsal`. What a backward pass raises later is raised to the caller, who may also ask for
+    what a compiled plan has not: a graph that is retained, or derivatives of gradients.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
