@@ -1,4 +1,4 @@
-"""Ctrl-C at a real terminal, at several moments of a search."""
+"""Ctrl-C at a real terminal, at several moments of a search, and SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -166,6 +167,46 @@ def test_an_interrupt_while_the_workload_loads(terminal, folder):
     assert running.wait() == 130
     _check_aftermath(running)
     assert not (folder / "out.json").exists()
+
+
+# -- SIGTERM ------------------------------------------------------------------------------------
+
+
+def _check_end_by_signal(terminal):
+    assert terminal.wait() == 143
+    assert terminal.workers() == []
+    assert list(terminal.scratch.glob("steadytorch-*")) == []
+    assert "Traceback" not in terminal.text
+    assert terminal.text.count("steady: terminated") == 1
+
+
+@pytest.mark.parametrize("moment", ["the untouched workload", "known-strong combinations"])
+def test_a_search_that_is_terminated_leaves_nothing(terminal, folder, moment):
+    running = terminal("tune", "tiny.py:small", "--budget", "5m", "--json", "out.json")
+    running.wait_for(moment)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        running.process.send_signal(number)
+        time.sleep(0.02)
+    _check_end_by_signal(running)
+    assert running.text.rfind(SHOW) > running.text.rfind(HIDE)
+    assert not (folder / "out.json").exists()
+
+
+def test_so_does_one_whose_workload_loads(terminal, folder):
+    (folder / "endless.py").write_text(
+        "import time\ndef factory():\n    print('loading now', flush=True)\n    time.sleep(600)\n"
+    )
+    running = terminal("tune", "endless.py:factory")
+    running.wait_for("loading now")
+    running.process.terminate()
+    _check_end_by_signal(running)
+
+
+def test_a_measurement_that_is_terminated_leaves_nothing(terminal):
+    running = terminal("measure", "tiny.py:small", "--budget", "10m")
+    running.wait_for("process 1 of 1")
+    running.process.terminate()
+    _check_end_by_signal(running)
 
 
 # -- measure ------------------------------------------------------------------------------------

@@ -42,6 +42,19 @@ def test_attributes_are_the_models(model, tuned):
         tuned.no_such  # noqa: B018
 
 
+def test_attributes_are_deleted_from_the_model(model, tuned):
+    model.note = "gone"
+    del tuned.note
+    assert not hasattr(model, "note")
+    assert tuned.report().off == (
+        "note was deleted after the plan was applied; refresh() serves tuned again"
+    )
+    del tuned.head
+    assert "head" not in dict(model.named_children())
+    with pytest.raises(AttributeError, match=r"Network.*no_such"):
+        del tuned.no_such
+
+
 def test_what_is_registered_is_registered_with_the_model(model, tuned):
     tuned.register_buffer("mask", torch.ones(1))
     tuned.extra = nn.Linear(1, 1)
@@ -54,6 +67,72 @@ def test_state_is_loaded_into_the_model(model, tuned):
     other = other_weights(model)
     assert tuned.load_state_dict(other).missing_keys == []
     assert torch.equal(model.head.bias, other["head.bias"])
+
+
+class Kept(nn.Linear):
+    """Keeps more than tensors in its state, under names that were others once."""
+
+    _version = 3
+
+    def __init__(self):
+        super().__init__(8, 2)
+        self.kept = "as made"
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, *rest):
+        self.version = metadata.get("version")
+        if f"{prefix}w" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}w")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def test_a_parent_loads_what_is_the_models_own():
+    model, other = Kept(), Kept()
+    other.kept = "as saved"
+    saved = nn.Sequential(stand_in(other)).state_dict()
+    assert saved.keys() == nn.Sequential(other).state_dict().keys()
+    assert saved._metadata == nn.Sequential(other).state_dict()._metadata
+    saved["0.w"] = saved.pop("0.weight")
+    tuned = stand_in(model)
+    nn.Sequential(tuned).load_state_dict(saved)
+    assert (model.kept, model.version) == ("as saved", 3)
+    assert torch.equal(model.weight, other.weight)
+    assert tuned.report().off == (
+        "weights were loaded after the plan was applied; refresh() serves tuned again"
+    )
+
+
+def test_a_parent_loads_a_batch_norm_of_old():
+    saved = nn.Sequential(nn.BatchNorm1d(4)).state_dict()
+    del saved["0.num_batches_tracked"]
+    saved._metadata["0"]["version"] = 1
+    nn.Sequential(stand_in(nn.BatchNorm1d(4))).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("with_wrapper", [False, True])
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_hooks_of_the_state_dict_run_once_wherever_they_are_registered(with_wrapper, with_parent):
+    model, seen = nn.Linear(8, 2), []
+    tuned = stand_in(model)
+    registered = tuned if with_wrapper else model
+    for name in (
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ):
+        register = getattr(registered, f"register_{name}_hook")
+        register(lambda *given, name=name: seen.append(name))
+    root = nn.Sequential(tuned) if with_parent else tuned
+    saved = root.state_dict()
+    assert seen == ["state_dict_pre", "state_dict_post"]
+    root.load_state_dict(saved)
+    assert seen[2:] == ["load_state_dict_pre", "load_state_dict_post"]
 
 
 def test_apply_reaches_the_model_itself(x, serving):
@@ -69,6 +148,38 @@ def test_hooks_of_the_wrapper_run(x, tuned):
     tuned.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     tuned(x)
     assert seen == [(2, 2)]
+
+
+class Watching:
+    """Sees calls of a module that it holds."""
+
+    def __init__(self, module):
+        self.module, self.seen = module, []
+
+    def see(self, module, *given):
+        self.seen.append(module)
+
+
+def test_a_deep_copy_has_the_wrappers_own_hooks(x, tuned):
+    watching = Watching(tuned)
+    kwargs = {"with_kwargs": True, "always_call": True}
+    tuned.register_forward_pre_hook(watching.see)
+    handle = tuned.register_forward_hook(watching.see, **kwargs)
+    tuned.register_full_backward_hook(watching.see)
+    copied = copy.deepcopy(watching)
+    other = copied.module
+    assert isinstance(other, TunedModule)
+    other(x)
+    assert copied.seen == [other, other]
+    assert watching.seen == []
+    handle.remove()
+    other(x)
+    assert copied.seen == [other] * 4
+    assert other.report().calls == {"tuned": 2}
+    tuned(x)
+    assert watching.seen == [tuned]
+    with pytest.raises(RuntimeError, match="both regular backward hooks and full"):
+        other.register_backward_hook(watching.see)
 
 
 def test_hooks_of_the_model_run_in_the_executor(model, x, tuned):

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from faulty import Slow
@@ -204,3 +209,34 @@ def test_a_real_search_in_worker_processes(tmp_path, monkeypatch):
     assert equal(tuned, model, x)
     assert tuned.report().calls == {"tuned": 1}
     assert tuned.report().signatures[0].executor == "quick"
+
+
+def test_a_process_that_ends_while_it_searches_leaves_nothing(tmp_path):
+    script = """
+        import time
+        from pathlib import Path
+
+        import torch
+
+        from steadytorch import optimize
+
+        fast = optimize(torch.nn.Linear(8, 2).eval(), "tune", store="plans", background=True)
+        fast(torch.randn(2, 8))
+        for name in ("workload.pt", "trial-1.log"):
+            while not list(Path("scratch").glob(f"steadytorch-*/{name}")):
+                time.sleep(0.01)
+    """
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert list(scratch.iterdir()) == []
+    assert [p for p in psutil.process_iter(["cmdline"]) if str(scratch) in str(p.info)] == []
+    assert ended.stderr == ""

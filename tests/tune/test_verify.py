@@ -212,6 +212,69 @@ def test_a_workload_that_returns_no_tensor_cannot_be_verified():
     assert "returns no tensor to compare" in _verdict(workload)
 
 
+class Says(nn.Linear):
+    """Returns beside its output what `say` makes of it: no tensor."""
+
+    def __init__(self, say):
+        super().__init__(16, 16)
+        self.say = say
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, self.say(y)
+
+
+@pytest.mark.parametrize(
+    ("say", "mutate", "reason"),
+    [
+        (lambda y: float(y.norm()), lambda said: said * (1 + 1e-3), "relative error 1.0e-03"),
+        (lambda y: complex(y.norm(), 1), lambda said: -said, "relative error 2.0e+00"),
+        (lambda y: float(y.norm()), lambda said: INF, "output 1 holds infinity"),
+        (lambda y: NAN, lambda said: 1.0, "output 1 differs where"),
+        (lambda y: float(y.norm()), torch.tensor, "output 1 has shape (), expected (1,)"),
+        (lambda y: float(y.norm()), complex, "an output is a complex, expected a float"),
+        (lambda y: int(y.norm()), lambda said: said + 1, "an output is "),
+        (lambda y: bool(y.norm() > 0), int, "an output is 1, expected True"),
+        (lambda y: str(y.dtype), lambda said: "half", "an output is 'half', expected 'torch."),
+        (lambda y: None, lambda said: 0, "an output is 0, expected None"),
+        (lambda y: y.device, lambda said: torch.device("meta"), "expected device(type='cpu')"),
+        (
+            lambda y: Cache(float(y.norm())),
+            lambda said: Cache(said.keys * (1 + 1e-3)),
+            "relative error 1.0e-03",
+        ),
+        (lambda y: Cache(int(y.norm())), lambda said: Cache(said.keys + 1), "an output is "),
+    ],
+)
+def test_what_is_returned_beside_tensors_is_compared_too(say, mutate, reason):
+    workload = Workload(Says(say).eval(), torch.randn(16, 16))
+
+    def mutant(x):
+        y, said = workload.model(x)
+        return y, mutate(said)
+
+    assert _verdict(workload) is None
+    assert reason in _verdict(workload, mutant)
+
+
+def test_a_number_has_the_tolerance_of_the_precision():
+    workload = Workload(Says(lambda y: float(y.norm())).eval(), torch.randn(16, 16))
+
+    def less_precise(x):
+        y, said = workload.model(x)
+        return y, said * (1 + 1e-3)
+
+    assert _verdict(workload, less_precise, "tf32") is None
+    assert "relative error" in _verdict(workload, less_precise, "tf32", 1e-4)
+
+
+def test_a_constant_that_changes_between_calls_is_not_repeatable():
+    calls = iter(range(100))
+    workload = Workload(Says(lambda y: next(calls)).eval(), torch.randn(16, 16))
+    _, reference = make_reference(workload, 0)
+    assert not reference.repeatable
+
+
 @dataclass
 class Result:
     scores: torch.Tensor

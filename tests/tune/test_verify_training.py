@@ -181,6 +181,31 @@ class Explodes(Net):
         return super().forward(x) + (self.unused.weight.sum() * 0).sqrt()
 
 
+class Says(Net):
+    """Returns a number beside its output."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return [output, output.norm().item()]
+
+
+def test_a_number_beside_the_output_is_compared_too():
+    case = referred(Says)
+    assert verdict(case, case.workload.model) is None
+
+    def off(x):
+        output, said = case.workload.model(x)
+        return [output, said * 1.01]
+
+    assert verdict(case, off).startswith("outputs: relative error 1.0e-02")
+
+    def another(x):
+        output, said = case.workload.model(x)
+        return [output, complex(said)]
+
+    assert verdict(case, another) == "an output is a complex, expected a float"
+
+
 class Rows(nn.Module):
     """An embedding with sparse gradients."""
 

@@ -17,6 +17,8 @@ from steadytorch.errors import SteadyError
 from steadytorch.report.text import plain
 
 INTERRUPTED = 130
+TERMINATED = 143
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _COMMANDS = {
     "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
@@ -53,7 +55,7 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog="Exit codes: 0 done; 1 the answer is a failed gate or verification; 2 bad usage or "
-    "input; 3 this machine cannot do it; 130 interrupted, partial results kept.",
+    "input; 3 this machine cannot do it; 130 interrupted, partial results kept; 143 terminated.",
 )
 @click.version_option(__version__, prog_name="steady")
 def steady() -> None:
@@ -76,27 +78,33 @@ def _show(error: click.ClickException) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code; every expected error is one clear line."""
-    with _interrupted_once():
+    with _ended_once():
         _main(arguments)
 
 
+class _Terminated(BaseException):
+    """By SIGTERM. No SystemExit: that may also come from a workload."""
+
+
 @contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """Makes the first Ctrl-C count, and others not disturb the clearing up after it."""
+def _ended_once() -> Iterator[None]:
+    """Makes the first Ctrl-C or SIGTERM count, and others not disturb the clearing up after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    def end(number: int, frame: object) -> None:
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    found = signal.signal(signal.SIGINT, interrupt)
+    found = {each: signal.signal(each, end) for each in _ENDING}
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, found)
+        for each, before in found.items():
+            if signal.getsignal(each) is end:
+                signal.signal(each, before)
 
 
 def _main(arguments: list[str] | None) -> None:
@@ -118,4 +126,7 @@ def _main(arguments: list[str] | None) -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("steady: interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except _Terminated:
+        click.echo("steady: terminated", err=True)
+        sys.exit(TERMINATED)
     sys.exit(code if isinstance(code, int) else 0)

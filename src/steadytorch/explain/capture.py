@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from steadytorch.explain.operands import DTYPES
 from steadytorch.explain.rates import Rates
 from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import TRACE_FILE, Profiled
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
@@ -115,8 +114,7 @@ def capture(
     Raises:
         UsageError: the workload fails before anything was timed.
     """
-    directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-    try:
+    with shared_folder() as directory:
         save_payload(workload, directory)
         worker = Worker(HANDLER, directory, "explain", ENVIRONMENT)
         try:
@@ -126,8 +124,6 @@ def capture(
             raise UsageError(f"the workload fails: {fault.reason}") from None
         finally:
             worker.kill()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def element_types(trace: Trace) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -95,6 +96,7 @@ class Worker:
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the group
             )
             on_failure.pop_all()
+        atexit.register(self.kill)  # what it was started for may never end
 
     @property
     def alive(self) -> bool:
@@ -186,6 +188,7 @@ class Worker:
         if self._gone:
             return
         self._gone = True
+        atexit.unregister(self.kill)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(

@@ -114,14 +114,17 @@ def _leaf_fault(out: Any, ref: Any, bound: float) -> str | None:
     if type(out) is not type(ref):
         return f"is a {type(out).__name__}, expected a {type(ref).__name__}"
     if isinstance(ref, (float, complex)):
-        return _value_fault(_wide(out), _wide(ref), bound)
+        return _value_fault(as_tensor(out), as_tensor(ref), bound)
     if not isinstance(ref, (bool, int, str, bytes, type(None), torch.dtype, torch.device)):
         return f"is a {type(ref).__name__}, {INCOMPARABLE}"
     return None if out == ref else f"is {out!r:.40}, expected {ref!r:.40}"
 
 
-def _wide(number: complex) -> torch.Tensor:
-    return torch.tensor([number], dtype=torch.complex128)
+def as_tensor(value: torch.Tensor | complex) -> torch.Tensor:
+    """A number as a tensor that rounds nothing; a tensor as it is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor([value], dtype=torch.complex128)
 
 
 def _form_fault(out: Any, ref: torch.Tensor) -> str | None:

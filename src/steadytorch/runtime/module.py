@@ -338,6 +338,7 @@ class TunedModule(StandIn):
             copy.deepcopy(self._model, memo), self._resolve, self._fits, self._options
         )
         made._gate.off = self._gate.off
+        self._copy_hooks(made, memo)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:

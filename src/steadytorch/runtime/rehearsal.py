@@ -1,8 +1,9 @@
 """The first step of a training plan in a process, gone through beside the untouched model.
 
 The search has verified the numbers. What is looked at here is whether the executor, as it was built
-in this process, trains this model: an exception of its backward pass would otherwise be the
-caller's, and a gradient that goes astray would be noticed by nobody.
+in this process, trains this model: an exception of its backward pass would otherwise be raised to
+the caller, and a gradient that goes astray would be noticed by nobody. Passes that the caller may
+ask more of, `retain_graph` or `create_graph`, are not gone through.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TURNS = RLock()
 Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
 
 _THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
-"""Transforms whose scope is that of the calling thread alone."""
+"""Transforms whose scope is that of the calling thread; `Threads` says with which limit."""
 
 
 class _Needed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping
 from functools import cache, update_wrapper
 from typing import Any, Self
@@ -27,6 +28,16 @@ _SPECIAL = _CHANGING.union(
 )
 """What Python looks for in an object's class alone, past its `__getattr__`. Comparing, printing and
 copying are the wrapper's own."""
+
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""What a wrapper has in common with its model: a parent that holds the one sees the other's."""
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in _SHARED)
+"""A wrapper's own hooks, which run around it."""
 
 
 class Function(nn.Module):
@@ -77,7 +88,7 @@ class StandIn(nn.Module):
         super().__init__()
         state = self.__dict__  # past nn.Module, which would register the model as a child
         del state["training"]  # the model's own shows through
-        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for registry in _SHARED:
             state[registry] = getattr(model, registry)
         state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
@@ -103,6 +114,24 @@ class StandIn(nn.Module):
         if name != "training":
             self._switch_off(f"{name} was set")
 
+    def __delattr__(self, name: str) -> None:
+        """Deletes it from the model, as it is set there."""
+        if name in self.__dict__ or hasattr(type(self), name):
+            super().__delattr__(name)
+            return
+        delattr(self._model, name)
+        self._switch_off(f"{name} was deleted")
+
+    def _copy_hooks(self, made: StandIn, memo: dict[int, Any]) -> None:
+        """Gives a deep copy of this module copies of its own hooks."""
+        memo[id(self)] = made  # a hook may refer to this module
+        for name in _HOOKS:
+            hooks = copy.deepcopy(self.__dict__[name], memo)
+            if isinstance(hooks, dict):
+                made.__dict__[name].update(hooks)
+            else:
+                made.__dict__[name] = hooks
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
         """Those of the model; parameters and buffers follow from it."""
         yield from self._model.named_modules(*args, **kwargs)
@@ -120,9 +149,18 @@ class StandIn(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads into the model; executors built before are not used again."""
-        self._switch_off("weights were loaded")
+        """Loads into the model."""
+        self._weights_were_loaded()
         return self._model.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """A parent's part of `load_state_dict`."""
+        self._weights_were_loaded()
+        self._model._load_from_state_dict(*args, **kwargs)
+
+    def _weights_were_loaded(self) -> None:
+        """Executors built before are not used again."""
+        self._switch_off("weights were loaded")
 
     def train(self, mode: bool = True) -> Self:
         """Switches the model; a plan serves only the mode that it was applied in."""

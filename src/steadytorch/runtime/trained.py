@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,23 +22,21 @@ class TrainedModule(TunedModule):
     inputs that require gradients the model is called untouched.
 
     Before the first tuned call of a signature both are gone through once, forward and backward; see
-    `Rehearsal`. What a backward pass raises later is the caller's, as it is without a plan.
+    `Rehearsal`. What a backward pass raises later is raised to the caller, who may also ask for
+    what a compiled plan has not: a graph that is retained, or derivatives of gradients.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__["_run"] = self._recording
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads into the model, from which executors read."""
-        return self._model.load_state_dict(state_dict, strict, assign)
-
     def refresh(self) -> None:
         """Makes executors anew, at the next calls, from the model as it is now."""
         super().refresh()
         self._entries.weights.remember()
+
+    def _weights_were_loaded(self) -> None:
+        """Executors read from the model, and go on."""
 
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gate.off is None and not torch.is_grad_enabled():

@@ -34,6 +34,10 @@ class Threads(Transform):
     """Another number of threads per operator: fewer can be faster, and steadier.
 
     In a training step it covers the forward pass.
+
+    The count is that of the calling thread, but PyTorch sets with it what other threads begin with:
+    one whose first operator falls within a call keeps this count. OpenMP's own setter would leave
+    them alone, but also the convolutions that oneDNN keeps, which remember a number of threads.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

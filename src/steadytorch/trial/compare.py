@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from steadytorch.measure.race import (
     verdict_of,
 )
 from steadytorch.measure.statistics import detectable
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.dwell import Dwell, dwells
@@ -140,8 +139,8 @@ def compare_live(
         raise UsageError(f"cannot compare in {processes} processes: give 1 or more")
     target = resolve_device(device or str(a[0].device))
     rng, done, ended = Random(seed), list[_Taken](), None
-    folders = [Path(tempfile.mkdtemp(prefix="steadytorch-")) for _ in range(2)]
-    try:
+    with shared_folder() as one, shared_folder() as other:
+        folders = (one, other)
         for folder, (workload, _, _) in zip(folders, (a, b), strict=True):
             save_payload(workload, folder)
         while len(done) < processes and ended is None:
@@ -149,9 +148,6 @@ def compare_live(
             taken = _one_pair(folders, (a, b), target, metric, rng, alone=not done)
             done.append(taken)
             ended = taken.ended
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
     if not any(taken.pairs for taken in done):
         raise UsageError(str(ended)) if isinstance(ended, _Fails) else KeyboardInterrupt
     times = np.concatenate([np.reshape(taken.pairs, (-1, 2)) for taken in done])

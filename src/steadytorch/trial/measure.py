@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.race import LEAST_PROCESSES
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.transforms.base import Candidate
@@ -158,35 +157,33 @@ def measure(
     target = resolve_device(device or str(workload.device))
     done: list[ProcessMeasurement] = []
     failed, interrupted = None, False
-    directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
     try:
-        save_payload(workload, directory)
-        while len(done) < processes and failed is None and not interrupted:
-            progress(f"process {len(done) + 1} of {processes}")
-            worker, set_up = Worker(HANDLER, directory, f"measure-{len(done)}"), None
-            try:
-                set_up = start(worker, target, candidate)
-                ask = partial(ask_series, worker, directory / STOP, set_up)
-                taken, failed, interrupted = one_process(ask, set_up, target, seconds)
-            except WorkerFault as fault:
-                if done:
-                    raise
-                taken, failed = (
-                    _broken_off(worker, fault, target)
-                    if set_up is None
-                    else _left_behind(directory, set_up, fault, target)
-                )
-            finally:
-                worker.kill()
-            done.append(taken)
+        with shared_folder() as directory:
+            save_payload(workload, directory)
+            while len(done) < processes and failed is None and not interrupted:
+                progress(f"process {len(done) + 1} of {processes}")
+                worker, set_up = Worker(HANDLER, directory, f"measure-{len(done)}"), None
+                try:
+                    set_up = start(worker, target, candidate)
+                    ask = partial(ask_series, worker, directory / STOP, set_up)
+                    taken, failed, interrupted = one_process(ask, set_up, target, seconds)
+                except WorkerFault as fault:
+                    if done:
+                        raise
+                    taken, failed = (
+                        _broken_off(worker, fault, target)
+                        if set_up is None
+                        else _left_behind(directory, set_up, fault, target)
+                    )
+                finally:
+                    worker.kill()
+                done.append(taken)
     except WorkerFault as fault:
         failed = fault.reason
     except KeyboardInterrupt:
         if not done:
             raise
         interrupted = True
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     if not done:
         raise UsageError(f"the workload fails: {failed}")
     return _together(tuple(done), failed, interrupted)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,6 +15,7 @@ from steadytorch import transforms
 from steadytorch.errors import SteadyError, UnsupportedError
 from steadytorch.plan import bundle, contents, package
 from steadytorch.plan.plan import Plan
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.package import Outcome
@@ -77,10 +76,9 @@ def _contents(workload: Workload) -> tuple[str | None, str]:
 
 def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
     """Makes the bundle, with a package where that can be; returns why it has none, if so."""
-    directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-    cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
-    at_work = partial(_at_work, plan, device, directory, cache)
-    try:
+    with shared_folder() as directory:
+        cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
+        at_work = partial(_at_work, plan, device, directory, cache)
         save_payload(workload, directory)
         # It is made while the model is in use: what is saved must be what it is known by.
         if held is not None and _contents(workload)[0] != held:
@@ -96,8 +94,6 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
             outcome = Outcome(None, f"its worker failed: {fault.reason}")
             at_work("set_up")
         return _written(plan, cache, file, held, _checked(outcome, at_work, arguments))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _at_work(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
 from steadytorch.plan.store import Store
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.transforms.base import Candidate, TransformSpec, applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
@@ -264,12 +264,12 @@ def choose_engines(
         WorkerFault: the worker raised (the frontend is missing, say), died or took too long.
         UsageError: the workload cannot be sent to a worker.
     """
-    own = None
-    try:
+    with ExitStack() as at_the_end:
         if worker is None:
-            own = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+            own = at_the_end.enter_context(shared_folder())
             save_payload(workload, own)
             worker = start_chooser(own, device, transforms.ambient())
+        at_the_end.callback(worker.close)
         wait(worker, START_S)
         options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
         worker.send(
@@ -280,11 +280,6 @@ def choose_engines(
             incumbent={key: str(choice) for key, choice in (incumbent or {}).items()},
         )
         found = wait(worker, START_S + deadline_s)
-    finally:
-        if worker is not None:
-            worker.close()
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
     return msgspec.convert(found, ConvReport)
 
 

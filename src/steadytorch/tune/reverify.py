@@ -6,11 +6,8 @@ block in random order. The claim rests on the rounds: processes of one program d
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -25,6 +22,7 @@ from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
 from steadytorch.plan.exchange import misfit
 from steadytorch.plan.fingerprint import differing_fields, told
 from steadytorch.plan.plan import Plan
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import ALLOWED, precision_of
@@ -124,8 +122,7 @@ def reverify(
         raise kind(f"plan {plan.id} does not fit here: {told(differing)}")
     if (reason := _no_candidate(plan, workload)) is not None or not plan.candidate:
         return Reverified(plan=plan, failed=reason)
-    directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-    try:
+    with shared_folder() as directory:
         save_payload(workload, directory)
         launch = WorkerLauncher(directory, int(0.8 * psutil.virtual_memory().available), {})
 
@@ -135,8 +132,6 @@ def reverify(
             return Preparation(launch, target, transforms.ambient(), seeded, Silent())
 
         return in_rounds(plan, prepared, processes, options)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _options_of(plan: Plan, seed: int) -> Options:

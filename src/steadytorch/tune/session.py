@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -24,6 +22,7 @@ from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
@@ -116,8 +115,7 @@ class Session:
         reserved_s = reserve_s(self._device, options.budget_s)
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:
-            directory = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-            at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
+            directory = at_the_end.enter_context(shared_folder())
             preparation = Preparation(
                 WorkerLauncher(
                     directory,

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from steadytorch.runtime.agreement import norm, together, wrong_size
 from steadytorch.tune.verdict import GRADIENTS, OutputError
-from steadytorch.tune.verify import REPEATABLE, Arguments, detached, nesting, output_error
-from steadytorch.workload.signature import tensors_of
+from steadytorch.tune.verify import (
+    REPEATABLE,
+    Arguments,
+    Value,
+    copied,
+    nesting,
+    output_error,
+    values_of,
+)
 from steadytorch.workload.start import Start, buffers_of, optimizer_of, parameters_of
 from steadytorch.workload.workload import Workload
 
@@ -28,18 +35,18 @@ class Passes(NamedTuple):
     """What one forward and backward pass gave.
 
     Attributes:
-        returned: tensors that the model returned, themselves.
+        returned: values that the model returned, tensors themselves.
         outputs: copies of these.
-        nesting: of these.
+        nesting: of what it returned.
         loss: a scalar.
         gradients: by parameter, themselves; None where there is none.
         moved: how far each floating-point buffer moved.
         counted: the other buffers, as they are afterwards.
     """
 
-    returned: list[Tensor]
-    outputs: list[Tensor]
-    nesting: str
+    returned: list[Value]
+    outputs: list[Value]
+    nesting: list[str]
     loss: Tensor
     gradients: dict[str, Tensor | None]
     moved: dict[str, Tensor]
@@ -75,13 +82,13 @@ def passes(workload: Workload, model: Any, arguments: Arguments) -> Passes:
     for parameter in parameters.values():
         parameter.grad = None
     returned = model(*arguments[0], **arguments[1])
-    outputs = detached(returned)
+    outputs = copied(returned)
     loss = workload.training_step.loss(returned)
     loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
     moving = {n for n, b in after.items() if b.is_floating_point() and n in before}
     return Passes(
-        returned=[tensor.detach() for tensor in tensors_of(returned)],
+        returned=[v.detach() if isinstance(v, Tensor) else v for v in values_of(returned)],
         outputs=outputs,
         nesting=nesting(returned),
         loss=loss.detach().clone(),

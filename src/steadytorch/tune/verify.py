@@ -8,8 +8,9 @@ the errors alone (`verdict`). What trains is looked at in `verify_training`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import first_line
-from steadytorch.runtime.agreement import memory_of
+from steadytorch.runtime.agreement import as_tensor, memory_of
 from steadytorch.tune.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.signature import CONSTANTS, map_tensors, tensors_of
 from steadytorch.workload.workload import Workload
@@ -35,6 +36,8 @@ sums brings in float32, far less than a random mask does."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Value = torch.Tensor | complex
+"""What is compared by how far it is off: tensors, and floating-point and complex numbers."""
 
 
 def fresh_inputs(workload: Workload, seed: int) -> Arguments:
@@ -89,25 +92,39 @@ def without_tf32() -> None:
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
-def detached(tree: Any) -> list[torch.Tensor]:
-    """Copies of the tensors in what a model returned."""
-    return [tensor.detach().clone() for tensor in returned_tensors(tree)]
+def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors."""
+    return [tensor.detach().clone() for tensor in tensors]
 
 
-def returned_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in what a model returned: in nested containers, and in fields of other objects.
+def copied(tree: Any) -> list[Value]:
+    """Copies of the values in what a model returned."""
+    return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values_of(tree)]
 
-    What a container is not, a dataclass or a cache say, converts nobody: its tensors are compared
-    as they are.
+
+def values_of(tree: Any) -> list[Value]:
+    """The values in what a model returned, tensors themselves."""
+    return [
+        leaf if isinstance(leaf, torch.Tensor) else complex(leaf)
+        for leaf in _leaves(tree)
+        if isinstance(leaf, (torch.Tensor, float, complex))
+    ]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Tensors and constants in nested containers, and in fields of other objects.
+
+    What a container is not, a dataclass or a cache say, converts nobody: what it holds is compared
+    as it is.
     """
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     seen: set[int] = set()
 
     def look(value: Any) -> None:
         for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, (torch.Tensor, *CONSTANTS)):
                 found.append(leaf)
-            elif not isinstance(leaf, (*CONSTANTS, type, nn.Module)) and id(leaf) not in seen:
+            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 look(_fields_of(leaf))
 
@@ -121,14 +138,30 @@ def _fields_of(thing: Any) -> list[Any]:
     return [*vars(thing).values()] if hasattr(thing, "__dict__") else []
 
 
-def nesting(tree: Any) -> str:
-    """How containers are nested, as text."""
-    return str(pytree.tree_structure(tree))
+def nesting(tree: Any) -> list[str]:
+    """How containers are nested, and what stands in them, as text; of values their types alone."""
+    return [str(pytree.tree_structure(tree)), *map(_told, _leaves(tree))]
 
 
-def _outputs(model: Any, arguments: Arguments) -> tuple[list[torch.Tensor], str]:
+def _told(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "a tensor"
+    return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)
+
+
+def nesting_fault(found: list[str], own: list[str]) -> str | None:
+    """What tells a nesting from the untouched workload's; None if nothing."""
+    if found[0] != own[0]:
+        return "nests its outputs in other containers than the untouched workload"
+    for one, other in zip_longest(found[1:], own[1:], fillvalue="missing"):
+        if one != other:
+            return f"an output is {one:.40}, expected {other:.40}"
+    return None
+
+
+def _outputs(model: Any, arguments: Arguments) -> tuple[list[Value], list[str]]:
     returned = _call(model, arguments)
-    return detached(returned), nesting(returned)
+    return copied(returned), nesting(returned)
 
 
 def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
@@ -152,7 +185,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
             sets = [(workload.inputs, dict(workload.kwargs))]
             called = [_outputs(workload.model, arguments) for arguments in sets]
         own = [outputs for outputs, _ in called]
-        again, _ = _outputs(workload.model, sets[0])
+        again, nested_again = _outputs(workload.model, sets[0])
         try:
             runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
         except (RuntimeError, TypeError, ValueError) as error:
@@ -164,7 +197,8 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
     # What is random is as far from its reference as from itself: only the reference's own noise,
     # which rounding does not explain, tells it from a workload that is merely imprecise.
     repeatable = (
-        noise <= max(error.relative_l2, _resolution(own[0]))
+        nested_again == called[0][1]
+        and noise <= max(error.relative_l2, _resolution(own[0]))
         and output_error(reference_again, reference[0]).relative_l2 <= REPEATABLE
     )
     data = {
@@ -176,16 +210,14 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
 
 
-def _outputs_in(
-    dtype: torch.dtype, workload: Workload, sets: list[Arguments]
-) -> list[list[torch.Tensor]]:
+def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
     """Outputs of a copy in `dtype`."""
     without_tf32()
     widen = widening(dtype)
     model = copy.deepcopy(workload.model)
     if isinstance(model, torch.nn.Module):
         model = model._apply(widen)  # Module.to would make complex weights real
-    return [detached(_call(model, map_tensors(widen, arguments))) for arguments in sets]
+    return [copied(_call(model, map_tensors(widen, arguments))) for arguments in sets]
 
 
 @torch.no_grad()
@@ -203,10 +235,10 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
         arguments = nested(workload, tensors)
         given = detached(tensors)
         returned = _call(model, arguments)
-        outputs = detached(returned)
+        outputs = copied(returned)
         fault = form_fault(outputs, data["own"][i])
-        if fault is None and nesting(returned) != data["nesting"][i]:
-            fault = "nests its outputs in other containers than the untouched workload"
+        if fault is None:
+            fault = nesting_fault(nesting(returned), data["nesting"][i])
         if fault is None and not equal(given, tensors):
             fault = "writes to its inputs"
         if fault is not None:
@@ -226,26 +258,27 @@ def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
 
 
 def _overwrites(
-    model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[torch.Tensor]
+    model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[Value]
 ) -> bool:
     """Whether the first result was overwritten by a later call, or would be by one."""
     if len(sets) > 1:
-        return not equal(kept, returned_tensors(first))
+        return not equal(kept, values_of(first))
     # One input set only: a second call writes the same values, so memory is looked at instead.
     again = _call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
     return bool(memory_of(first) & memory_of(again))
 
 
-def form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | None:
+def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
     """What tells outputs from the untouched workload's before values are compared; None if nothing.
 
     Number, shapes, types and devices, and where they are not finite.
     """
-    if not own:
+    if not any(isinstance(value, torch.Tensor) for value in own):
         return "cannot be verified: the untouched workload returns no tensor to compare"
     if len(outputs) != len(own):
         return f"returns {len(outputs)} tensors, the untouched workload returns {len(own)}"
-    for i, (out, expected) in enumerate(zip(outputs, own, strict=True)):
+    for i, pair in enumerate(zip(outputs, own, strict=True)):
+        out, expected = map(as_tensor, pair)
         if out.shape != expected.shape:
             return f"output {i} has shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
         if out.dtype != expected.dtype:
@@ -261,19 +294,21 @@ def form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | No
     return None
 
 
-def equal(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors hold the same values; NaN equals NaN."""
+def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
+    """Whether they are the same, tensors in each element; NaN equals NaN."""
+    pairs = (map(as_tensor, pair) for pair in zip(before, after, strict=True))
     return all(
         torch.equal(a, b)
         or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-        for a, b in zip(before, after, strict=True)
+        for a, b in pairs
     )
 
 
-def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> OutputError:
+def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
     """The worst error over outputs; for integers and booleans the fraction that differs."""
     found = OutputError(0.0, 0.0)
-    for out, ref in zip(outputs, reference, strict=True):
+    for pair in zip(outputs, reference, strict=True):
+        out, ref = map(as_tensor, pair)
         if ref.numel() == 0:
             continue
         if ref.is_complex():
@@ -296,6 +331,6 @@ def output_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> 
     return found
 
 
-def _resolution(outputs: list[torch.Tensor]) -> float:
-    inexact = [o.dtype for o in outputs if o.is_floating_point() or o.is_complex()]
+def _resolution(outputs: list[Value]) -> float:
+    inexact = [o.dtype for o in map(as_tensor, outputs) if o.is_floating_point() or o.is_complex()]
     return max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)

@@ -26,7 +26,7 @@ from steadytorch.tune.training_step import (
     size_fault,
 )
 from steadytorch.tune.verdict import OutputError, Verification, worst
-from steadytorch.tune.verify import detached, equal, form_fault, nested
+from steadytorch.tune.verify import detached, equal, form_fault, nested, nesting_fault
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.start import Start, parameters_of
 from steadytorch.workload.workload import Workload
@@ -87,7 +87,7 @@ class _Due:
         self._own, self._counted = here(data["own"][number]), here(data["counted"][number])
         self._nesting = data["nesting"][number]
         self._parameters = parameters_of(workload)
-        self._weights = detached(list(self._parameters.values()))
+        self._weights = detached(self._parameters.values())
 
     def fault(self, found: Passes) -> str | None:
         """What is wrong whatever the errors; None if nothing."""
@@ -99,8 +99,8 @@ class _Due:
         )
 
     def _odd(self, found: Passes) -> str | None:
-        if found.nesting != self._nesting:
-            return "nests its outputs in other containers than the untouched workload"
+        if (fault := nesting_fault(found.nesting, self._nesting)) is not None:
+            return fault
         if not equal(self._given, self.inputs):
             return "writes to its inputs"
         for before, (name, now) in zip(self._weights, self._parameters.items(), strict=True):
