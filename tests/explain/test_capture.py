@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,6 @@ import pytest
 
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
-from steadytorch.explain import capture as module
 from steadytorch.explain import worker as in_worker
 from steadytorch.explain.capture import capture, element_types
 from steadytorch.explain.events import Category
@@ -50,7 +50,7 @@ def tiny(cache):
 @pytest.fixture
 def nothing_left(tmp_path, monkeypatch):
     """Fails the test if a process or a folder that it made is still there at its end."""
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
     yield
     assert not set(psutil.Process().children(recursive=True)) - before

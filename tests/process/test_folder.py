@@ -72,3 +72,29 @@ def test_what_a_thread_uses_when_the_process_ends_goes_with_it(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert ended.stderr == ""
+
+
+def test_a_fork_of_the_process_ends_without_them():
+    """As a program may fork for reasons of its own while a search is under way."""
+    script = f"""
+        import os, sys
+        sys.path.append({os.path.dirname(__file__)!r})
+        from steadytorch.process.folder import shared_folder
+        from steadytorch.process.worker import Worker
+
+        with shared_folder() as folder:
+            worker = Worker("handlers:Handler", folder, "worker")
+            worker.call("echo", 60, value=1)
+            if (child := os.fork()) == 0:
+                sys.exit()
+            os.waitpid(child, 0)
+            print(folder.exists(), worker.call("echo", 60, value=2))
+            worker.close()
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split() == ["True", "2"]

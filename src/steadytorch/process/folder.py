@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 
@@ -18,8 +18,12 @@ def shared_folder() -> Iterator[Path]:
     A thread that does not keep the process alive never comes to the end of its block. Workers that
     were started within it have ended by then, see `Worker`.
     """
-    folder = Path(tempfile.mkdtemp(prefix="steadytorch-"))
-    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    folder, owner = Path(tempfile.mkdtemp(prefix="steadytorch-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a fork of the process ends without it
+            shutil.rmtree(folder, ignore_errors=True)
+
     atexit.register(remove)
     try:
         yield folder

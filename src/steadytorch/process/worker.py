@@ -77,7 +77,7 @@ class Worker:
         self._memory_limit = memory_limit_bytes
         self._log = directory / f"{name}.log"
         self._pending_since: float | None = None
-        self._gone = False
+        self._gone, self._owner = False, os.getpid()
         ours, theirs = socket.socketpair()
         paths = [os.path.abspath(entry) for entry in sys.path]
         self._connection = connection.Connection(ours.detach())
@@ -183,9 +183,10 @@ class Worker:
     def kill(self) -> None:
         """Ends the worker's whole process group at once, stopped processes included.
 
-        Only once: later its number may be that of another group.
+        Only once: later its number may be that of another group. And not by a fork of the process
+        that started it, which ends without it.
         """
-        if self._gone:
+        if self._gone or os.getpid() != self._owner:
             return
         self._gone = True
         atexit.unregister(self.kill)
