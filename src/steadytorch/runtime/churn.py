@@ -37,7 +37,8 @@ class ChurnGuard:
     Counts are kept for the signatures called last. A forgotten one starts anew, so that counts are
     never too high; one that is called at least once in `remembered` calls is never forgotten.
 
-    Calls served by a plan need not, and should not, be observed. Thread-safe.
+    Calls served by a plan need not, and should not, be observed. Those of a signature are counted
+    until its tuning is granted. Thread-safe.
 
     Args:
         setup_s: cost of tuning one signature, in seconds.
@@ -84,9 +85,12 @@ class ChurnGuard:
             signature: anything hashable that is equal for calls with one signature.
         """
         with self._lock:
-            self._calls += 1
             counts = self._counts
             count = counts.get(signature, 0.0) + 1.0
+            if count == float("inf"):
+                counts.move_to_end(signature)
+                return None
+            self._calls += 1
             counts[signature] = count
             if count == 1.0:
                 self._distinct += 1
@@ -99,9 +103,8 @@ class ChurnGuard:
                 pays = count > self._patience
             if not pays:
                 return WITHHELD
-            if count != float("inf"):
-                self._granted += 1
-                counts[signature] = float("inf")
+            self._granted += 1
+            counts[signature] = float("inf")
             return None
 
     def paid(self, setup_s: float, gain_s: float) -> None:

@@ -67,15 +67,15 @@ class Resolution:
     Attributes:
         candidate: the transforms to run; None for no plan, empty for a plan to leave it untouched.
         reason: why the model runs untouched; a fixed text, fit to count calls by.
-        detail: more about that, for the log and the report.
+        detail: more about that, for the log and the report; a function where it changes.
         origin: where the candidate comes from.
-        again: is asked at each call that this leaves untouched; True resolves anew.
+        again: is asked at each further call that this leaves untouched; True resolves anew.
         prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
     """
 
     candidate: Candidate | None
     reason: str = NO_PLAN
-    detail: str = ""
+    detail: str | Callable[[], str] = ""
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
@@ -138,6 +138,12 @@ class Entry:
     hits: Ticks = field(default_factory=Ticks)
     others: Ticks = field(default_factory=Ticks)
     finding: str = ""
+
+    @property
+    def detail(self) -> str:
+        """More about the reason, as it is now."""
+        detail = self.resolution.detail
+        return detail() if callable(detail) else detail
 
     def prove(self) -> None:
         """Ends the trial."""
