@@ -243,6 +243,9 @@ def form_fault(outputs: list[torch.Tensor], own: list[torch.Tensor]) -> str | No
     """
     if not own:
         return "cannot be verified: the untouched workload returns no tensor to compare"
+    values = [torch.as_tensor(value) for value in own]
+    if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
+        return "cannot be verified: the untouched workload returns no finite number to compare"
     if len(outputs) != len(own):
         return f"returns {len(outputs)} tensors, the untouched workload returns {len(own)}"
     for i, (out, expected) in enumerate(zip(outputs, own, strict=True)):
