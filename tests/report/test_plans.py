@@ -62,6 +62,13 @@ def test_only_bad_files_print_no_table(screen):
     assert "cannot be listed" in screen.text
 
 
+def test_files_that_were_moved_aside_are_counted(screen):
+    aside = [ROOT / "quarantine" / f"{name}.json" for name in ("a", "b")]
+    render_list(screen.console, [], ROOT, aside)
+    assert "no plans in /home/user/plans" in screen.flat
+    assert "2 unusable files moved aside to /home/user/plans/quarantine" in screen.flat
+
+
 def test_long_names_wrap(screen):
     name = "some/very/long/path/" * 5 + "models.py:a_factory_with_a_long_name"
     render_list(screen.console, [_stored(plan(name=name, candidate=LONG))], ROOT)

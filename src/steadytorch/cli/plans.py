@@ -41,7 +41,9 @@ def list_plans(store: Path | None) -> None:
     from steadytorch.report.plans import render_list
 
     opened = _open(store)
-    render_list(options.console(False), list(opened.entries(Plan)), opened.root)
+    render_list(
+        options.console(False), list(opened.entries(Plan)), opened.root, opened.quarantined()
+    )
 
 
 @plans.command("show")
@@ -63,7 +65,7 @@ def show(plan_id: str, store: Path | None) -> None:
     is_flag=True,
     help="All files of the store, what was moved aside, and engines kept beside the plans.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @options.store
 def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) -> None:
     """Removes plans, and files in the store that are none, by ID."""

@@ -12,8 +12,9 @@ from steadytorch.explain.kernels import short
 from steadytorch.explain.regime import REGIMES
 from steadytorch.explain.result import Explanation
 from steadytorch.explain.roofline import Line, Roofline
+from steadytorch.quantities import counted
 from steadytorch.report.ledger import in_words, render_ledger
-from steadytorch.report.text import counted, duration, percent_above, plain, print_indented, share
+from steadytorch.report.text import duration, percent_above, plain, print_indented, share
 
 MOST_FINDINGS = 5
 MOST_KERNELS = 5

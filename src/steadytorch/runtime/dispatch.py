@@ -25,6 +25,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import EXACT, quick_key
+from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
@@ -144,6 +145,22 @@ class Entry:
         """More about the reason, as it is now."""
         detail = self.resolution.detail
         return detail() if callable(detail) else detail
+
+    def serving(self) -> Serving:
+        """What is known of it, for the report."""
+        candidate, origin = self.resolution.candidate, self.resolution.origin
+        return Serving(
+            signature=str(self.signature),
+            executor=" + ".join(map(str, candidate or ())) if self.call is not None else None,
+            reason=self.reason,
+            detail=self.detail,
+            hits=self.hits.value(),
+            others=self.others.value(),
+            plan=None if origin is None else origin.plan,
+            saved_per_call_ns=0.0 if origin is None else origin.saved_ns,
+            break_even_calls=None if origin is None else origin.break_even_calls,
+            finding=self.finding,
+        )
 
     def prove(self) -> None:
         """Ends the trial."""

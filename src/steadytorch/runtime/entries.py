@@ -197,7 +197,7 @@ class Entries:
 
     def servings(self) -> list[Serving]:
         """What is known of each signature, those with the most calls first."""
-        found = [_serving(entry) for entry in list(self._by_signature.values())]
+        found = [entry.serving() for entry in list(self._by_signature.values())]
         return sorted(found, key=lambda each: -(each.hits + each.others))
 
     def warn(self, reason: str, detail: str = "") -> None:
@@ -334,19 +334,3 @@ def _precision(candidate: Candidate) -> str:
     """The class of the transform that lowers the precision most."""
     found = {transforms.create(spec).precision for spec in candidate}
     return max(found, key=_CLASSES.index, default="same")
-
-
-def _serving(entry: Entry) -> Serving:
-    candidate, origin = entry.resolution.candidate, entry.resolution.origin
-    return Serving(
-        signature=str(entry.signature),
-        executor=" + ".join(map(str, candidate or ())) if entry.call is not None else None,
-        reason=entry.reason,
-        detail=entry.detail,
-        hits=entry.hits.value(),
-        others=entry.others.value(),
-        plan=None if origin is None else origin.plan,
-        saved_per_call_ns=0.0 if origin is None else origin.saved_ns,
-        break_even_calls=None if origin is None else origin.break_even_calls,
-        finding=entry.finding,
-    )

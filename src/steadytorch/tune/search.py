@@ -120,7 +120,9 @@ class Search:
             raise self._workload_fails(fault) from fault
         if baseline.set_up is not None:
             over = over_memory(baseline.set_up.peak_memory_bytes, self._options)
-            baseline.reason = over and f"the untouched workload itself {over}"
+            if over is not None:
+                baseline.reason = f"the untouched workload itself {over}"
+                self._watcher.phase(f"{baseline.reason}: a candidate has to take less")
         self._field.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
