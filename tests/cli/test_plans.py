@@ -158,6 +158,11 @@ def test_where_nobody_can_answer_all_needs_yes(steady_process, store, kept):
     assert _ids(store) == kept.ids
 
 
+def test_summaries_of_the_commands_are_whole(steady):
+    ended = steady("plans", "--help")
+    assert "..." not in ended.out.partition("Commands:")[2]
+
+
 def test_only_all_asks_and_the_help_says_so(steady):
     assert "With --all: do not ask." in steady("plans", "rm", "--help").out
 

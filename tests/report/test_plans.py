@@ -92,6 +92,18 @@ def test_a_plan_is_shown_with_evidence_and_key(screen):
         assert fact in screen.flat
 
 
+def test_facts_that_do_not_apply_are_left_out(screen):
+    bare = key(compute_capability=None, cuda=None, cudnn=None, driver=None, tolerance=None)
+    render_show(screen.console, plan(key=bare), ROOT / "1.json")
+    facts = screen.flat.partition(" asked ")[2]
+    assert "AMD EPYC (cpu)" in facts
+    assert not any(word in facts for word in ("None", "CUDA", "cuDNN", "driver", "tolerance"))
+    full = key(compute_capability="9.0", cuda="13.0", cudnn="9.19.0", driver="580", tolerance=0.01)
+    render_show(screen.console, plan(key=full), ROOT / "1.json")
+    for fact in ("tolerance 0.01", "compute capability 9.0", "CUDA 13.0, cuDNN 9.19.0, driver 580"):
+        assert fact in screen.flat
+
+
 def test_hostile_plans_are_shown_harmlessly(screen):
     hostile = plan(
         name=HOSTILE,

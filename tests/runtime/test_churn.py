@@ -163,4 +163,4 @@ def test_threads_lose_no_call():
     for thread in threads:
         thread.join()
     assert len(granted) == 1
-    assert "1 signatures in 4,000 calls" in guard.why()
+    assert "1 signature in 4,000 calls" in guard.why()

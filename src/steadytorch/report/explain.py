@@ -108,7 +108,7 @@ def _finding(
 ) -> None:
     colour = "bold" if finding.information else "bold yellow"
     title = (plain(finding.title), colour)
-    print_indented(console, Text.assemble(f"{number} ", title, (f"  {plain(finding.id)}", "dim")))
+    print_indented(console, Text.assemble(f"{number}. ", title, (f"  {plain(finding.id)}", "dim")))
     evidence = finding.evidence if everything else finding.evidence[:1]
     lines = [*evidence, _recoverable(finding, result)]
     if not finding.information or everything:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -68,14 +68,14 @@ def render_show(console: Console, plan: Plan, path: Path) -> None:
     render_left_out(console, plan.evidence)
     render_plan(console, plan, "Plan")
     key = plan.key
+    device = _listed({"": key.device, "compute capability": key.compute_capability})
+    asked = {"": key.objective, "precision": key.precision, "tolerance": key.tolerance}
+    software = {"torch": key.torch, "CUDA": key.cuda, "cuDNN": key.cudnn, "driver": key.driver}
     for name, value in (
         ("made", f"{plan.created} by steadytorch {plan.version}"),
-        ("asked", f"{key.objective}, precision {key.precision}, tolerance {key.tolerance}"),
-        (
-            "device",
-            f"{key.device_name} ({key.device}, compute capability {key.compute_capability})",
-        ),
-        ("software", f"torch {key.torch}, CUDA {key.cuda}, cuDNN {key.cudnn}, driver {key.driver}"),
+        ("asked", _listed(asked)),
+        ("device", f"{key.device_name or 'unknown'} ({device})"),
+        ("software", _listed(software)),
         ("file", str(path)),
     ):
         console.print(Padding(Text(f"{name:<9} {plain(value)}", "dim"), (0, 0, 0, 2)))
@@ -145,6 +145,12 @@ def _worth(result: Reverified) -> list[str]:
 def _headline(plan: Plan) -> Text:
     facts = f"{_named(plan)}, {plain(plan.key.signature)}: "
     return Text.assemble((plan.id, "bold"), f" {facts}", (name_of(plan.candidate), "bold green"))
+
+
+def _listed(facts: Mapping[str, object]) -> str:
+    """Names with their values; those that have none are left out."""
+    known = (f"{name} {value}".lstrip() for name, value in facts.items() if value is not None)
+    return ", ".join(known)
 
 
 def _named(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from threading import Lock
 
 from steadytorch.errors import UsageError
+from steadytorch.quantities import counted
 
 SETUP_S = 30.0
 """First guess of what tuning one signature costs, in seconds; measured set-ups correct it."""
@@ -128,10 +129,10 @@ class ChurnGuard:
             calls, distinct = self._calls, self._distinct
             cost, patience = self._setup_s / self._setups, self._patience
             more = "more than " if self._forgot else ""
-            seen = f"{self._remembered:,}" if self._forgot else f"{distinct:,}"
+            seen = counted(self._remembered if self._forgot else distinct, "signature")
         each = calls / distinct if distinct else 0.0
         back = f"pays back after ~{patience:,.0f} calls" if patience < float("inf") else "gains 0"
         return (
-            f"{more}{seen} signatures in {calls:,} calls that no plan served, "
+            f"{more}{seen} in {counted(calls, 'call')} that no plan served, "
             f"{each:.1f} calls each; tuning one costs ~{cost:.0f} s and {back}"
         )
