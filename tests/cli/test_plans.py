@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from steadytorch.cli import options
+from steadytorch.errors import UsageError
 from steadytorch.measure.race import MachineClaim
 from steadytorch.plan.engines import Kept, store_of_engines
 from steadytorch.plan.fingerprint import Key
@@ -91,6 +92,15 @@ def test_a_miss_in_mode_strict_names_the_field_that_differs(steady, store, field
     line = only_line(ended.err)
     named = f"{field}.other was 1, is None" if isinstance(value, dict) else f"{field} was {changed}"
     assert named in line
+
+
+def test_a_miss_is_said_once_before_the_search(steady, monkeypatch):
+    def search(self, watcher):
+        raise UsageError("enough")
+
+    monkeypatch.setattr(Session, "search", search)
+    ended = steady("tune", "tiny.py:small", "--store", "plans")
+    assert "\nno plan is stored for this workload\n" in ended.out
 
 
 # -- list -----------------------------------------------------------------------------------------
