@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch.errors import UsageError
-from steadytorch.quantities import parse_bytes, parse_duration
+from steadytorch.quantities import counted, parse_bytes, parse_duration, size
 
 SECONDS = {"": 1, "s": 1, "ms": 1e-3, "m": 60, "min": 60, "h": 3600}
 BYTES = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -75,3 +75,25 @@ def test_times_and_less_than_a_byte_and_absurd_amounts_are_no_sizes(text):
 def test_any_text_is_a_positive_time_or_refused(text):
     with contextlib.suppress(UsageError):
         assert parse_duration(text) > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2048, "2.00 KiB"),
+        (1_234_567_890, "1.15 GiB"),
+        (20 << 30, "20.0 GiB"),
+        (139 << 30, "139 GiB"),
+    ],
+)
+def test_sizes_are_written_in_a_unit_that_suits(count, text):
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 calls"), (1, "1 call"), (27157, "27,157 calls")]
+)
+def test_counts_are_written_with_their_noun(count, text):
+    assert counted(count, "call") == text

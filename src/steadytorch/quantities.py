@@ -1,4 +1,4 @@
-"""Times and sizes as people write them."""
+"""Times, sizes and counts as people read and write them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def parse_bytes(text: str | int) -> int:
         UsageError: not a positive size.
     """
     return int(_parse(str(text), _BYTES, 1, "a size such as 8GiB or 500MB"))
+
+
+def size(byte_count: float) -> str:
+    """A size such as `1.23 GiB`."""
+    for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if byte_count >= factor:
+            digits = 2 if byte_count < 10 * factor else 1 if byte_count < 100 * factor else 0
+            return f"{byte_count / factor:.{digits}f} {name}"
+    return f"{byte_count:.0f} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, such as `1,234 calls`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _parse(text: str, units: dict[str, float] | dict[str, int], least: float, kind: str) -> float:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from steadytorch.cli import options
+from steadytorch.errors import UsageError
 from steadytorch.measure.race import MachineClaim
 from steadytorch.plan.engines import Kept, store_of_engines
 from steadytorch.plan.fingerprint import Key
@@ -93,6 +94,27 @@ def test_a_miss_in_mode_strict_names_the_field_that_differs(steady, store, field
     assert named in line
 
 
+def test_a_miss_is_said_once_before_the_search(steady, monkeypatch):
+    def search(self, watcher):
+        raise UsageError("enough")
+
+    monkeypatch.setattr(Session, "search", search)
+    ended = steady("tune", "tiny.py:small", "--store", "plans")
+    assert "\nno plan is stored for this workload\n" in ended.out
+
+
+# -- list -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_was_moved_aside_is_listed_as_such(steady, store, kept):
+    store.find(kept.mine.id).path.write_bytes(b"garbage")
+    store.get(kept.mine.key, Plan)
+    ended = steady("plans", "list", "--store", "plans")
+    assert (ended.code, ended.err) == (0, "")
+    assert "1 unusable file moved aside to " in " ".join(ended.out.split())
+    assert kept.other.id in ended.out
+
+
 # -- rm -------------------------------------------------------------------------------------------
 
 
@@ -144,6 +166,15 @@ def test_where_nobody_can_answer_all_needs_yes(steady_process, store, kept):
     assert ended.returncode == 2
     assert "add --yes" in only_line(ended.stderr)
     assert _ids(store) == kept.ids
+
+
+def test_summaries_of_the_commands_are_whole(steady):
+    ended = steady("plans", "--help")
+    assert "..." not in ended.out.partition("Commands:")[2]
+
+
+def test_only_all_asks_and_the_help_says_so(steady):
+    assert "With --all: do not ask." in steady("plans", "rm", "--help").out
 
 
 @pytest.mark.parametrize("words", [[], ["0123", "--all"]])

@@ -85,7 +85,7 @@ def test_only_what_differs_from_the_median_step_is_told():
     assert unusual([usual, usual, odd], 0) == []
     assert unusual([usual, usual, odd], 2) == [
         "SM clock 1,400 MHz, usually 1,980 MHz (held by power_cap)",
-        "other virtual machines took 20.000 ms of CPU time, usually 0",
-        "garbage collection took 1.000 ms, usually 0",
-        "1 processes of others on the GPU, usually 0",
+        "other virtual machines took 20.000 ms of CPU time, usually 0.000 ms",
+        "garbage collection took 1.000 ms, usually 0.000 ms",
+        "processes of others on the GPU: 1, usually 0",
     ]

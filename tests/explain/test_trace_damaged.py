@@ -29,6 +29,21 @@ def test_the_error_is_misuse_and_names_the_file(tmp_path):
     assert raised.value.offset == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "not JSON: nothing is there from byte 0 on"),
+        (b" \n", "not JSON: nothing is there from byte 2 on"),
+        (b"garbage", "not JSON: it starts with 'g' at byte 0"),
+        (b"\xff", r"not JSON: it starts with byte 0xff at byte 0"),
+    ],
+)
+def test_what_is_no_json_is_said_in_words(text, said):
+    with pytest.raises(TraceError) as raised:
+        parse_trace(text, "x")
+    assert str(raised.value).endswith(said)
+
+
 @pytest.mark.parametrize("text", [b"[]", b'{"traceEvents": []}', b'{"traceEvents": [{}]}'])
 def test_a_trace_without_events_is_an_error(text):
     with pytest.raises(TraceError, match="holds no events"):

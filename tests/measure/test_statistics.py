@@ -37,7 +37,12 @@ def test_interval_covers_under_correlation_where_the_naive_one_does_not():
 
 @pytest.mark.parametrize(
     ("count", "quantile", "words"),
-    [(0, 0.5, "no samples"), (30, 0.5, "50 are needed"), (400, 0.99, "1000 are needed")],
+    [
+        (0, 0.5, "no samples"),
+        (30, 0.5, "50 are needed"),
+        (1, 0.5, "1 sample worth 1 independent"),
+        (400, 0.99, "1000 are needed"),
+    ],
 )
 def test_no_interval_is_claimed_without_enough_samples(count, quantile, words):
     samples = np.random.default_rng(0).standard_normal(count)

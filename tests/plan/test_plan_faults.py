@@ -10,6 +10,15 @@ from steadytorch.transforms.base import TransformSpec
 
 from .plans import reason_untouched, sealed, write
 
+# -- what is no path ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [5, None, "", b"plan.json"])
+def test_what_is_no_path_is_refused_in_one_line(path):
+    with pytest.raises(PlanError, match=r"^load_plan takes the path of a plan file, got .*$"):
+        load_plan(path)
+
+
 # -- files that lie -----------------------------------------------------------------------------
 
 UNKNOWN = [

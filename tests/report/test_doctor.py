@@ -108,6 +108,14 @@ def test_what_was_not_observed_is_unknown_never_zero():
     assert _row(text, "clock held by") == "unknown"
 
 
+def test_software_that_is_missing_says_why_in_its_place():
+    unknown = {"cuda": "this PyTorch was built without CUDA", "triton": "not installed"}
+    text = _render(facts=msgspec.structs.replace(H200, cuda=None, triton=None, unknown=unknown))
+    assert _row(text, "CUDA") == "this PyTorch was built without CUDA"
+    assert _row(text, "Triton") == "not installed"
+    assert text.count("built without CUDA") == 1
+
+
 def test_an_unknown_slice_is_not_taken_for_a_whole_gpu():
     facts = msgspec.structs.replace(H200, unknown={"mig_profile": "NVML does not answer"})
     assert _row(_render(facts=facts), "MIG slice") == "unknown"

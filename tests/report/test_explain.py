@@ -63,7 +63,7 @@ def test_what_was_not_profiled_is_left_out():
 
 def test_a_finding_shows_its_first_evidence_its_gain_and_its_fix():
     flat = _printed().flat
-    assert "1 the GPU waits for launches 30 ms of a step launch-bound 60 kernels a step" in flat
+    assert "1. the GPU waits for launches 30 ms of a step launch-bound 60 kernels a step" in flat
     assert "recoverable: up to 30.00 ms a step (30.0 %); confidence: high" in flat
     assert "fix: Launch many kernels at once. Transforms: cuda_graph, compile." in flat
     assert "5 us each" not in flat

@@ -62,6 +62,13 @@ def test_only_bad_files_print_no_table(screen):
     assert "cannot be listed" in screen.text
 
 
+def test_files_that_were_moved_aside_are_counted(screen):
+    aside = [ROOT / "quarantine" / f"{name}.json" for name in ("a", "b")]
+    render_list(screen.console, [], ROOT, aside)
+    assert "no plans in /home/user/plans" in screen.flat
+    assert "2 unusable files moved aside to /home/user/plans/quarantine" in screen.flat
+
+
 def test_long_names_wrap(screen):
     name = "some/very/long/path/" * 5 + "models.py:a_factory_with_a_long_name"
     render_list(screen.console, [_stored(plan(name=name, candidate=LONG))], ROOT)
@@ -82,6 +89,18 @@ def test_a_plan_is_shown_with_evidence_and_key(screen):
         "torch 2.13.0",
         "/home/user/plans/0/1.json",
     ):
+        assert fact in screen.flat
+
+
+def test_facts_that_do_not_apply_are_left_out(screen):
+    bare = key(compute_capability=None, cuda=None, cudnn=None, driver=None, tolerance=None)
+    render_show(screen.console, plan(key=bare), ROOT / "1.json")
+    facts = screen.flat.partition(" asked ")[2]
+    assert "AMD EPYC (cpu)" in facts
+    assert not any(word in facts for word in ("None", "CUDA", "cuDNN", "driver", "tolerance"))
+    full = key(compute_capability="9.0", cuda="13.0", cudnn="9.19.0", driver="580", tolerance=0.01)
+    render_show(screen.console, plan(key=full), ROOT / "1.json")
+    for fact in ("tolerance 0.01", "compute capability 9.0", "CUDA 13.0, cuDNN 9.19.0, driver 580"):
         assert fact in screen.flat
 
 

@@ -11,7 +11,6 @@ from steadytorch.report.text import (
     plain,
     print_indented,
     seconds,
-    size,
     unit_of,
 )
 
@@ -58,21 +57,6 @@ def test_a_duration_reads_back_to_its_value(nanoseconds):
 )
 def test_seconds(value, text):
     assert seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2048, "2.00 KiB"),
-        (1_234_567_890, "1.15 GiB"),
-        (20 << 30, "20.0 GiB"),
-        (139 << 30, "139 GiB"),
-    ],
-)
-def test_sizes(count, text):
-    assert size(count) == text
 
 
 def test_percent_above():

@@ -29,6 +29,13 @@ def test_what_was_granted_stays_granted():
     assert guard.observe("b") == WITHHELD
 
 
+def test_calls_are_counted_until_tuning_is_granted():
+    guard = ChurnGuard(first_sight=1)
+    for signature in ("a", "a", "b", "a", "b"):
+        guard.observe(signature)
+    assert guard.why().startswith("2 signatures in 3 calls")
+
+
 def test_another_is_tuned_once_its_own_calls_would_have_paid():
     guard = ChurnGuard(first_sight=0, break_even_calls=10)
     assert _granted(guard, ["a"] * 12) == [10, 11]
@@ -156,4 +163,4 @@ def test_threads_lose_no_call():
     for thread in threads:
         thread.join()
     assert len(granted) == 1
-    assert "1 signatures in 4,000 calls" in guard.why()
+    assert "1 signature in 4,000 calls" in guard.why()

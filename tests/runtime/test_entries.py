@@ -35,7 +35,7 @@ class Script:
 
 
 def test_an_answer_that_asks_to_be_asked_again_is(model, x):
-    ready = iter([False, False, True])
+    ready = iter([False, True])
     waiting = Resolution(None, "not yet", again=lambda: next(ready))
     script = Script(waiting, Resolution(LIVE))
     tuned = TunedModule(model, script)
@@ -43,6 +43,17 @@ def test_an_answer_that_asks_to_be_asked_again_is(model, x):
         assert torch.equal(answer(tuned, x), answer(model, x))
     assert tuned.report().calls == {"untouched: not yet": 2, "tuned": 3}
     assert len(script.seen) == 2
+    (served,) = tuned.report().signatures
+    assert (served.hits, served.others) == (3, 2)
+
+
+def test_a_detail_that_changes_is_told_as_it_is_now(model, x, caplog):
+    seen = []
+    tuned = TunedModule(model, Script(Resolution(None, "withheld", lambda: f"{len(seen)} of them")))
+    tuned(x)
+    assert "withheld: 0 of them" in caplog.text
+    seen.append(x)
+    assert [served.detail for served in tuned.report().signatures] == ["1 of them"]
 
 
 def test_the_resolver_is_told_the_whole_call(model, x):

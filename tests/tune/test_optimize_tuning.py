@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -17,7 +18,7 @@ from faulty import Slow
 from stored import equal
 
 from steadytorch.errors import UsageError
-from steadytorch.runtime.churn import WITHHELD
+from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.entries import RESOLVING
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import optimize as module_under_test
@@ -196,6 +197,31 @@ def test_signatures_that_churn_are_not_searched_for(model, tmp_path, searches, c
     assert 0 < len(searches.keys) < len(inputs)
     assert tuned.report().calls[f"untouched: {WITHHELD}"] == withheld
     assert "signatures in" in caplog.text
+
+
+def test_each_call_is_counted_once_and_the_numbers_are_those_of_now(model, tmp_path, searches):
+    tuned = optimize(model, "tune", store=tmp_path, canary=False)
+    for size in (*range(1, 13), *range(1, 13)):
+        tuned(torch.randn(size, 8))
+    said = {served.detail for served in tuned.report().signatures if served.reason == WITHHELD}
+    (numbers,) = said
+    served = len(searches.keys)
+    assert numbers.startswith(f"12 signatures in {24 - served} calls that no plan served")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_calls_of_the_signatures_add_up(model, x, tmp_path, searches, monkeypatch, background):
+    guard = partial(ChurnGuard, first_sight=0, break_even_calls=2)
+    monkeypatch.setattr(module_under_test, "ChurnGuard", guard)
+    tuned = optimize(model, "tune", store=tmp_path, canary=False, background=background)
+    deadline = time.monotonic() + 60
+    calls = 0
+    while tuned.report().hits < 2 and time.monotonic() < deadline:
+        assert equal(tuned, model, x)
+        calls += 1
+    (served,) = tuned.report().signatures
+    assert served.others >= 2
+    assert served.hits + served.others == sum(tuned.report().calls.values()) == calls
 
 
 @pytest.mark.usefixtures("faulty_transforms", "no_process_left")

@@ -136,8 +136,11 @@ def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
 
 def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
     acts = _acts(inference_mode=8) | {(): Act(10 * MS, peak_bytes=3 << 30)}
-    result = make_search(Stage(acts), [EAGER], Options(max_memory_bytes=1 << 30)).run()
+    watcher = Notes()
+    options = Options(max_memory_bytes=1 << 30)
+    result = make_search(Stage(acts), [EAGER], options, watcher=watcher).run()
     untouched = _trial(result)
+    assert watcher.phases[1] == f"{untouched.reason}: a candidate has to take less"
     assert untouched.reason == (
         "the untouched workload itself peaks at 3.00 GiB, over the cap of 1.00 GiB"
     )

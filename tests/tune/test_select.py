@@ -99,9 +99,15 @@ def test_memory_up_to_the_cap_is_fine(cap):
     assert over_memory(1 << 30, Options(max_memory_bytes=cap)) is None
 
 
-def test_memory_over_the_cap_is_named_with_both_figures():
-    reason = over_memory(3 << 29, Options(max_memory_bytes=1 << 30))
-    assert reason == "peaks at 1.50 GiB, over the cap of 1.00 GiB"
+@pytest.mark.parametrize(
+    ("peak", "cap", "said"),
+    [
+        (3 << 29, 1 << 30, "peaks at 1.50 GiB, over the cap of 1.00 GiB"),
+        (410 << 20, 1, "peaks at 410 MiB, over the cap of 1 B"),
+    ],
+)
+def test_memory_over_the_cap_is_named_with_both_figures(peak, cap, said):
+    assert over_memory(peak, Options(max_memory_bytes=cap)) == said
 
 
 def test_the_fastest_is_chosen_where_it_is_clearly_so():

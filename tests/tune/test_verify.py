@@ -111,6 +111,29 @@ def _static(model):
     return mutant
 
 
+def _not_finite(*outputs):
+    """A workload that returns these whatever its input is."""
+    return Workload(lambda x: [out.clone() for out in outputs], torch.randn(4))
+
+
+@pytest.mark.parametrize("precision", ["same", "bf16"])
+@pytest.mark.parametrize("value", [NAN, INF, complex(NAN, NAN)])
+def test_where_nothing_is_finite_nothing_is_verified(value, precision):
+    workload = _not_finite(torch.full((3,), value), torch.empty(0))
+    assert _verdict(workload, precision=precision) == (
+        "cannot be verified: the untouched workload returns no finite number to compare"
+    )
+
+
+@pytest.mark.parametrize("other", [torch.tensor([1.0, NAN]), torch.tensor(2), torch.tensor(False)])
+def test_one_finite_number_can_be_compared(other):
+    assert _verdict(_not_finite(torch.full((3,), NAN), other)) is None
+
+
+def test_empty_outputs_pass():
+    assert _verdict(_not_finite(torch.empty(0))) is None
+
+
 def test_a_buffer_that_the_next_call_overwrites_is_rejected(linear):
     assert _verdict(linear, _static(linear.model)) == (
         "a later call overwrites the result of an earlier one"

@@ -36,19 +36,24 @@ def plans() -> None:
 @plans.command("list")
 @options.store
 def list_plans(store: Path | None) -> None:
-    """Lists every stored plan, and every file in the store that is not one."""
+    """Lists the stored plans, and files that are none.
+
+    Files that were moved aside are counted.
+    """
     from steadytorch.plan.plan import Plan
     from steadytorch.report.plans import render_list
 
     opened = _open(store)
-    render_list(options.console(False), list(opened.entries(Plan)), opened.root)
+    render_list(
+        options.console(False), list(opened.entries(Plan)), opened.root, opened.quarantined()
+    )
 
 
 @plans.command("show")
 @click.argument("plan_id", metavar="ID")
 @options.store
 def show(plan_id: str, store: Path | None) -> None:
-    """Shows one plan: what it does, its evidence, and what it is valid for."""
+    """Shows a plan, its evidence, and what it is for."""
     from steadytorch.report.plans import render_show
 
     plan = _plan(_open(store), plan_id)
@@ -63,10 +68,10 @@ def show(plan_id: str, store: Path | None) -> None:
     is_flag=True,
     help="All files of the store, what was moved aside, and engines kept beside the plans.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @options.store
 def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) -> None:
-    """Removes plans, and files in the store that are none, by ID."""
+    """Removes plans, and files that are none, by ID."""
     from steadytorch.report.text import plain
 
     _one_of("an ID", bool(plan_ids), every)
@@ -104,7 +109,10 @@ def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
 @click.argument("plan_ids", metavar="[ID]...", nargs=-1)
 @options.store
 def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
-    """Writes plans to one FILE that another machine imports; all of them by default."""
+    """Writes plans to a FILE for another machine.
+
+    All of them by default.
+    """
     from steadytorch.plan.exchange import export_plans
     from steadytorch.report.plans import render_exported
 
@@ -115,10 +123,10 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @options.store
 def import_(path: Path, store: Path | None) -> None:
-    """Stores the plans of an exported FILE, and says which of them fit this machine.
+    """Stores the plans of an exported FILE.
 
-    Each is stored under its own key: one that does not fit here is kept, and not used. A plan that
-    is stored already stays as it is.
+    It says which of them fit this machine. Each is stored under its own key: one that does not fit
+    here is kept, and not used. A plan that is stored already stays as it is.
     """
     from steadytorch.plan.exchange import import_plans
     from steadytorch.report.plans import render_imported
@@ -157,9 +165,10 @@ def verify(
     store: Path | None,
     quiet: bool,
 ) -> None:
-    """Verifies a plan's numerics anew and times it against the untouched workload, here and now.
+    """Verifies a plan's numerics and times it anew.
 
-    Exits with 1 if it computes something else, or is slower with confidence.
+    It is timed against the untouched workload, here and now. Exits with 1 if it computes something
+    else, or is slower with confidence.
     """
     from steadytorch.tune.reverify import rebuilt, reverify
 

@@ -131,7 +131,7 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
             return plan
         if mode == "strict":
             raise PlanError(f"no stored plan for {name}: {reason}")
-        console.print(Text(f"no stored plan: {plain(reason)}", "dim"))
+        console.print(Text(plain(reason), "dim"))
     with Progress(console, session.options.budget_s) as progress:
         result = session.search(progress)
     if result.interrupted:

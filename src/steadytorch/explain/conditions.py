@@ -124,12 +124,12 @@ def _collected(recording: Recording, begin: int, end: int) -> int:
 
 
 COUNTED = (
-    ("steal_ns", "other virtual machines took {:.3f} ms of CPU time", 1e-6),
-    ("wait_ns", "the thread waited {:.3f} ms for a core", 1e-6),
-    ("gc_ns", "garbage collection took {:.3f} ms", 1e-6),
-    ("allocator_calls", "the allocator asked the driver {:.0f} times", 1),
-    ("compilations", "torch.compile compiled {:.0f} frames", 1),
-    ("other_gpu_processes", "{:.0f} processes of others on the GPU", 1),
+    ("steal_ns", "other virtual machines took {} of CPU time", "{:.3f} ms", 1e-6),
+    ("wait_ns", "the thread waited {} for a core", "{:.3f} ms", 1e-6),
+    ("gc_ns", "garbage collection took {}", "{:.3f} ms", 1e-6),
+    ("allocator_calls", "calls of the allocator to the driver: {}", "{:.0f}", 1),
+    ("compilations", "frames that torch.compile compiled: {}", "{:.0f}", 1),
+    ("other_gpu_processes", "processes of others on the GPU: {}", "{:.0f}", 1),
 )
 
 
@@ -143,9 +143,10 @@ def unusual(conditions: Sequence[Conditions], place: int) -> list[str]:
         if this.sm_clock_mhz < (1 - CLOCK_DIFFERS) * usual:
             held = f" (held by {', '.join(this.reasons)})" if this.reasons else ""
             lines.append(f"SM clock {this.sm_clock_mhz:,.0f} MHz, usually {usual:,.0f} MHz{held}")
-    for name, text, scale in COUNTED:
+    for name, text, form, scale in COUNTED:
         value = getattr(this, name)
         values = [getattr(c, name) for c in conditions if getattr(c, name) is not None]
         if value is not None and value > (usual := float(np.median(values))):
-            lines.append(f"{text.format(value * scale)}, usually {usual * scale:,.3g}")
+            told, usually = (form.format(each * scale) for each in (value, usual))
+            lines.append(f"{text.format(told)}, usually {usually}")
     return lines

@@ -119,8 +119,11 @@ class EventStream:
             self._drop(1)
             return False
         if first != b"{":
-            what = f"it starts with {first!r}" if first else "it is empty"
-            raise TraceError(f"not JSON: {what} at byte {self._offset}", self._offset)
+            what = f"nothing is there from byte {self._offset} on"
+            if first:
+                told = f"'{first.decode()}'" if first.isascii() else f"byte {first[0]:#04x}"
+                what = f"it starts with {told} at byte {self._offset}"
+            raise TraceError(f"not JSON: {what}", self._offset)
         seen = 0
         while not self._found_events(seen):
             if self._ended:

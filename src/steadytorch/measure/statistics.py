@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from steadytorch.measure.correlation import claimable_size, corrected_size
+from steadytorch.quantities import counted
 
 MIN_EFFECTIVE = 50
 """Fewer effective samples than this support no interval."""
@@ -87,7 +88,7 @@ def quantile_interval(
     worth = claimable_size(samples, quantile)
     if worth < MIN_EFFECTIVE:
         return None, (
-            f"{len(samples)} samples are worth {worth:.0f} independent ones, "
+            f"{counted(len(samples), 'sample')} worth {worth:.0f} independent, "
             f"{MIN_EFFECTIVE} are needed"
         )
     if worth * rare < MIN_TAIL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.errors import PlanError
 from steadytorch.plan.bundle import compiles, source
 from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import (
@@ -287,7 +289,9 @@ def load_plan(path: str | Path) -> Plan:
     """Reads a plan file; no code in it is run.
 
     Raises:
-        PlanError: it is not there, not a plan, damaged, or of another schema.
+        PlanError: it is no path, not there, not a plan, damaged, or of another schema.
     """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise PlanError(f"load_plan takes the path of a plan file, got {path!r}")
     _, plan = read_file(Path(path), Plan)
     return msgspec.structs.replace(plan, path=str(path))

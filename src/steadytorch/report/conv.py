@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from steadytorch.report.text import plain, seconds, share, size
+from steadytorch.quantities import size
+from steadytorch.report.text import plain, seconds, share
 
 if TYPE_CHECKING:
     from steadytorch.conv.timing import Measured

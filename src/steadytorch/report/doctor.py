@@ -25,6 +25,8 @@ _WIDTH = 80
 _LABEL_WIDTH = 22
 _UNKNOWN = "unknown"
 
+# What is missing of it is said in its place.
+_SOFTWARE = ("torch", "cuda", "cudnn", "triton", "driver", "python")
 # Field of the facts or of the snapshot to what a reader calls it.
 _LABELS = {
     "name": "device name",
@@ -94,7 +96,8 @@ def render_doctor(
         (observation.name, observation.detail) for observation in observations if observation.ok
     ]
     _section(console, "Can be observed", seen)
-    groups = _hidden({**facts.unknown, **snapshot.unknown}, observations)
+    unknown = {field: why for field, why in facts.unknown.items() if field not in _SOFTWARE}
+    groups = _hidden({**unknown, **snapshot.unknown}, observations)
     _hidden_section(console, "Cannot be observed here, and what to do", groups)
 
 
@@ -153,10 +156,9 @@ def _machine(facts: DeviceFacts) -> Rows:
 
 
 def _software(facts: DeviceFacts) -> Rows:
-    fields = ["torch", "cuda", "cudnn", "triton", "driver", "python"]
     return [
-        (_LABELS[field], _shown(getattr(facts, field)))
-        for field in fields
+        (_LABELS[field], getattr(facts, field) or facts.unknown.get(field, _UNKNOWN))
+        for field in _SOFTWARE
         if facts.unknown.get(field) != NOT_ON_CPU
     ]
 

@@ -12,8 +12,9 @@ from steadytorch.explain.kernels import short
 from steadytorch.explain.regime import REGIMES
 from steadytorch.explain.result import Explanation
 from steadytorch.explain.roofline import Line, Roofline
+from steadytorch.quantities import counted
 from steadytorch.report.ledger import in_words, render_ledger
-from steadytorch.report.text import counted, duration, percent_above, plain, print_indented, share
+from steadytorch.report.text import duration, percent_above, plain, print_indented, share
 
 MOST_FINDINGS = 5
 MOST_KERNELS = 5
@@ -108,7 +109,7 @@ def _finding(
 ) -> None:
     colour = "bold" if finding.information else "bold yellow"
     title = (plain(finding.title), colour)
-    print_indented(console, Text.assemble(f"{number} ", title, (f"  {plain(finding.id)}", "dim")))
+    print_indented(console, Text.assemble(f"{number}. ", title, (f"  {plain(finding.id)}", "dim")))
     evidence = finding.evidence if everything else finding.evidence[:1]
     lines = [*evidence, _recoverable(finding, result)]
     if not finding.information or everything:

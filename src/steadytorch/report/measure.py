@@ -10,15 +10,14 @@ from rich.text import Text
 
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.sampler import CLOCKS_AGREE
+from steadytorch.quantities import counted, size
 from steadytorch.report.charts import histogram, timeline, timeline_scale
 from steadytorch.report.text import (
-    counted,
     duration,
     percent_above,
     plain,
     print_indented,
     seconds,
-    size,
     unit_of,
 )
 

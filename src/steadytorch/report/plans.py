@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -15,13 +15,23 @@ from steadytorch.plan.exchange import Imported
 from steadytorch.plan.fingerprint import told
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Stored
+from steadytorch.quantities import counted
 from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 from steadytorch.tune.reverify import Reverified
 
 
-def render_list(console: Console, entries: Sequence[Stored], root: Path | None) -> None:
-    """A line per plan; files that are none, with the problem."""
+def render_list(
+    console: Console, entries: Sequence[Stored], root: Path | None, aside: Sequence[Path] = ()
+) -> None:
+    """A line per plan; files that are none, with the problem; how many were moved aside."""
+    _render_entries(console, entries, root)
+    if aside:
+        files = counted(len(aside), "unusable file")
+        console.print(Text(f"{files} moved aside to {plain(aside[0].parent)}", "yellow"))
+
+
+def _render_entries(console: Console, entries: Sequence[Stored], root: Path | None) -> None:
     if not entries:
         console.print(Text(f"no plans in {plain(root)}: make one with steady tune"))
         return
@@ -58,14 +68,14 @@ def render_show(console: Console, plan: Plan, path: Path) -> None:
     render_left_out(console, plan.evidence)
     render_plan(console, plan, "Plan")
     key = plan.key
+    device = _listed({"": key.device, "compute capability": key.compute_capability})
+    asked = {"": key.objective, "precision": key.precision, "tolerance": key.tolerance}
+    software = {"torch": key.torch, "CUDA": key.cuda, "cuDNN": key.cudnn, "driver": key.driver}
     for name, value in (
         ("made", f"{plan.created} by steadytorch {plan.version}"),
-        ("asked", f"{key.objective}, precision {key.precision}, tolerance {key.tolerance}"),
-        (
-            "device",
-            f"{key.device_name} ({key.device}, compute capability {key.compute_capability})",
-        ),
-        ("software", f"torch {key.torch}, CUDA {key.cuda}, cuDNN {key.cudnn}, driver {key.driver}"),
+        ("asked", _listed(asked)),
+        ("device", f"{key.device_name or 'unknown'} ({device})"),
+        ("software", _listed(software)),
         ("file", str(path)),
     ):
         console.print(Padding(Text(f"{name:<9} {plain(value)}", "dim"), (0, 0, 0, 2)))
@@ -74,7 +84,7 @@ def render_show(console: Console, plan: Plan, path: Path) -> None:
 def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> None:
     """How many plans a file holds now, and what was left out of it."""
     left_out = [entry for entry in entries if entry.problem is not None]
-    console.print(Text(f"{_plans(len(entries) - len(left_out))} in {plain(path)}"))
+    console.print(Text(f"{counted(len(entries) - len(left_out), 'plan')} in {plain(path)}"))
     for entry in left_out:
         console.print(Text(f"left out: {plain(entry.path)}: {plain(entry.problem)}", "yellow"))
 
@@ -91,7 +101,7 @@ def render_imported(console: Console, imported: Sequence[Imported]) -> None:
         else:
             print_indented(console, Text("fits this machine", "green"))
     fitting = sum(not each.misfit for each in imported)
-    console.print(Text(f"{_plans(len(imported))}, {fitting} of them for this machine"))
+    console.print(Text(f"{counted(len(imported), 'plan')}, {fitting} of them for this machine"))
 
 
 def render_passed_over(console: Console, plan: Plan, reason: str) -> None:
@@ -137,10 +147,12 @@ def _headline(plan: Plan) -> Text:
     return Text.assemble((plan.id, "bold"), f" {facts}", (name_of(plan.candidate), "bold green"))
 
 
+def _listed(facts: Mapping[str, object]) -> str:
+    """Names with their values; those that have none are left out."""
+    known = (f"{name} {value}".lstrip() for name, value in facts.items() if value is not None)
+    return ", ".join(known)
+
+
 def _named(plan: Plan) -> str:
     """Its workload as people know it."""
     return plain(plan.name if plan.trains is None else f"{plan.name} (training)")
-
-
-def _plans(count: int) -> str:
-    return f"{count} plan{'' if count == 1 else 's'}"

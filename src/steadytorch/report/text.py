@@ -41,15 +41,6 @@ def seconds(value: float) -> str:
     return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
 
 
-def size(byte_count: float) -> str:
-    """A size such as `1.23 GiB`."""
-    for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if byte_count >= factor:
-            digits = 2 if byte_count < 10 * factor else 1 if byte_count < 100 * factor else 0
-            return f"{byte_count / factor:.{digits}f} {name}"
-    return f"{byte_count:.0f} B"
-
-
 def percent_above(value: float, base: float) -> str:
     """How far a value lies above a base, such as `+4.1 %`."""
     return f"{100 * (value / base - 1):+.1f} %"
@@ -58,11 +49,6 @@ def percent_above(value: float, base: float) -> str:
 def share(part: float, whole: float) -> str:
     """A part of a whole such as `4.1 %`; a dash where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def counted(count: int, noun: str) -> str:
-    """A count with its noun, such as `1,234 calls`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def print_indented(console: Console, text: Text, columns: int = 2) -> None:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from steadytorch.plan.plan import Evidence, Plan, Timing, Trial
-from steadytorch.report.text import duration, percent_above, plain, seconds, size, unit_of
+from steadytorch.quantities import size
+from steadytorch.report.text import duration, percent_above, plain, seconds, unit_of
 from steadytorch.transforms.base import Candidate
 
 _MOST_LISTED = 6

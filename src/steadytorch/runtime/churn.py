@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from threading import Lock
 
 from steadytorch.errors import UsageError
+from steadytorch.quantities import counted
 
 SETUP_S = 30.0
 """First guess of what tuning one signature costs, in seconds; measured set-ups correct it."""
@@ -37,7 +38,8 @@ class ChurnGuard:
     Counts are kept for the signatures called last. A forgotten one starts anew, so that counts are
     never too high; one that is called at least once in `remembered` calls is never forgotten.
 
-    Calls served by a plan need not, and should not, be observed. Thread-safe.
+    Calls served by a plan need not, and should not, be observed. Those of a signature are counted
+    until its tuning is granted. Thread-safe.
 
     Args:
         setup_s: cost of tuning one signature, in seconds.
@@ -84,9 +86,12 @@ class ChurnGuard:
             signature: anything hashable that is equal for calls with one signature.
         """
         with self._lock:
-            self._calls += 1
             counts = self._counts
             count = counts.get(signature, 0.0) + 1.0
+            if count == float("inf"):
+                counts.move_to_end(signature)
+                return None
+            self._calls += 1
             counts[signature] = count
             if count == 1.0:
                 self._distinct += 1
@@ -99,9 +104,8 @@ class ChurnGuard:
                 pays = count > self._patience
             if not pays:
                 return WITHHELD
-            if count != float("inf"):
-                self._granted += 1
-                counts[signature] = float("inf")
+            self._granted += 1
+            counts[signature] = float("inf")
             return None
 
     def paid(self, setup_s: float, gain_s: float) -> None:
@@ -125,10 +129,10 @@ class ChurnGuard:
             calls, distinct = self._calls, self._distinct
             cost, patience = self._setup_s / self._setups, self._patience
             more = "more than " if self._forgot else ""
-            seen = f"{self._remembered:,}" if self._forgot else f"{distinct:,}"
+            seen = counted(self._remembered if self._forgot else distinct, "signature")
         each = calls / distinct if distinct else 0.0
         back = f"pays back after ~{patience:,.0f} calls" if patience < float("inf") else "gains 0"
         return (
-            f"{more}{seen} signatures in {calls:,} calls that no plan served, "
+            f"{more}{seen} in {counted(calls, 'call')} that no plan served, "
             f"{each:.1f} calls each; tuning one costs ~{cost:.0f} s and {back}"
         )

@@ -25,6 +25,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import EXACT, quick_key
+from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
@@ -67,15 +68,15 @@ class Resolution:
     Attributes:
         candidate: the transforms to run; None for no plan, empty for a plan to leave it untouched.
         reason: why the model runs untouched; a fixed text, fit to count calls by.
-        detail: more about that, for the log and the report.
+        detail: more about that, for the log and the report; a function where it changes.
         origin: where the candidate comes from.
-        again: is asked at each call that this leaves untouched; True resolves anew.
+        again: is asked at each further call that this leaves untouched; True resolves anew.
         prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
     """
 
     candidate: Candidate | None
     reason: str = NO_PLAN
-    detail: str = ""
+    detail: str | Callable[[], str] = ""
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
@@ -138,6 +139,28 @@ class Entry:
     hits: Ticks = field(default_factory=Ticks)
     others: Ticks = field(default_factory=Ticks)
     finding: str = ""
+
+    @property
+    def detail(self) -> str:
+        """More about the reason, as it is now."""
+        detail = self.resolution.detail
+        return detail() if callable(detail) else detail
+
+    def serving(self) -> Serving:
+        """What is known of it, for the report."""
+        candidate, origin = self.resolution.candidate, self.resolution.origin
+        return Serving(
+            signature=str(self.signature),
+            executor=" + ".join(map(str, candidate or ())) if self.call is not None else None,
+            reason=self.reason,
+            detail=self.detail,
+            hits=self.hits.value(),
+            others=self.others.value(),
+            plan=None if origin is None else origin.plan,
+            saved_per_call_ns=0.0 if origin is None else origin.saved_ns,
+            break_even_calls=None if origin is None else origin.break_even_calls,
+            finding=self.finding,
+        )
 
     def prove(self) -> None:
         """Ends the trial."""

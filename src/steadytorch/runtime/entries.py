@@ -99,8 +99,34 @@ class Entries:
         self._lock = RLock()
         self._warned: set[str] = set()
 
-    def first_sight(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def of_call(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """The entry for a call, resolved anew where the resolution of an earlier call says so.
+
+        Raises:
+            Exception: these arguments have no signature.
+        """
+        entry = self.found.get(key)
+        if entry is None:
+            return self.first_sight(key, args, kwargs)
+        again = entry.resolution.again
+        if entry.call is not None or again is None or not again():
+            return entry
+        return self.first_sight(key, args, kwargs, entry)
+
+    def first_sight(
+        self,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        instead_of: Entry | None = None,
+    ) -> Entry:
         """The entry for a call whose key is not among those found.
+
+        Args:
+            key: of the call.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            instead_of: what was found and is to be resolved anew; its calls are counted on.
 
         Raises:
             Exception: these arguments have no signature.
@@ -114,14 +140,19 @@ class Entries:
         padded = self._is_padded(args, kwargs)
         arrival = Arrival(self._model, described, args, kwargs)
         with self._lock:
-            entry = self._by_signature.get(whole)
-            is_first = entry is None
-            if entry is None:
+            known = self._by_signature.get(whole)
+            is_first = known is None or known is instead_of
+            if known is None or known is instead_of:
                 entry = Entry(described, _PADDED if padded else _PENDED, is_padded=padded)
                 entry.reason = entry.resolution.reason
+                if known is not None:
+                    entry.others = known.others
+                    self.forget(known)
                 self._remember(whole, entry)
                 if self._options.strict:
                     self._resolve_for(entry, arrival)
+            else:
+                entry = known
         if is_first and not self._options.strict:
             self._resolve_for(entry, arrival)
         if entry.reason == TAKEN:
@@ -166,7 +197,7 @@ class Entries:
 
     def servings(self) -> list[Serving]:
         """What is known of each signature, those with the most calls first."""
-        found = [_serving(entry) for entry in list(self._by_signature.values())]
+        found = [entry.serving() for entry in list(self._by_signature.values())]
         return sorted(found, key=lambda each: -(each.hits + each.others))
 
     def warn(self, reason: str, detail: str = "") -> None:
@@ -207,8 +238,8 @@ class Entries:
             entry.reason = TAKEN
         else:
             entry.reason = resolution.reason if resolution.candidate is None else NOT_FASTER
-        if resolution.detail and not self._options.strict:
-            self.warn(entry.reason, resolution.detail)
+        if not self._options.strict and (detail := entry.detail):
+            self.warn(entry.reason, detail)
 
     def _build_in_turn(
         self, whole: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,19 +334,3 @@ def _precision(candidate: Candidate) -> str:
     """The class of the transform that lowers the precision most."""
     found = {transforms.create(spec).precision for spec in candidate}
     return max(found, key=_CLASSES.index, default="same")
-
-
-def _serving(entry: Entry) -> Serving:
-    candidate, origin = entry.resolution.candidate, entry.resolution.origin
-    return Serving(
-        signature=str(entry.signature),
-        executor=" + ".join(map(str, candidate or ())) if entry.call is not None else None,
-        reason=entry.reason,
-        detail=entry.resolution.detail,
-        hits=entry.hits.value(),
-        others=entry.others.value(),
-        plan=None if origin is None else origin.plan,
-        saved_per_call_ns=0.0 if origin is None else origin.saved_ns,
-        break_even_calls=None if origin is None else origin.break_even_calls,
-        finding=entry.finding,
-    )

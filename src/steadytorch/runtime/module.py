@@ -149,7 +149,8 @@ class TunedModule(StandIn):
         if self._gate.off is not None or obstacle(args, kwargs) is not None:
             return args, kwargs
         try:
-            entry = self._entry_for(args, kwargs)
+            key = self._key(args, kwargs)
+            entry = self._found.get(key) or self._entries.first_sight(key, args, kwargs)
             executor = entry.executor
             if entry.call is None or executor is None or executor.static is None:
                 return args, kwargs
@@ -181,18 +182,11 @@ class TunedModule(StandIn):
         if self._model.training is not self._gate.mode:
             return self._missed(SWITCHED, args, kwargs)
         try:
-            entry = self._entry_for(args, kwargs)
+            entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
         except Exception as error:
             return self._keyless(error, args, kwargs)
-        if entry.is_padded:
-            return self._padded(entry, args, kwargs)
-        if entry.call is None and self._is_resolved_anew(entry):
-            return self._with_care(args, kwargs)
-        return self._from(entry, args, kwargs)
-
-    def _entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        key = self._key(args, kwargs)
-        return self._found.get(key) or self._entries.first_sight(key, args, kwargs)
+        answer = self._padded if entry.is_padded else self._from
+        return answer(entry, args, kwargs)
 
     def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An answer by what the entry holds."""
@@ -251,22 +245,14 @@ class TunedModule(StandIn):
             answered = self._untouched if fitted == VERIFYING else self._missed
             return answered(fitted, args, kwargs, entry)
         padded_args, padded_kwargs = fitted.args, dict(fitted.kwargs)
-        bucket = self._entry_for(padded_args, padded_kwargs)
-        if bucket.call is None and self._is_resolved_anew(bucket):
-            bucket = self._entry_for(padded_args, padded_kwargs)
+        key = self._key(padded_args, padded_kwargs)
+        bucket = self._entries.of_call(key, padded_args, padded_kwargs)
         if bucket.call is None:
             return self._unserved(bucket, args, kwargs, entry)
         try:
             return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
         except Exception:  # what the padded inputs ran into is no concern of the caller's
             return self._untouched("the padded call failed", args, kwargs, entry)
-
-    def _is_resolved_anew(self, entry: Entry) -> bool:
-        again = entry.resolution.again
-        if again is None or not again():
-            return False
-        self._entries.forget(entry)
-        return True
 
     def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         reason = self._entries.retire_outdated()
@@ -290,9 +276,9 @@ class TunedModule(StandIn):
 
     def _unserved(self, served: Entry, args: Any, kwargs: Any, entry: Entry) -> Any:
         """An answer where what is to serve has no executor: no plan, or a plan not in use."""
-        reason, resolution = served.reason or NO_PLAN, served.resolution
-        if resolution.candidate is None:
-            return self._missed(reason, args, kwargs, entry, resolution.detail)
+        reason = served.reason or NO_PLAN
+        if served.resolution.candidate is None:
+            return self._missed(reason, args, kwargs, entry, served.detail)
         return self._untouched(reason, args, kwargs, entry)
 
     def _missed(

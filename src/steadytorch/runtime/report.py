@@ -9,6 +9,7 @@ from threading import Lock
 import msgspec
 
 from steadytorch.conv import plans
+from steadytorch.quantities import counted
 
 TUNED = "tuned"
 _UNTOUCHED = "untouched: "
@@ -51,7 +52,8 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
         return self.hits * self.saved_per_call_ns
 
     def __str__(self) -> str:
-        head = f"{self.signature}: {self.executor or 'untouched'}, {self.hits + self.others} calls"
+        calls = counted(self.hits + self.others, "call")
+        head = f"{self.signature}: {self.executor or 'untouched'}, {calls}"
         return ", ".join(part for part in (head, self._why(), self._gain()) if part)
 
     def _why(self) -> str:
@@ -66,7 +68,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
             return text
         if self.hits >= self.break_even_calls:
             return f"{text}, set-up paid back"
-        return f"{text}, set-up paid back at {self.break_even_calls} calls"
+        return f"{text}, set-up paid back at {counted(self.break_even_calls, 'call')}"
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -113,10 +115,10 @@ class Report(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         total = sum(self.calls.values())
-        lines = [f"{self.hits} of {total} calls tuned, {self.saved_s:.3g} s saved"]
+        lines = [f"{self.hits:,} of {counted(total, 'call')} tuned, {self.saved_s:.3g} s saved"]
         if self.off is not None:
             lines.append(f"off: {self.off}")
-        lines += [f"  {count} untouched: {why}" for why, count in self.fallbacks.items()]
+        lines += [f"  {count:,} untouched: {why}" for why, count in self.fallbacks.items()]
         lines += [f"  {each}" for each in self.signatures]
         return "\n".join(lines + self._missed())
 

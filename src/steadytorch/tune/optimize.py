@@ -188,7 +188,7 @@ class PlanSource:
             return Resolution(
                 None,
                 WITHHELD,
-                self._guard.why(),
+                self._guard.why,
                 again=lambda: self._guard.observe(key) is None,
             )
         if self._searches is None:

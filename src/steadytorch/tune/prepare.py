@@ -133,6 +133,9 @@ class Preparation:
         made_in_s = self._ask_for_reference(reference, remaining) if self._beside else None
         worker.receive(left_s)
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
+        if (over := self._over_memory(trial)) is not None:
+            trial.reason = f"the untouched workload itself {over}"
+            self._watcher.phase(f"{trial.reason}: a candidate has to take less")
         trial.stage = "timing"
         if made_in_s is None:
             made_in_s = self._ask_for_reference(reference, remaining)
@@ -309,12 +312,15 @@ class Preparation:
 
     def _accept_verification(self, trial: LiveTrial, reply: Any) -> None:
         assert self.reference is not None
-        assert trial.set_up is not None
         found = trial.accept_verification(reply)
         trial.stage = "timing"
         allowed = trial.precision in ALLOWED[self._options.precision]
         tolerance = self._options.tolerance if allowed else None
         reason = decide(found, self.reference, trial.precision, tolerance)
-        reason = reason or over_memory(trial.set_up.peak_memory_bytes, self._options)
+        reason = reason or self._over_memory(trial)
         if reason is not None:
             trial.reject(reason)
+
+    def _over_memory(self, trial: LiveTrial) -> str | None:
+        assert trial.set_up is not None
+        return over_memory(trial.set_up.peak_memory_bytes, self._options)

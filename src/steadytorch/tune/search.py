@@ -31,7 +31,7 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import Options, block_shape, choose, over_memory
+from steadytorch.tune.select import Options, block_shape, choose
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
@@ -118,9 +118,6 @@ class Search:
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
-        if baseline.set_up is not None:
-            over = over_memory(baseline.set_up.peak_memory_bytes, self._options)
-            baseline.reason = over and f"the untouched workload itself {over}"
         self._field.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()

@@ -10,6 +10,7 @@ import numpy as np
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
+from steadytorch.quantities import size
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.precision import PRECISIONS
 from steadytorch.trial.ramp import ramp
@@ -102,7 +103,7 @@ def over_memory(peak_memory_bytes: int, options: Options) -> str | None:
     cap = options.max_memory_bytes
     if cap is None or peak_memory_bytes <= cap:
         return None
-    return f"peaks at {peak_memory_bytes / 2**30:.2f} GiB, over the cap of {cap / 2**30:.2f} GiB"
+    return f"peaks at {size(peak_memory_bytes)}, over the cap of {size(cap)}"
 
 
 def choose(
