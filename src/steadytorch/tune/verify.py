@@ -275,7 +275,7 @@ def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
     """
     if not any(isinstance(value, torch.Tensor) for value in own):
         return "cannot be verified: the untouched workload returns no tensor to compare"
-    values = [torch.as_tensor(value) for value in own]
+    values = list(map(as_tensor, own))
     if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
         return "cannot be verified: the untouched workload returns no finite number to compare"
     if len(outputs) != len(own):
