@@ -207,9 +207,9 @@ def protocol(entry: dict[str, Any]) -> str:
     if kept is None:
         return NONE
     return (
-        f"The first {kept['dropped_ms']:.0f} ms of each turn are no samples. Alone, each metric "
-        f"was timed for {kept['alone_s']:.0f} s, and for {kept['explained_s']:.0f} s the period "
-        f"of one whose CV is over {kept['cv_limit']:.1%}."
+        f"The first {kept['dropped_ms']:.0f} ms of each turn, and its first three calls, are no "
+        f"samples. Alone, each metric was timed for {kept['alone_s']:.0f} s, and for "
+        f"{kept['explained_s']:.0f} s the period of one whose CV is over {kept['cv_limit']:.1%}."
     )
 
 

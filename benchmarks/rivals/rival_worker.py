@@ -68,7 +68,7 @@ class RivalHandler(WorkloadHandler):
 
     def block(self, metric: str, count: int) -> list[int]:
         """Times a block after the ramp and `SETTLING_NS` more that are not kept."""
-        settling = math.ceil(SETTLING_NS / max(self._iteration_ns, 1))
+        settling = math.ceil(SETTLING_NS / max(self._iteration_ns * self._group, 1))
         return super().block(metric, settling + count)[settling:]
 
     def _by_hand(self, device: str, option: str) -> Call:

@@ -89,14 +89,20 @@ def test_how_long_was_timed_is_said_of_the_workloads_that_it_is_known_of():
     found = document(*one_workload("a:1", -0.1), *one_workload("b:1", -0.1))
     assert "of each turn" not in rival_tables.markdown(found)
     found["workloads"]["b:1"]["protocol"] = PROTOCOL
-    assert "\n\nb:1: The first 8 ms of each turn are no samples." in rival_tables.markdown(found)
+    assert (
+        "\n\nb:1: The first 8 ms of each turn, and its first three calls, are no samples."
+        in rival_tables.markdown(found)
+    )
     found["workloads"]["a:1"]["protocol"] = {**PROTOCOL, "dropped_ms": 4.0}
     text = rival_tables.markdown(found)
     assert "\n\na:1: The first 4 ms" in text
     assert "\n\nb:1: The first 8 ms" in text
     found["workloads"]["a:1"]["protocol"] = PROTOCOL
     text = rival_tables.markdown(found)
-    assert text.count("The first 8 ms of each turn are no samples. Alone, each metric was") == 1
+    assert (
+        text.count("The first 8 ms of each turn, and its first three calls, are no samples. Alone")
+        == 1
+    )
     assert "timed for 1 s, and for 4 s the period of one whose CV is over 0.5%.\n\n" in text
 
 

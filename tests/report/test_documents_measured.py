@@ -119,10 +119,12 @@ def test_what_each_side_does_by_itself_is_told():
 
 
 def test_names_of_files_that_are_no_utf_8_are_written_all_the_same():
-    name = os.fsdecode(b"bad\xff.json")
+    name = os.fsdecode(b"bad\xff\xc3\xa9.json")
     document = read_document(compare_document(FACTS, compared(name, "good.json"), False))
-    assert document["a"]["name"] == "bad\ufffd.json"
-    assert document["workload"] == "bad\ufffd.json / good.json"
+    assert document["a"]["name"] == "bad\ufffd\u00e9.json"
+    assert document["workload"] == "bad\ufffd\u00e9.json / good.json"
+    half = read_document(compare_document(FACTS, compared("\ud800"), False))
+    assert half["a"]["name"] == "\ufffd"
 
 
 def test_a_comparison_without_an_interval_has_nulls():

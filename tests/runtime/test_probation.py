@@ -226,6 +226,18 @@ class Reads(Base):
         return self.found["calls"] + 10 * self.seen
 
 
+@pytest.mark.parametrize("most", [64 << 20, 0], ids=["kept", "too much to keep"])
+@pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+def test_what_a_hook_writes_is_written_once_whether_it_can_be_put_back_or_not(
+    candidate, most, monkeypatch
+):
+    monkeypatch.setattr(probation, "MOST_OWN_BYTES", most)
+    model = Reads().eval()
+    outcome = watched(model, candidate)()
+    assert (outcome.fault, outcome.of_model) == (KEEPS_STATE, True)
+    assert (model.found, model.seen) == ({"calls": 0}, 1)
+
+
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
 def test_what_a_hook_writes_for_the_model_to_read_is_written_once(candidate):
     model = Reads().eval()

@@ -182,6 +182,14 @@ def test_a_deep_copy_has_the_wrappers_own_hooks(x, tuned):
         other.register_backward_hook(watching.see)
 
 
+def test_a_handle_that_is_copied_beside_the_module_removes_the_copys_hook(tuned):
+    tuned.register_forward_hook(lambda *given: None)
+    handle = tuned.register_forward_hook(lambda *given: None)
+    other, copied = copy.deepcopy((tuned, handle))
+    copied.remove()
+    assert [len(each.__dict__["_forward_hooks"]) for each in (other, tuned)] == [1, 2]
+
+
 def test_hooks_of_the_model_run_in_the_executor(model, x, tuned):
     model.register_forward_hook(lambda module, args, output: output * 0)
     assert tuned(x).abs().max() == 0

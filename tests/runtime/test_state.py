@@ -56,6 +56,16 @@ def test_what_a_call_leaves_behind_is_seen_and_put_back(change):
     assert not hasattr(model.layer, "last")
 
 
+def test_no_more_is_kept_than_is_allowed_wherever_it_is_held():
+    model = Model()
+    model.cache = [torch.zeros(100)]
+    held = (model.memory, model.hidden, *model.last, *model.cache)
+    size = sum(tensor.nbytes for tensor in held)
+    assert State([model], keep=True, most=size).restorable
+    for state in (State([model], keep=True, most=size - 1), State([model])):
+        assert (state.restorable, state._copies) == (False, [])
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_call_leaves_behind_in_a_copy_is_seen_at_a_glance(change, mode):

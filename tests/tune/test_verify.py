@@ -80,8 +80,8 @@ def test_outputs_that_are_not_finite_are_rejected_by_name(linear, value, word):
     [
         (lambda out: out[:1], "output 0 has shape (1, 16), expected (16, 16)"),
         (lambda out: out.double(), "output 0 is float64, expected float32"),
-        (lambda out: (out, out), "returns 2 tensors, the untouched workload returns 1"),
-        (lambda out: None, "returns 0 tensors, the untouched workload returns 1"),
+        (lambda out: (out, out), "returns 2 values, the untouched workload returns 1"),
+        (lambda out: None, "returns 0 values, the untouched workload returns 1"),
         (lambda out: out.to("meta"), "output 0 is on meta, expected cpu"),
         (lambda out: [out], "nests its outputs in other containers than the untouched workload"),
         (lambda out: {"out": out}, "nests its outputs in other containers than the untouched"),
@@ -321,7 +321,7 @@ class Hiding(nn.Linear):
     ("mutate", "reason"),
     [
         (lambda found: found, None),
-        (lambda found: (found[0], Result(found[1].scores.bfloat16())), "returns 2 tensors"),
+        (lambda found: (found[0], Result(found[1].scores.bfloat16())), "returns 2 values"),
         (
             lambda found: (found[0], Result(found[1].scores.bfloat16(), found[1].cache)),
             "output 1 is bfloat16, expected float32",

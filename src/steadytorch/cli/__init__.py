@@ -104,7 +104,7 @@ def _ended_once() -> Iterator[None]:
     finally:
         for each, before in found.items():
             if signal.getsignal(each) is end:
-                signal.signal(each, before)
+                signal.signal(each, signal.SIG_DFL if before is None else before)
 
 
 def _main(arguments: list[str] | None) -> None:
@@ -121,7 +121,8 @@ def _main(arguments: list[str] | None) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        click.echo(f"steady: what it has to say cannot be written: {error.strerror}", err=True)
+        what = error.filename or "what it has to say"
+        click.echo(f"steady: {plain(what)} cannot be written: {error.strerror}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("steady: interrupted", err=True)

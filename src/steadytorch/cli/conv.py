@@ -64,7 +64,7 @@ def conv(
         raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
     facts = load_facts(resolved)
     shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
-    loaded, prefix = options.load_with_transforms(workload, facts, quiet=quiet, **shape)
+    loaded, prefix = options.load_with_transforms(workload, facts, quiet=True, **shape)
     _check_prefix(loaded, prefix)
     console = options.console(quiet)
     options.teller(console)("choosing engines in a worker process")

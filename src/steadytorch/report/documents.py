@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from steadytorch.tune.result import TuneResult
 
 SCHEMA = 1
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _document(kind: str, workload: str, facts: DeviceFacts, fields: dict[str, Any]) -> bytes:
@@ -42,9 +43,9 @@ def _document(kind: str, workload: str, facts: DeviceFacts, fields: dict[str, An
 
 
 def _encodable(value: Any) -> Any:
-    """The same with U+FFFD for every byte that is no UTF-8."""
+    """The same with U+FFFD for what stands for no character, such as a byte that is no UTF-8."""
     if isinstance(value, str):
-        return os.fsencode(value).decode("utf-8", "replace")
+        return _SURROGATES.sub("\ufffd", value)
     if isinstance(value, dict):
         return {_encodable(key): _encodable(each) for key, each in value.items()}
     return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value

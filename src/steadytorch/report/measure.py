@@ -102,14 +102,14 @@ def _details(result: MeasureResult) -> list[str]:
     shown, count = representative(result), len(result.processes)
     lines = []
     if count > 1:
-        counted = result.replicates
-        medians = ", ".join(duration(p.period.median_ns) for p in counted)
+        whole = result.replicates
+        medians = ", ".join(duration(p.period.median_ns) for p in whole)
         spread = f"; they differ by {100 * (result.spread or 0):.2f} % (standard deviation)"
-        cut = f"; {count - len(counted)} ended early and is not counted"
+        cut = f"; {count - len(whole)} ended early and is not counted"
         lines.append(
             f"{count} processes: {medians}"
-            + (spread if len(counted) > 1 else "")
-            + (cut if len(counted) < count else "")
+            + (spread if len(whole) > 1 else "")
+            + (cut if len(whole) < count else "")
         )
     lines.append(f"claim: {result.claim}")
     if shown.latency is not None:

@@ -278,7 +278,8 @@ class TunedModule(StandIn):
         """An answer where what is to serve has no executor: no plan, or a plan not in use."""
         reason = served.reason or NO_PLAN
         if served.resolution.candidate is None:
-            return self._missed(reason, args, kwargs, entry, served.detail)
+            detail = served.detail if self._options.strict else ""
+            return self._missed(reason, args, kwargs, entry, detail)
         return self._untouched(reason, args, kwargs, entry)
 
     def _missed(

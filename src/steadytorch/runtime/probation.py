@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from steadytorch.runtime.canary import Canary, Verdict
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.copying import MOST_OWN_BYTES
+from steadytorch.transforms.hooks import hooks_of
 
 WRITES = "the model writes to its own buffers when called"
 
@@ -49,7 +49,8 @@ class _Watch:
         self, executor: Executor, weights: Weights, device: torch.device, is_first: bool = True
     ) -> None:
         self._weights = weights
-        self._state = _restorable(executor.modules)
+        # More than this are weights in disguise, which no forward writes to.
+        self._state = State(executor.modules, keep=True, most=MOST_OWN_BYTES)
         self._draws = Draws(device) if is_first else None
 
     def fault(self) -> str | None:
@@ -61,12 +62,6 @@ class _Watch:
         self._state.restore()
         if self._draws is not None:
             self._draws.undo()
-
-
-def _restorable(modules: list[nn.Module]) -> State:
-    size = sum(buffer.nbytes for tree in modules for buffer in tree.buffers())
-    # More than this are weights in disguise, which no forward writes to.
-    return State(modules, keep=size <= MOST_OWN_BYTES)
 
 
 class FirstCall:
@@ -90,21 +85,23 @@ class FirstCall:
             Exception: of the executor, or of the untouched model where that had to answer.
         """
         model, *copies = self._executor.modules
-        own, others, draws = _restorable([model]), State(copies), Draws(self._device)
+        # A hook may write what `forward` reads, and that of a copy reads its own.
+        hooked = bool(copies) and any(map(hooks_of, model.modules()))
+        own = State([model], keep=hooked, most=MOST_OWN_BYTES)
+        others, draws = State(copies), Draws(self._device)
         result = run_tuned()
-        writes = self._weights.changed()
-        if writes or (own.changed() and not copies):
+        writes, changed, drawn = self._weights.changed(), own.changed(), draws.happened()
+        if writes or (changed and not own.restorable):
             own.mend()
             return Outcome(result, True, WRITES if writes else KEEPS_STATE, True)
-        if own.changed():  # by a hook, for `forward` to read; that of the copy read its own
+        keeps = changed or others.changed()
+        if not (keeps or drawn):
+            return Outcome(result, True)
+        if changed:
             own.restore()
-            return Outcome(run_untouched(), True, KEEPS_STATE, True, False)
-        if others.changed():
-            return Outcome(run_untouched(), True, KEEPS_STATE, True, False)
-        if draws.happened():
+        if drawn:
             draws.undo()
-            return Outcome(run_untouched(), True, DRAWS, True, False)
-        return Outcome(result, True)
+        return Outcome(run_untouched(), True, KEEPS_STATE if keeps else DRAWS, True, False)
 
 
 class OnTrial:

@@ -126,11 +126,13 @@ class StandIn(nn.Module):
         """Gives a deep copy of this module copies of its own hooks."""
         memo[id(self)] = made  # a hook may refer to this module
         for name in _HOOKS:
-            hooks = copy.deepcopy(self.__dict__[name], memo)
-            if isinstance(hooks, dict):
-                made.__dict__[name].update(hooks)
-            else:
-                made.__dict__[name] = hooks
+            hooks, copied = self.__dict__[name], made.__dict__[name]
+            if not isinstance(hooks, dict):
+                made.__dict__[name] = copy.deepcopy(hooks, memo)
+                continue
+            memo[id(hooks)] = copied  # a handle refers to them
+            for key, hook in hooks.items():
+                copied[key] = copy.deepcopy(hook, memo)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
         """Those of the model; parameters and buffers follow from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
@@ -32,15 +33,22 @@ class State:
 
     Args:
         modules: the module trees to look at.
-        keep: whether to keep copies of the buffers, for `restore`.
+        keep: whether to keep copies of the tensors, for `restore`.
+        most: bytes that these may take; where they would take more, none is kept.
+
+    Attributes:
+        restorable: whether copies are kept.
     """
 
-    def __init__(self, modules: list[nn.Module], keep: bool = False) -> None:
+    def __init__(
+        self, modules: list[nn.Module], keep: bool = False, most: float = math.inf
+    ) -> None:
         self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
         self._before = [_attributes(module) for module in self._modules]
         self._seen = [{name: _seen(v) for name, v in found.items()} for found in self._before]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+        self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
+        self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
 
     def changed(self) -> bool:
         """Whether a call since left something behind."""
@@ -58,7 +66,7 @@ class State:
                     held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
-        """Puts back attributes and the contents of buffers and of these; needs `keep`."""
+        """Puts back attributes, and the contents of tensors where it is `restorable`."""
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
                 for name in _attributes(module).keys() - before.keys():

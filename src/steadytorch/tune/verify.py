@@ -279,7 +279,7 @@ def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
     if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
         return "cannot be verified: the untouched workload returns no finite number to compare"
     if len(outputs) != len(own):
-        return f"returns {len(outputs)} tensors, the untouched workload returns {len(own)}"
+        return f"returns {len(outputs)} values, the untouched workload returns {len(own)}"
     for i, pair in enumerate(zip(outputs, own, strict=True)):
         out, expected = map(as_tensor, pair)
         if out.shape != expected.shape:

@@ -94,6 +94,12 @@ def test_an_operator_that_waits_by_itself_is_no_caller_of_its_own():
     assert callers(read, rows[:0]) == []
 
 
+def test_marks_of_steps_are_no_callers_however_they_were_recorded():
+    for mark in (op, annotation):
+        read = trace([mark("ProfilerStep#3", 0, 9), runtime("cudaStreamSynchronize", 1, 3)])
+        assert callers(read, by_name(read, CALLS, ".*")) == ["cudaStreamSynchronize"]
+
+
 def test_operators_of_other_threads_are_no_callers():
     other = op("aten::item", 0, 9, thread=7)
     read = trace([other, runtime("cudaStreamSynchronize", 1, 3)])

@@ -68,11 +68,11 @@ def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
 def callers(trace: Trace, rows: np.ndarray) -> list[str]:
     """For each call the outermost operator around it, else the innermost annotation, else itself.
 
-    Marks of steps are no annotations.
+    Marks of steps are neither.
     """
-    events = trace.events
-    operators = events.of(Category.CPU_OP)
-    annotations = by_name(trace, (Category.ANNOTATION,), rf"(?!{MARK.pattern}$).*")
+    events, unmarked = trace.events, rf"(?!{MARK.pattern}$).*"
+    operators = by_name(trace, (Category.CPU_OP,), unmarked)
+    annotations = by_name(trace, (Category.ANNOTATION,), unmarked)
     found = rows.copy()
     for thread in np.unique(events.thread[rows]):
         here = np.flatnonzero(events.thread[rows] == thread)
