@@ -209,7 +209,7 @@ def protocol(entry: dict[str, Any]) -> str:
     return (
         f"The first {kept['dropped_ms']:.0f} ms of each turn, and its first three calls, are no "
         f"samples. Alone, each metric was timed for {kept['alone_s']:.0f} s, and for "
-        f"{kept['explained_s']:.0f} s the period of one whose CV is over {kept['cv_limit']:.1%}."
+        f"{kept['explained_s']:.0f} s our period where its CV is over {kept['cv_limit']:.1%}."
     )
 
 

@@ -129,17 +129,21 @@ def test_the_chosen_are_timed_alone_after_the_others_have_ended():
     assert other.worker.ns is None
 
 
-def test_the_period_of_one_that_scatters_is_timed_longer_alone():
-    found = arms(steadytorch=1e6, best=1e6)
-    found[0].blocks["period"] = [[1_000_000] * 9 + [1_100_000]]
-    found[1].blocks["period"] = [[1_000_000] * 9 + [1_001_000]]
+def test_our_period_is_timed_longer_alone_where_it_scatters():
+    ours, best, other = found = arms(steadytorch=1e6, best=1e6, other=1e6)
     for arm in found:
         arm.typical_ns = arm.worker.ns
-        arm.blocks["latency"] = [[1_000_000] * 9 + [1_100_000]]
+        arm.blocks["latency"] = arm.blocks["period"] = [[1_000_000] * 9 + [1_100_000]]
     both = ["steadytorch", "best"]
     rival_timing.time_alone(found, both, ("period", "latency"), Random(0))
-    taken = [{m: len(s.durations_ns) for m, s in arm.alone.items()} for arm in found]
-    assert taken == [{"period": 4000, "latency": 1000}, {"period": 1000, "latency": 1000}]
+    taken = [{m: len(s.durations_ns) for m, s in arm.alone.items()} for arm in (ours, best)]
+    assert taken == [{"period": 3000, "latency": 1000}, {"period": 1000, "latency": 1000}]
+    assert other.alone == {}
+    (steady,) = found = arms(steadytorch=1e6)
+    steady.typical_ns = steady.worker.ns
+    steady.blocks["period"] = [[1_000_000] * 9 + [1_001_000]]
+    rival_timing.time_alone(found, both, ["period"], Random(0))
+    assert len(steady.alone["period"].durations_ns) == 1000
 
 
 def test_one_that_dies_alone_has_what_it_was_asked_before():

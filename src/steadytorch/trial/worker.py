@@ -216,9 +216,9 @@ class WorkloadHandler:
         An exception of the workload ends the series, as a file `STOP` does; what was timed before
         is kept.
         """
-        # Loaded at the first look, these would disturb the series.
-        import ruptures  # noqa: F401
-        import scipy.special  # noqa: F401
+        if not whole:  # loaded at the first look, these would disturb the series
+            import ruptures  # noqa: F401
+            import scipy.special  # noqa: F401
 
         overhead_ns = probe_overhead(self._sampler, 200) / self._group
         durations: list[int] = []
