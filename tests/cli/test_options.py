@@ -289,7 +289,7 @@ def test_transforms_that_may_do_nothing_are_told(monkeypatch, capsys):
     for quiet in (False, True):
         options.load_with_transforms("small@prefetch", CPU, quiet=quiet)
     assert capsys.readouterr().err.splitlines() == [
-        "steady: note: prefetch may do nothing here: the workload carries no loader "
+        "steady: note: a search would leave out prefetch here: the workload carries no loader "
         "(Workload.from_loader)"
     ]
 

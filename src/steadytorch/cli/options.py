@@ -93,7 +93,7 @@ def load_with_transforms(
 ) -> tuple[Workload, Candidate]:
     """The workload and the candidate that `WORKLOAD@TRANSFORM+TRANSFORM` names.
 
-    A transform that a search would leave out here may do nothing: that is told.
+    That a search would leave out a transform here is told: it may do nothing.
 
     Args:
         name: what the user typed.
@@ -122,7 +122,8 @@ def load_with_transforms(
         if (True, answer.reason) == no_cuda(facts):
             raise UnsupportedError(f"{each} cannot be applied here: {answer.reason}")
         if not quiet:
-            click.echo(f"steady: note: {each} may do nothing here: {answer.reason}", err=True)
+            text = f"steady: note: a search would leave out {each} here: {answer.reason}"
+            click.echo(text, err=True)
     return loaded, candidate
 
 

@@ -108,8 +108,7 @@ class Entries:
         entry = self.found.get(key)
         if entry is None:
             return self.first_sight(key, args, kwargs)
-        again = entry.resolution.again
-        if entry.call is not None or again is None or not again():
+        if entry.call is not None or (again := entry.resolution.again) is None or not again():
             return entry
         return self.first_sight(key, args, kwargs, entry)
 
