@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.decide import KEPT, pick, stays
+from steadytorch.conv.decide import KEPT, STEADY, pick, stays
 from steadytorch.conv.timing import BENCHMARK, SCREEN_ROUNDS, Measured
 from steadytorch.errors import UnsupportedError
 
@@ -32,6 +32,23 @@ def field(**times: float | tuple[float, int]) -> list[Measured]:
 )
 def test_the_smallest_workspace_within_the_band_wins_then_the_name(times, expected):
     assert pick(field(**times)).choice == expected
+
+
+def timed(name: str, median: float, spread: float | None, workspace: int = 0) -> Measured:
+    return Measured(name, median, spread, workspace_bytes=workspace)
+
+
+def test_within_the_band_what_takes_two_times_by_turns_is_left_to_whoever_has_nothing_else():
+    # The figures of one convolution of the U-Net on an H200: by name alone the second would win.
+    steady = timed("eng41_k25=1", 135.31, 0.0023, 64)
+    jumping = timed("eng41_k25=0", 136.34, 0.0698)
+    assert pick([steady, jumping]) is steady
+    assert pick([steady, timed("eng41_k25=0", 136.34, STEADY)]).choice == "eng41_k25=0"
+    assert pick([steady, timed("eng41_k25=0", 136.34, None)]).choice == "eng41_k25=0"
+    # Beyond the band time decides.
+    far = timed("eng41_k25=1", 138.59, 0.0034)
+    assert pick([jumping, far]) is jumping
+    assert pick([jumping, timed("eng1", 136.9, 0.05)]).choice == "eng1"
 
 
 def rounds(seed, count=40, tick_ns=0.5, **medians_ns):

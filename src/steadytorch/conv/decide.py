@@ -15,6 +15,10 @@ from steadytorch.measure.statistics import signed_rank_interval
 KEPT = 0.03
 """An engine chosen before is kept unless another is shown to be faster by more than this."""
 
+STEADY = 0.02
+"""Spread up to which the times of an engine are steady. On an H200 683 of 690 near the fastest are;
+the others go up to 0.11 (`docs/convolutions.md`)."""
+
 
 def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
     """Whether an engine that was chosen before is to stay.
@@ -45,8 +49,9 @@ def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
 def pick(measured: Sequence[Measured]) -> Measured:
     """The choice among engines that were timed, fastest first, where none was made before.
 
-    Within the noise band of the fastest: the smallest workspace, then the name. PyTorch's own only
-    where it is faster than all others by more than the band.
+    Within the noise band of the fastest: one that is `STEADY`, where there is one; of these the
+    smallest workspace, then the name. PyTorch's own only where it is faster than all others by more
+    than the band.
 
     Raises:
         UnsupportedError: none was timed.
@@ -59,4 +64,9 @@ def pick(measured: Sequence[Measured]) -> Measured:
     near = [m for m in engines if (m.median_ns or 0.0) <= fastest * (1 + NOISE)]
     if not near:
         return timed[0]
-    return min(near, key=lambda m: (m.workspace_bytes or 0, m.choice))
+    return min(near, key=lambda m: (not _is_steady(m), m.workspace_bytes or 0, m.choice))
+
+
+def _is_steady(measured: Measured) -> bool:
+    """Whether the times of an engine lie together, as far as is known: too few show nothing."""
+    return measured.spread is None or measured.spread <= STEADY
