@@ -39,9 +39,20 @@ from rival_cases import CASES, Case, chosen
 from rival_options import OPTIONS
 from rival_power import power_of, recorded
 from rival_processes import anew, close, over_processes
-from rival_results import CV_LIMIT, Document, Row, alone, best_of, failed_row, merge, read, row_of
+from rival_results import (
+    CV_LIMIT,
+    Document,
+    Row,
+    alone,
+    best_of,
+    failed_row,
+    merge,
+    read,
+    row_of,
+    told,
+)
 from rival_tables import markdown
-from rival_timing import ALONE_S, EXPLAINED_S, time_all, time_alone
+from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
@@ -172,6 +183,7 @@ def _rows(
         ours = next((arm for arm in arms if arm.option == OURS), None)
         rows = [row_of(case.name, arm, ours) for arm in arms]
         best = best_of(rows, "period_ms")
+        counted = [] if ours is None else clocks(ours)
         time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind], rng)
         for row, arm in zip(rows, arms, strict=True):
             row |= {"alone": alone(arm.alone)} if arm.alone.keys() == set(METRICS[kind]) else {}
@@ -188,7 +200,8 @@ def _rows(
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
     else:
-        entry["power"] = power_of(recording, ours.spans, ours.blocks.get("period", []))
+        entry["clocks_mhz"] = told(counted)
+        entry["power"] = power_of(recording, ours.spans, ours.blocks.get("period", []), counted)
     return rows
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from steadytorch.device.recorder import Recorder
 from steadytorch.device.recording import READ_EVERY, Recording, reasons
 from steadytorch.explain.finding import Abstention, Case, Finding
-from steadytorch.explain.rules.clock_throttled import rule
+from steadytorch.explain.rules.clock_throttled import followed, rule
 from steadytorch.trial.dwell import POWER
 from steadytorch.trial.series import Series
 
@@ -30,7 +30,10 @@ def recorded(device: str, body: Callable[[], None]) -> Recording | None:
 
 
 def power_of(
-    recording: Recording | None, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[int]]
+    recording: Recording | None,
+    spans: Sequence[tuple[int, int]],
+    blocks: Sequence[Sequence[int]],
+    clocks_mhz: Sequence[float],
 ) -> dict[str, Any]:
     """What held the clock within the spans; readings of other turns do not count.
 
@@ -38,15 +41,20 @@ def power_of(
         recording: of all the time; None where there is none.
         spans: a beginning and an end in ns for each block.
         blocks: what was timed, in ns per iteration.
+        clocks_mhz: counted over each iteration, NaN where unknown; or none.
 
     Returns:
-        `held`, the share of the readings at which the power limit did; medians of `sm_clock_mhz`
-        and `power_watts`; `finding` and `variance_share`, what `explain` says of the clock over
-        these samples. Each is None where it could not be observed, the last two also where there is
-        nothing to say.
+        `clock_share`, the share of the variance by which iterations follow the clock that was
+        counted, None where they do not. By NVML's readings: `held`, the share of these at which the
+        power limit held the clock; medians of `sm_clock_mhz` and `power_watts`; `finding` and
+        `variance_share`, what `explain` says of the clock over these samples. Each is None where it
+        could not be observed, the last two also where there is nothing to say.
     """
-    names = ("held", "sm_clock_mhz", "power_watts", "finding", "variance_share")
+    names = ("clock_share", "held", "sm_clock_mhz", "power_watts", "finding", "variance_share")
     found: dict[str, Any] = dict.fromkeys(names)
+    if len(clocks_mhz):
+        times = np.asarray([each for block in blocks for each in block], np.float64)
+        found["clock_share"] = followed(times, np.asarray(clocks_mhz)) or None
     within = in_turns(recording, spans, blocks)
     if within is None:
         return found

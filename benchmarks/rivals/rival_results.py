@@ -92,6 +92,7 @@ def alone(series: dict[str, Series]) -> dict[str, Any]:
         "host_ms": _ms(float(np.median(host))) if (host := series["period"].host_ns) else None,
         "finding": None if finding is None else finding.title,
         "variance_share": None if finding is None else finding.variance_share,
+        "clocks_mhz": told(series["period"].clocks_mhz),
         "outliers": [
             [round(each.sample_ns / period.median_ns, 3), each.cause] for each in period.outliers
         ],
@@ -187,6 +188,11 @@ def ratio(judgement: dict[str, Any] | None) -> float | None:
     return 1.0 + judgement["estimate"]
 
 
+def told(clocks_mhz: Sequence[float] | None) -> list[float | None] | None:
+    """Clocks as JSON has them, to a tenth of a MHz; None for what is unknown, and for none."""
+    return [round(c, 1) if c == c else None for c in clocks_mhz] if clocks_mhz else None
+
+
 def scatters(samples_ns: Sequence[int]) -> bool:
     """Whether the CV of what was timed, if anything was, is one to be explained."""
     return len(samples_ns) > 0 and float(np.std(samples_ns) / np.mean(samples_ns)) > CV_LIMIT
@@ -195,13 +201,17 @@ def scatters(samples_ns: Sequence[int]) -> bool:
 def cause(ours: Row, power: dict[str, Any]) -> str:
     """What our variability is put down to, where it is over a limit; else empty.
 
-    The clock is read too seldom for turns of some milliseconds. Where it says nothing of these, a
-    share of the variance that it explains in what was timed alone says what it can do.
+    In turns the clock is counted, and what holds it is read too seldom to be known: that is taken
+    from what was timed alone. Where the clock that was counted says nothing either, a share of the
+    variance that it explains alone says what it can do.
     """
     tail = ours["p99_over_median"]
     if ours["cv"] <= CV_LIMIT and (tail is None or tail <= P99_LIMIT):
         return ""
     alone, finding = ours.get("alone") or {}, power.get("finding")
+    if not power.get("variance_share") and power.get("clock_share"):
+        told = f"the clock makes {power['clock_share']:.0%} of the variance"
+        return f"{told}; alone: {alone['finding']}" if alone.get("finding") else told
     if not power.get("variance_share") and alone.get("variance_share"):
         return f"not attributed in turns; alone: {alone['finding']}"
     if finding is None:

@@ -94,6 +94,12 @@ def time_alone(
             arm.alone[metric] = series
 
 
+def clocks(arm: Arm) -> list[float]:
+    """MHz over each of an arm's periods in turns, NaN where unknown; empty where it has failed."""
+    found = _asked(arm, "clocks") if arm.is_live else None
+    return [] if found is None else found[len(found) - len(arm.samples("period")) :]
+
+
 def block_count(typical_ns: float, base_ns: float) -> int:
     """Iterations of one block: at least `BLOCK_NS` of them, 5 to 10 of near arms, 3 of others."""
     least = int(np.ceil(BLOCK_NS / max(typical_ns, 1.0)))

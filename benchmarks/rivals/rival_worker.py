@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from rival_options import OPTIONS, Call
 
 import steadytorch as steady
 from steadytorch.measure.sampler import warm_up
+from steadytorch.trial.counting import clocks_of, counting
 from steadytorch.trial.worker import WorkloadHandler, own_errors
 from steadytorch.tune.verify import verify
 from steadytorch.tune.worker import REFERENCE
@@ -38,6 +40,12 @@ class SetUp(msgspec.Struct, frozen=True):
 
 class RivalHandler(WorkloadHandler):
     """Answers the benchmark. Methods take and return msgpack types."""
+
+    counts_cycles = True
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._clocks_mhz: list[float] = []
 
     def prepare(self, option: str, plan: str | None) -> float:
         """Makes a hand-written option, or with `plan` what steadytorch serves; seconds it took."""
@@ -69,7 +77,16 @@ class RivalHandler(WorkloadHandler):
     def block(self, metric: str, count: int) -> list[int]:
         """Times a block after the ramp and `SETTLING_NS` more that are not kept."""
         settling = math.ceil(SETTLING_NS / max(self._iteration_ns * self._group, 1))
-        return super().block(metric, settling + count)[settling:]
+        if metric != "period":
+            return super().block(metric, settling + count)[settling:]
+        with counting(self._sampler, self._workload.device):
+            times = super().block(metric, settling + count)[settling:]
+            self._clocks_mhz.extend(clocks_of(self._sampler, count))
+        return times
+
+    def clocks(self) -> list[float]:
+        """MHz over every period of the blocks so far, NaN where that was not counted."""
+        return self._clocks_mhz
 
     def _by_hand(self, device: str, option: str) -> Call:
         example = (self._workload.inputs, dict(self._workload.kwargs))

@@ -166,6 +166,16 @@ def test_an_effect_without_pairs_is_no_ratio():
             {"finding": None},
             "not attributed",
         ),
+        (
+            {"cv": 0.02, "p99_over_median": None, "alone": {"finding": "heat holds it"}},
+            {"finding": None, "clock_share": 0.914},
+            "the clock makes 91% of the variance; alone: heat holds it",
+        ),
+        (
+            {"cv": 0.02, "p99_over_median": None},
+            {"finding": None, "clock_share": 0.914},
+            "the clock makes 91% of the variance",
+        ),
     ],
 )
 def test_variability_is_put_down_to_what_explain_says_of_the_clock(ours, power, expected):

@@ -22,7 +22,7 @@ class Scripted:
     def __init__(self, ns, dies_after=None):
         self.ns, self.dies_after, self.asked = ns, dies_after, []
 
-    def call(self, method, deadline_s, metric, **arguments):
+    def call(self, method, deadline_s, metric=None, **arguments):
         self.asked.append((metric, arguments))
         if self.dies_after is not None and len(self.asked) > self.dies_after:
             raise WorkerFault(Fault.SIGNAL, "segmentation fault")
@@ -35,6 +35,9 @@ class Scripted:
         assert whole
         taken = self.block(round(seconds * 1e9 / self.ns))
         return msgspec.to_builtins(series(taken, self.fails))
+
+    def clocks(self):
+        return self.counted
 
     def kill(self):
         self.ns = None
@@ -185,3 +188,15 @@ def test_time_too_short_for_the_p99_of_any_goes_to_rounds(monkeypatch):
     assert Clocked.now_s > 19.0
     a_round_s = 5 * (60e6 + 66e6) * 1e-9
     assert len(found["near"].blocks["period"]) >= 18.0 / a_round_s
+
+
+def test_clocks_are_of_the_periods_that_are_kept():
+    (arm,) = arms(steadytorch=1e6)
+    arm.blocks = {"period": [[1, 2], [3]], "latency": [[9]]}
+    # A block before the first round was for the scale alone.
+    arm.worker.counted = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert rival_timing.clocks(arm) == [3.0, 4.0, 5.0]
+    arm.worker.dies_after = 0
+    assert rival_timing.clocks(arm) == []
+    assert not arm.is_live
+    assert rival_timing.clocks(arm) == []

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from steadytorch.device.driver import cuda_driver
 from steadytorch.transforms import linking
-from steadytorch.transforms.copy_nodes import cuda_driver
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.memset_nodes import replace_memsets
 from steadytorch.workload.workload import Workload

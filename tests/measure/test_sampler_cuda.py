@@ -11,7 +11,9 @@ from steadytorch.measure.sampler import (
     IN_FLIGHT,
     LEAD_NS,
     MOST_IN_FLIGHT,
+    READ_CYCLES_NS,
     CudaSampler,
+    StepError,
     may_be_in_flight,
 )
 
@@ -25,6 +27,8 @@ class Device:
         self.clock, self.free_ns = clock, 0
         self.ends: list[int] = []
         self.most_in_flight = 0
+
+    cuda_stream = 7
 
     def enqueue(self, host_ns: int, work_ns: int) -> None:
         """Takes the host so long, then the device so long."""
@@ -138,3 +142,93 @@ def test_what_costs_the_host_much_leaves_room_in_the_queue():
     assert may_be_in_flight(80 * US, np.asarray([100 * US, 900 * US])) == 10
     assert may_be_in_flight(80 * US, np.asarray([10 * US, 90 * US])) == 50
     assert may_be_in_flight(0.0, np.asarray([0])) == MOST_IN_FLIGHT
+
+
+READING_NS = 2 * US
+
+
+class Counter:
+    """Reads the device's clock, which slows down at `slow_from_ns`, as far as there is room."""
+
+    def __init__(self, device: Device, room: int = 1000, slow_from_ns: int = 0) -> None:
+        self._device, self._room, self._slow_from = device, room, slow_from_ns
+        self.at_ns: list[int] = []
+
+    def read(self, place: int, stream: int) -> bool:
+        assert stream == Device.cuda_stream
+        if place >= self._room:
+            return False
+        del self.at_ns[place:]
+        self._device.enqueue(5 * US, READING_NS)
+        self.at_ns.append(self._device.free_ns)
+        return True
+
+    def clocks_mhz(self, count: int) -> np.ndarray:
+        at = np.asarray(self.at_ns)
+        assert len(at) == count
+        return np.where(at[:-1] >= self._slow_from, 1500.0, 1980.0)
+
+
+def counted(device: Device, counter: Counter | None, work_ns: int, count: int = 100):
+    sampler = CudaSampler(device.clock)
+    sampler.periods(lambda: device.enqueue(10 * US, work_ns), 10)  # how long one takes is known
+    sampler.counter = counter
+    found, _ = sampler.periods(lambda: device.enqueue(10 * US, work_ns), count)
+    return sampler, found
+
+
+@pytest.mark.parametrize("work_ns", [200 * US, 700 * US, 3 * MS])
+def test_readings_of_the_counter_are_in_no_period(device: Device, work_ns: int):
+    counter = Counter(device)
+    sampler, found = counted(device, counter, work_ns, 600)
+    assert found[2:].tolist() == [work_ns] * 598
+    apart = np.diff(counter.at_ns)
+    assert len(apart) == -(-600 // -(-READ_CYCLES_NS // work_ns))
+    assert (apart[1:-1] >= READ_CYCLES_NS).all()
+    # The time of the readings is in both sums that are compared.
+    assert sampler.clock_difference() == pytest.approx(0, abs=1e-3)
+
+
+def test_the_clock_of_an_iteration_is_that_between_the_readings_around_it(device: Device):
+    counter = Counter(device, slow_from_ns=50 * MS)
+    sampler, _ = counted(device, counter, 500 * US, 102)
+    clocks = sampler.clocks_mhz
+    # Every fourth boundary is read, and the last.
+    assert clocks is not None
+    assert len(clocks) == 102
+    slow = np.flatnonzero(clocks == 1500.0)
+    assert slow.tolist() == list(range(slow[0], 102))
+    assert slow[0] % 4 == 0
+    assert 50 * MS <= counter.at_ns[slow[0] // 4] < 53 * MS
+
+
+def test_what_is_not_read_has_no_clock(device: Device):
+    sampler, _ = counted(device, Counter(device, room=3), 500 * US)
+    assert sampler.clocks_mhz is not None
+    assert np.isfinite(sampler.clocks_mhz).tolist() == [True] * 8 + [False] * 92
+    for counter in (None, Counter(device, room=0), Counter(device, room=1)):
+        sampler, found = counted(device, counter, 500 * US)
+        assert sampler.clocks_mhz is None
+        assert found[2:].tolist() == [500 * US] * 98
+
+
+def test_without_an_idea_of_the_time_every_boundary_is_read(device: Device):
+    sampler, counter = CudaSampler(device.clock), Counter(device)
+    sampler.counter = counter
+    found, _ = sampler.periods(lambda: device.enqueue(10 * US, 500 * US), 20)
+    assert found[2:].tolist() == [500 * US] * 18
+    assert len(counter.at_ns) == 21
+
+
+def test_a_step_that_raises_beside_a_counter_keeps_its_times(device: Device):
+    sampler, steps = CudaSampler(device.clock), iter(range(10))
+    sampler.counter = Counter(device)
+
+    def step() -> None:
+        if next(steps) == 6:
+            raise ValueError("no more")
+        device.enqueue(10 * US, 500 * US)
+
+    with pytest.raises(StepError) as raised:
+        sampler.periods(step, 20)
+    assert raised.value.durations_ns[2:].tolist() == [500 * US] * 4

@@ -59,6 +59,7 @@ class Profiled(msgspec.Struct, frozen=True):
 class ExplainHandler(WorkloadHandler):
     """Answers whoever explains a workload. Methods take and return msgpack types."""
 
+    counts_cycles = True
     _switches, _warmed_without = False, False
 
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ On the CPU, where a call returns with its result, the two are one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -37,6 +37,9 @@ COMPARABLE_NS = 100_000_000
 """The host hears of a block's end some 20 us late: two in ten thousand of this."""
 CLOCKS_AGREE = 1e-3
 """Clocks of device and host that differ by more than this fraction make periods doubtful."""
+READ_CYCLES_NS = 2_000_000
+"""Least time between readings of a counter: a fifth of the steps in which a power limit moves the
+clock of an H200, and a thousand times what a reading takes."""
 
 Step = Callable[[], Any]
 
@@ -52,6 +55,18 @@ class StepError(Exception):
     def __init__(self, durations_ns: np.ndarray, host_ns: np.ndarray) -> None:
         super().__init__(f"the step raised in iteration {len(durations_ns)}")
         self.durations_ns, self.host_ns = durations_ns, host_ns
+
+
+class Counter(Protocol):
+    """Counts the cycles of a device, as `device.cycles.CycleCounter`."""
+
+    def read(self, place: int, stream: int) -> bool:
+        """Enqueues the reading of this place; False where there is none."""
+        ...
+
+    def clocks_mhz(self, count: int) -> np.ndarray:
+        """The clock between the first `count` readings in MHz, shape (count - 1,)."""
+        ...
 
 
 class Sampler(Protocol):
@@ -113,42 +128,58 @@ class CudaSampler:
 
     Args:
         clock: the host's clock, for enqueue time and latency.
+
+    Attributes:
+        counter: is read between iterations while periods are taken, and at both ends; what that
+            takes is in no period. None for none.
+        clocks_mhz: the device's clock by the counter over each iteration of the last periods, shape
+            (count,), NaN where it is unknown; None where none was counted.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
+        self.counter: Counter | None = None
+        self.clocks_mhz: np.ndarray | None = None
         self._clock = clock or HostClock()
         self._events: list[Any] = []
         self._device_ns = self._host_ns = 0
+        self._typical_ns = 0.0
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
         import torch
 
-        events = self._boundary_events(count + 1)
+        self.clocks_mhz = None
+        ends = self._boundary_events(count + 1)
         host = np.empty(count, dtype=np.int64)
         # Looked up once: at every record it would cost a microsecond.
         stream = torch.cuda.current_stream()
         # With an empty queue the first event passes when it is recorded: both clocks start there.
         stream.synchronize()
+        readings = _Readings(self.counter, stream, count, self._typical_ns)
         begun, in_flight = self._clock.now_ns(), IN_FLIGHT
-        events[0].record(stream)
+        ends[0].record(stream)
+        starts = [readings.after(ends[0], 0)]
         for i in range(count):
             if i >= in_flight:
-                events[i - in_flight + 1].synchronize()
+                ends[i - in_flight + 1].synchronize()
             if in_flight == IN_FLIGHT and i >= 2 * IN_FLIGHT and i.bit_count() == 1:
-                lately = _elapsed_ns(events[max(1, i - 4) : i])
+                first = max(1, i - 4)
+                lately = _elapsed_ns(starts[first : i - 1], ends[first + 1 : i])
                 in_flight = may_be_in_flight(float(np.median(lately)), host[1:i])
             start = self._clock.now_ns()
             try:
                 step()
             except Exception as error:
-                raise StepError(_elapsed_ns(events[: i + 1]), host[:i]) from error
+                raise StepError(_elapsed_ns(starts[:i], ends[1 : i + 1]), host[:i]) from error
             host[i] = self._clock.now_ns() - start
-            events[i + 1].record(stream)
-        events[count].synchronize()
+            ends[i + 1].record(stream)
+            starts.append(readings.after(ends[i + 1], i + 1))
+        ends[count].synchronize()
         self._host_ns += self._clock.now_ns() - begun
-        elapsed = _elapsed_ns(events[: count + 1])
-        self._device_ns += int(elapsed.sum())
+        self._device_ns += int(_elapsed_ns(ends[:1], ends[count:]).sum())
+        elapsed = _elapsed_ns(starts[:count], ends[1:])
+        self._typical_ns = float(np.median(elapsed))
+        self.clocks_mhz = readings.clocks_mhz()
         return elapsed, host
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
@@ -180,6 +211,45 @@ class CudaSampler:
         return self._events[:count]
 
 
+class _Readings:
+    """Readings of a counter beside one call of `periods`.
+
+    Args:
+        counter: None for none.
+        stream: on which the iterations run.
+        count: of iterations.
+        typical_ns: what one takes; 0 where unknown.
+    """
+
+    def __init__(self, counter: Counter | None, stream: Any, count: int, typical_ns: float) -> None:
+        self._counter, self._stream, self._count = counter, stream, count
+        self._stride = math.ceil(READ_CYCLES_NS / max(typical_ns, 1.0)) if typical_ns else 1
+        self._at: list[int] = []
+
+    def after(self, end: Any, place: int) -> Any:
+        """Reads after an iteration's end if that is due; the event at which the next one starts."""
+        import torch
+
+        due = not self._at or place == self._count or place >= self._at[-1] + self._stride
+        if self._counter is None or not due:
+            return end
+        if not self._counter.read(len(self._at), self._stream.cuda_stream):
+            return end
+        self._at.append(place)
+        start = torch.cuda.Event(enable_timing=True)
+        start.record(self._stream)
+        return start
+
+    def clocks_mhz(self) -> np.ndarray | None:
+        """The clock over each iteration; None where fewer than two readings were enqueued."""
+        if self._counter is None or len(self._at) < 2:
+            return None
+        found = np.full(self._count, np.nan)
+        between = self._counter.clocks_mhz(len(self._at))
+        found[self._at[0] : self._at[-1]] = np.repeat(between, np.diff(self._at))
+        return found
+
+
 def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
     """Iterations that may be in a device's queue at once, the one that runs included.
 
@@ -191,11 +261,12 @@ def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
     return int(np.clip(most, IN_FLIGHT, MOST_IN_FLIGHT))
 
 
-def _elapsed_ns(events: list[Any]) -> np.ndarray:
-    """Times between neighbouring events once the last has passed; none where a fault broke them."""
+def _elapsed_ns(starts: list[Any], ends: list[Any]) -> np.ndarray:
+    """Times from events to others once the last has passed; none where a fault broke them."""
     try:
-        events[-1].synchronize()
-        elapsed = [first.elapsed_time(second) * 1e6 for first, second in pairwise(events)]
+        for last in ends[-1:]:
+            last.synchronize()
+        elapsed = [start.elapsed_time(end) * 1e6 for start, end in zip(starts, ends, strict=True)]
     except RuntimeError:  # the device is lost with the step that raised
         elapsed = []
     return np.asarray(elapsed, dtype=np.float64).round().astype(np.int64)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from steadytorch.device.driver import cuda_driver
 from steadytorch.transforms.input_nodes import InputNode
 
 MOST = 3
@@ -147,12 +148,3 @@ def _added(driver: Any, graph: ctypes.c_void_p, targets: list[Tensor]) -> list[C
 def _fits(target: Tensor) -> bool:
     """Whether it is plain memory of a GPU; complex tensors may be conjugated when they are read."""
     return target.is_cuda and target.numel() > 0 and not target.is_complex()
-
-
-@cache
-def cuda_driver() -> Any:
-    """The driver's library; None where there is none (AMD)."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None

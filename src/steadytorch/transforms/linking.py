@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes, cuda_driver
+from steadytorch.device.driver import cuda_driver
+from steadytorch.transforms.copy_nodes import MOST, add_copy_nodes
 from steadytorch.transforms.input_nodes import InputNode
 from steadytorch.transforms.memset_nodes import replace_memsets
 from steadytorch.transforms.pointers import Fixed, Kernel, Pointer, nodes_of, rest

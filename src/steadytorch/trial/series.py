@@ -26,6 +26,7 @@ class Series(msgspec.Struct, frozen=True):
         failed: the exception that ended the series early, None if none did.
         stopped: whether it was asked to end early.
         clock_difference: see `Sampler.clock_difference`.
+        clocks_mhz: see `CudaSampler.clocks_mhz`; None where none was counted.
     """
 
     durations_ns: list[int]
@@ -38,6 +39,7 @@ class Series(msgspec.Struct, frozen=True):
     failed: str | None = None
     stopped: bool = False
     clock_difference: float | None = None
+    clocks_mhz: list[float] | None = None
 
     def starts_ns(self) -> np.ndarray:
         """When each sample began, on the host's clock, shape (samples,)."""

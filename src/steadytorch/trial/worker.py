@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
 from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.trial.counting import clocks_of, counting, noted
 from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.trial.series import Series
 from steadytorch.workload import travel
@@ -136,6 +137,9 @@ class WorkloadHandler:
         directory: holds the payload.
     """
 
+    counts_cycles = False
+    """Whether the clock of a GPU is counted beside the periods of a series."""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._context: AbstractContextManager[Workload] | None = None
@@ -224,8 +228,11 @@ class WorkloadHandler:
         durations: list[int] = []
         host: list[int] = []
         stretches: list[tuple[int, int]] = []
+        clocks: list[float] = []
         failed, ended, stopped, spent = None, False, False, 0.0
+        counts = metric == "period" and self.counts_cycles
         with (
+            counting(self._sampler, self._workload.device) if counts else nullcontext() as why,
             Recorder(str(self._workload.device)) as recorder,
             (self._directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
         ):
@@ -236,6 +243,7 @@ class WorkloadHandler:
                 kept.write(taken.astype(np.int64).tobytes())
                 durations.extend(taken.tolist())
                 host.extend(enqueued.tolist())
+                clocks.extend(clocks_of(self._sampler, len(taken)))
                 spent = (time.perf_counter_ns() - start) * 1e-9
                 ended = not whole and _resolved(durations, spent / seconds)
                 stopped = (self._directory / STOP).exists()
@@ -246,10 +254,11 @@ class WorkloadHandler:
             overhead_ns=overhead_ns,
             group=self._group,
             resolved=ended,
-            recording=msgspec.to_builtins(recorder.recording),
+            recording=msgspec.to_builtins(noted(recorder.recording, why)),
             failed=failed,
             stopped=stopped,
             clock_difference=self._sampler.clock_difference(),
+            clocks_mhz=clocks if np.isfinite(clocks).any() else None,
         )
         return msgspec.to_builtins(series)
 

@@ -66,6 +66,7 @@ def timed(
     host_ns: Sequence[float] | None = None,
     gc: Sequence[tuple[int, int]] = (),
     unknown: dict[str, str] | None = None,
+    clocks_mhz: Sequence[float] | None = None,
     **known: Any,
 ) -> Case:
     """A case of these samples, one after another from time zero on, and a tick every 15 ms.
@@ -76,6 +77,7 @@ def timed(
         host_ns: enqueue times; none for latencies.
         gc: start and length of collections.
         unknown: channels that could not be observed.
+        clocks_mhz: counted over each sample; None for not counted.
         known: channels by name, each a function of the ticks' times in ns (int64, shape (ticks,)),
             `cpus` of the recording, and further fields of the case.
     """
@@ -105,6 +107,7 @@ def timed(
         group=1,
         resolved=True,
         recording=recording,
+        clocks_mhz=None if clocks_mhz is None else list(clocks_mhz),
     )
     return Case(series=series, **known)
 

@@ -72,6 +72,64 @@ def test_a_cap_that_samples_do_not_follow_is_not_blamed():
     assert rule(case) == ()
 
 
+def _steps(count, seed=3):
+    """A clock that a limit moves every 20 ms, as samples of 4 ms see it: MHz, shape (count,)."""
+    rng = np.random.default_rng(seed)
+    return np.repeat(rng.integers(1650, 1750, -(-count // 5)), 5)[:count].astype(float)
+
+
+def _held(times, **known):
+    return timed(
+        times,
+        clock_event_mask=lambda at: np.full_like(at, CAPPED),
+        sm_clock_mhz=lambda at: np.full_like(at, 1700),
+        **known,
+    )
+
+
+def test_a_clock_that_moves_between_readings_of_nvml_is_found_where_it_was_counted():
+    clocks = _steps(700)
+    times = noise(700, 4 * MS) * 1700 / clocks
+    assert the(rule(_held(times))).variance_share is None
+    found = the(rule(_held(times, clocks_mhz=clocks)))
+    assert found.variance_share > 0.9
+    assert found.confidence == "high"
+    assert "the clock (counted over each sample) explains 9" in " ".join(found.evidence)
+    # A few that are not known do not matter; many do, and nothing is made up for them.
+    clocks[::15] = np.nan
+    assert the(rule(_held(times, clocks_mhz=clocks))).variance_share > 0.9
+    clocks[::5] = np.nan
+    assert the(rule(_held(times, clocks_mhz=clocks))).variance_share is None
+
+
+def test_the_part_of_the_variance_that_the_clock_does_not_explain_is_not_given_to_it():
+    clocks = _steps(2000)
+    rest = noise(2000, 4 * MS, np.std(1700 / clocks))
+    assert the(rule(_held(rest * 1700 / clocks, clocks_mhz=clocks))).variance_share == (
+        pytest.approx(0.5, abs=0.1)
+    )
+
+
+def test_samples_and_clocks_that_wander_by_themselves_are_not_put_together():
+    def wandering(seed):
+        rng = np.random.default_rng(seed)
+        walk = np.convolve(rng.standard_normal(900), np.ones(200) / 200, "valid")[:700]
+        return (walk - walk.mean()) / walk.std()
+
+    shares = [
+        the(
+            rule(
+                _held(
+                    4 * MS * (1 + 0.01 * wandering(seed)) * noise(700, 1, 0.001),
+                    clocks_mhz=1700 * (1 - 0.01 * wandering(seed + 100)),
+                )
+            )
+        ).variance_share
+        for seed in range(40)
+    ]
+    assert sum(share is not None for share in shares) <= 1
+
+
 def test_growth_without_a_known_clock_is_named_with_low_confidence():
     times = noise(300) * np.geomspace(1, 4, 300)
     found = the(rule(timed(times, unknown={"clock_event_mask": "not supported"})))

@@ -20,8 +20,11 @@ LEAST_EFFECT = 0.01
 """Between samples at fast clocks and at slow ones (95th and 5th percentile), over the median."""
 LEAST_READINGS = 10
 """Different readings of the clock without which nothing is said of how samples follow it."""
+LEAST_KNOWN = 0.9
+"""Of the samples, whose clock must be known for that."""
 CERTAIN = 4.0
-"""Standard errors that the slope of time over the period of the clock must have."""
+"""Standard errors that the correlation must have between changes of time and of the clock's period,
+from reading to reading."""
 LEAST_VARIANCE = 0.05
 
 _THERMAL = ("thermal_slowdown", "hardware_thermal_slowdown")
@@ -39,6 +42,7 @@ class _Clock:
         median_mhz: 0 where the clock itself was not recorded.
         highest_mhz: likewise.
         share: of the variance of the samples, by how they follow the clock; 0 where they do not.
+        counted: whether the clock was counted over each sample, not read now and then.
         places: outliers put down to it.
     """
 
@@ -47,6 +51,7 @@ class _Clock:
     median_mhz: float
     highest_mhz: float
     share: float
+    counted: bool
     places: np.ndarray
 
 
@@ -55,6 +60,7 @@ def rule(case: Case) -> Verdict:
 
     A limit that holds the clock all along costs time, one that comes and goes makes variance. Only
     the limits of power and heat count: an idle GPU, or clocks that someone set, are no throttling.
+    How samples follow it is told by the counter of cycles where there is one, else by NVML.
     Where no clock was recorded, steps that only ever get slower are taken as a sign of heat.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
@@ -78,40 +84,53 @@ def _clock(samples: Samples) -> _Clock:
     masks = samples.level("clock_event_mask")
     masks = np.zeros(0, np.int64) if masks is None else masks & _MASK
     seen = int(np.bitwise_or.reduce(masks)) if len(masks) else 0
-    clocks = samples.level("sm_clock_mhz")
-    if clocks is None or not clocks.all():
-        clocks = np.zeros(len(samples.durations_ns), np.int64)
-    known = bool(clocks.all())
+    counted, clocks = samples.clocks_mhz is not None, samples.clocks_mhz
+    if clocks is None:
+        clocks = samples.level("sm_clock_mhz")
+    if clocks is None:
+        clocks = np.zeros(len(samples.durations_ns))
+    known = clocks[clocks > 0]  # which NaN is not
     return _Clock(
         held=float(np.mean(masks != 0)) if len(masks) else 0.0,
         names=reasons(seen),
-        median_mhz=float(np.median(clocks)) if known else 0.0,
-        highest_mhz=float(clocks.max()) if known else 0.0,
-        share=_followed(samples, clocks) if known else 0.0,
+        median_mhz=float(np.median(known)) if len(known) else 0.0,
+        highest_mhz=float(known.max()) if len(known) else 0.0,
+        share=followed(samples.durations_ns, clocks),
+        counted=counted,
         places=samples.caused_by(POWER_CAP, THERMAL, CLOCK),
     )
 
 
-def _followed(samples: Samples, clocks: np.ndarray) -> float:
-    """Share of the variance that the clock explains; 0 where that may be chance.
+def followed(times: np.ndarray, clocks: np.ndarray) -> float:
+    """Share of the variance of samples that the clock explains; 0 where that may be chance.
 
-    A reading holds for several samples, so the readings count, not the samples.
+    A reading holds for several samples, so the readings count, not the samples. What wanders has a
+    line with whatever else wanders: it is by their changes from reading to reading that samples
+    must be shown to follow the clock.
+
+    Args:
+        times: of the samples in ns, shape (samples,).
+        clocks: MHz over each, likewise; 0 or NaN where unknown.
     """
+    known = clocks > 0
+    if np.mean(known) < LEAST_KNOWN:
+        return 0.0
+    times, clocks = times[known], clocks[known]
     changes = np.flatnonzero(np.diff(clocks)) + 1
     if len(changes) + 1 < LEAST_READINGS:
         return 0.0
-    slowness, times = float(np.median(clocks)) / clocks, samples.durations_ns
+    slowness = float(np.median(clocks)) / clocks
     slope, _ = np.polyfit(slowness, times, 1)
     low, high = np.quantile(slowness, [0.05, 0.95])
-    if slope * (high - low) < LEAST_EFFECT * samples.median_ns:
+    if slope * (high - low) < LEAST_EFFECT * np.median(times):
         return 0.0
     fit = float(np.corrcoef(slowness, times)[0, 1])
     # The error of a mean over a reading, not of a sample: one group for each reading.
     groups = np.split(np.arange(len(times)), changes)
     x = np.asarray([slowness[group].mean() for group in groups])
     y = np.asarray([np.median(times[group]) for group in groups])
-    over = float(np.corrcoef(x, y)[0, 1])
-    error = np.sqrt(max(1e-12, 1 - over**2) / (len(groups) - 2))
+    over = float(np.corrcoef(np.diff(x), np.diff(y))[0, 1])
+    error = np.sqrt(max(1e-12, 1 - over**2) / (len(x) - 3))
     return fit**2 if over / error >= CERTAIN else 0.0
 
 
@@ -123,7 +142,10 @@ def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
     at = f" (median {clock.median_mhz:.0f} MHz)" if clock.median_mhz else ""
     lines = [f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples{at}"]
     if clock.share:
-        lines.append(f"the clock explains {percent(clock.share)} of the variance of the samples")
+        how = "counted over each sample" if clock.counted else "read now and then"
+        lines.append(
+            f"the clock ({how}) explains {percent(clock.share)} of the variance of the samples"
+        )
     if len(clock.places):
         lines.append(f"{len(clock.places)} outliers fall on a lower clock")
     if clock.highest_mhz and slower:

@@ -29,6 +29,8 @@ class Samples:
         group: iterations to a sample.
         outliers: samples that stand out, with the cause that was seen; `index` counts from here.
         recording: what was recorded.
+        clocks_mhz: of the GPU over each sample by its counter of cycles, float64, (samples,), NaN
+            where unknown; None where none was counted.
     """
 
     durations_ns: np.ndarray
@@ -37,6 +39,7 @@ class Samples:
     group: int
     outliers: tuple[Outlier, ...]
     recording: Recording
+    clocks_mhz: np.ndarray | None = None
 
     @property
     def median_ns(self) -> float:
@@ -159,7 +162,8 @@ def samples_of(case: Case) -> Samples | None:
         Outlier(place, int(whole[place]), cause)
         for place, cause in zip(places, causes, strict=True)
     )
-    return Samples(whole, starts, host * series.group, series.group, outliers, recording)
+    counted = None if series.clocks_mhz is None else np.asarray(series.clocks_mhz)[first:]
+    return Samples(whole, starts, host * series.group, series.group, outliers, recording, counted)
 
 
 def unrecorded(rule: str, samples: Samples | None, channel: str, what: str) -> Abstention:
