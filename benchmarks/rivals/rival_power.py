@@ -52,8 +52,8 @@ def power_of(
     """
     names = ("clock_share", "held", "sm_clock_mhz", "power_watts", "finding", "variance_share")
     found: dict[str, Any] = dict.fromkeys(names)
-    if len(clocks_mhz):
-        times = np.asarray([each for block in blocks for each in block], np.float64)
+    times = np.asarray([each for block in blocks for each in block], np.float64)
+    if 0 < len(clocks_mhz) == len(times):
         found["clock_share"] = followed(times, np.asarray(clocks_mhz)) or None
     within = in_turns(recording, spans, blocks)
     if within is None:

@@ -13,7 +13,7 @@ from rival_options import OPTIONS, Call
 
 import steadytorch as steady
 from steadytorch.measure.sampler import warm_up
-from steadytorch.trial.counting import clocks_of, counting
+from steadytorch.trial.counting import counted_of, counting
 from steadytorch.trial.worker import WorkloadHandler, own_errors
 from steadytorch.tune.verify import verify
 from steadytorch.tune.worker import REFERENCE
@@ -79,9 +79,10 @@ class RivalHandler(WorkloadHandler):
         settling = math.ceil(SETTLING_NS / max(self._iteration_ns * self._group, 1))
         if metric != "period":
             return super().block(metric, settling + count)[settling:]
-        with counting(self._sampler, self._workload.device):
+        sample_ns = self._iteration_ns * self._group
+        with counting(self._sampler, self._workload.device, sample_ns):
             times = super().block(metric, settling + count)[settling:]
-            self._clocks_mhz.extend(clocks_of(self._sampler, count))
+            self._clocks_mhz.extend(counted_of(self._sampler, count)[0])
         return times
 
     def clocks(self) -> list[float]:

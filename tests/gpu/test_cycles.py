@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ def _counted(step, count):
     """Periods in ns, and the clock over each in MHz."""
     sampler = CudaSampler()
     sampler.periods(step, 20)
-    with counting(sampler, torch.device("cuda", torch.cuda.current_device())) as why:
+    with counting(sampler, torch.device("cuda", torch.cuda.current_device()), 1e6) as why:
         assert why is None
         times, _ = sampler.periods(step, count)
         assert sampler.clocks_mhz is not None
@@ -41,3 +43,16 @@ def test_the_counted_clock_is_one_that_the_gpu_can_have():
         pytest.skip("NVML does not tell the highest clock here")
     assert 0.1 * highest < np.nanmin(clocks)
     assert np.nanmax(clocks) < 1.02 * highest
+
+
+def test_the_counters_go_on_while_there_is_nothing_to_do():
+    """Else a host that is slow would look like a clock that is low."""
+
+    def step():
+        torch.cuda._sleep(2_000_000)
+        torch.cuda.synchronize()
+        time.sleep(0.003)
+
+    _, paused = _counted(step, 100)
+    _, busy = _counted(lambda: torch.cuda._sleep(2_000_000), 100)
+    assert np.nanmedian(paused) > 0.7 * np.nanmedian(busy)

@@ -171,8 +171,9 @@ class Counter:
 
 def counted(device: Device, counter: Counter | None, work_ns: int, count: int = 100):
     sampler = CudaSampler(device.clock)
-    sampler.periods(lambda: device.enqueue(10 * US, work_ns), 10)  # how long one takes is known
     sampler.counter = counter
+    sampler.periods(lambda: device.enqueue(10 * US, work_ns), 2)  # how long one takes is known
+    device.synchronize()
     found, _ = sampler.periods(lambda: device.enqueue(10 * US, work_ns), count)
     return sampler, found
 
@@ -185,6 +186,8 @@ def test_readings_of_the_counter_are_in_no_period(device: Device, work_ns: int):
     apart = np.diff(counter.at_ns)
     assert len(apart) == -(-600 // -(-READ_CYCLES_NS // work_ns))
     assert (apart[1:-1] >= READ_CYCLES_NS).all()
+    assert sampler.gaps_ns is not None
+    assert sampler.gaps_ns[1:].sum() == READING_NS * (len(apart) - 1)
     # The time of the readings is in both sums that are compared.
     assert sampler.clock_difference() == pytest.approx(0, abs=1e-3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,7 +17,13 @@ from steadytorch.errors import UnsupportedError
 from steadytorch.measure.sampler import CudaSampler, HostSampler
 from steadytorch.process.messages import encode
 from steadytorch.trial import counting as module
-from steadytorch.trial.counting import UNCOUNTED, clocks_of, counting, noted
+from steadytorch.trial.counting import (
+    COUNTED_FROM_NS,
+    UNCOUNTED,
+    counted_of,
+    counting,
+    noted,
+)
 from steadytorch.trial.worker import Series, WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload
 
@@ -31,10 +38,11 @@ class Sampler(CudaSampler):
         self._host, self.calls = HostSampler(), 0
 
     def periods(self, step, count):
-        self.clocks_mhz = None
+        self.clocks_mhz = self.gaps_ns = None
         found = self._host.periods(step, count)
         if self.counter is not None:
             self.clocks_mhz = 1000.0 + self.calls + np.arange(count)
+            self.gaps_ns = np.full(count, 7)
             self.calls += count
         return found
 
@@ -45,8 +53,8 @@ class Sampler(CudaSampler):
 class Counter:
     made = 0
 
-    def __init__(self, driver, device):
-        assert driver == "driver"
+    def __init__(self, driver, device, blocks):
+        assert (driver, blocks) == ("driver", 132)
         assert device in (DEVICE, torch.device("cpu"))
         Counter.made += 1
 
@@ -57,6 +65,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(module, "cuda_driver", lambda: "driver")
     monkeypatch.setattr(module, "CycleCounter", Counter)
     monkeypatch.setattr(Counter, "made", 0)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     module._counter.cache_clear()
     yield
     module._counter.cache_clear()
@@ -65,34 +75,47 @@ def gpu(monkeypatch):
 def test_one_counter_serves_all_series_of_a_process(gpu):
     sampler = Sampler()
     for _ in range(3):
-        with counting(sampler, DEVICE) as why:
+        with counting(sampler, DEVICE, COUNTED_FROM_NS) as why:
             assert why is None
             assert isinstance(sampler.counter, Counter)
             sampler.periods(lambda: None, 5)
-            assert clocks_of(sampler, 2)[1] == clocks_of(sampler, 5)[-1] > 1000
-            assert clocks_of(sampler, 0) == []
-        assert sampler.counter is sampler.clocks_mhz is None
-        assert np.isnan(clocks_of(sampler, 4)).tolist() == [True] * 4
+            assert counted_of(sampler, 2)[0][1] == counted_of(sampler, 5)[0][-1] > 1000
+            assert counted_of(sampler, 2)[1] == [7, 7]
+            assert counted_of(sampler, 0) == ([], [])
+        assert sampler.counter is sampler.clocks_mhz is sampler.gaps_ns is None
+        clocks, gaps = counted_of(sampler, 4)
+        assert np.isnan(clocks).tolist() == [True] * 4
+        assert gaps == [0] * 4
     assert Counter.made == 1
 
 
 @pytest.mark.parametrize("error", [UnsupportedError("no driver"), RuntimeError("out of memory")])
 def test_where_it_cannot_be_counted_the_reason_is_noted(gpu, monkeypatch, error):
-    def refused(driver, device):
+    def refused(driver, device, blocks):
         raise error
 
     monkeypatch.setattr(module, "CycleCounter", refused)
     sampler, recording = Sampler(), Recording(device="cuda", interval_ns=1, unknown={"a": "b"})
-    with counting(sampler, DEVICE) as why:
+    with counting(sampler, DEVICE, 1e9) as why:
         assert sampler.counter is None
     assert str(error) in noted(recording, why).unknown[UNCOUNTED]
     assert noted(recording, None) is recording
 
 
 def test_on_the_cpu_there_is_nothing_to_count():
-    with counting(HostSampler(), torch.device("cpu")) as why:
+    with counting(HostSampler(), torch.device("cpu"), 1e9) as why:
         assert why is None
-    assert all(map(math.isnan, clocks_of(HostSampler(), 3)))
+    clocks, gaps = counted_of(HostSampler(), 3)
+    assert all(map(math.isnan, clocks))
+    assert gaps == [0, 0, 0]
+
+
+def test_beside_short_iterations_it_is_not_counted(gpu):
+    sampler = Sampler()
+    with counting(sampler, DEVICE, COUNTED_FROM_NS - 1) as why:
+        assert sampler.counter is None
+    assert why == "an iteration is shorter than 0.5 ms"
+    assert Counter.made == 0
 
 
 @pytest.fixture
@@ -102,6 +125,7 @@ def handler(gpu, tmp_path):
     made = WorkloadHandler(tmp_path)
     made.load("cpu", transforms.ambient())
     made._sampler, made._step = Sampler(), lambda: None
+    made._iteration_ns = COUNTED_FROM_NS
     yield made
     made.close()
 
@@ -114,6 +138,7 @@ def test_every_period_has_the_clock_that_was_counted_over_it(handler):
     handler.counts_cycles = True
     found = taken(handler, "period")
     assert found.clocks_mhz == [1000.0 + i for i in range(len(found.durations_ns))]
+    assert found.gaps_ns == [7] * len(found.durations_ns)
     assert UNCOUNTED not in found.recording["unknown"]
     assert encode(handler.series("period", 0.01))
 

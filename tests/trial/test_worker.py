@@ -194,6 +194,13 @@ def test_starts_of_grouped_samples_are_those_of_the_groups():
     assert found.starts_ns().tolist() == [1000, 2000, 5000]
 
 
+def test_a_reading_before_a_sample_makes_it_start_later():
+    found = Series([10, 20, 30, 5], [(1000, 3), (5000, 1)], [], 0.0, 1, True, None)
+    read = msgspec.structs.replace(found, gaps_ns=[0, 3, 4, 2])
+    assert found.starts_ns().tolist() == [1000, 1010, 1030, 5000]
+    assert read.starts_ns().tolist() == [1000, 1013, 1037, 5002]
+
+
 def test_what_was_timed_before_warming_up_failed_is_kept(loaded):
     step = Step(fails_at=4)  # so many calls it takes however long they last
     loaded._workload = loaded._workload.with_model(step)

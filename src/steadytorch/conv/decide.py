@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.timing import BENCHMARK, NOISE, Measured
+from steadytorch.conv.timing import BENCHMARK, NOISE, RACE_LOOKS, Measured
 from steadytorch.errors import UnsupportedError
 from steadytorch.measure.race import ALPHA
 from steadytorch.measure.statistics import signed_rank_interval
@@ -69,4 +69,5 @@ def pick(measured: Sequence[Measured]) -> Measured:
 
 def _is_steady(measured: Measured) -> bool:
     """Whether the times of an engine lie together, as far as is known: too few show nothing."""
-    return measured.spread is None or measured.spread <= STEADY
+    few = measured.spread is None or measured.runs < RACE_LOOKS[0]
+    return few or (measured.spread or 0.0) <= STEADY

@@ -23,9 +23,12 @@ PROGRAM = b"""
 .address_size 64
 .visible .entry read_cycles(.param .u64 place)
 {
-    .reg .b32 %number;
-    .reg .b64 %row, %time, %cycles, %processor;
+    .reg .b32 %number, %block;
+    .reg .b64 %row, %time, %cycles, %processor, %offset;
     ld.param.u64 %row, [place];
+    mov.u32 %block, %ctaid.x;
+    mul.wide.u32 %offset, %block, 24;
+    add.u64 %row, %row, %offset;
     cvta.to.global.u64 %row, %row;
     mov.u64 %time, %globaltimer;
     mov.u64 %cycles, %clock64;
@@ -37,29 +40,30 @@ PROGRAM = b"""
     ret;
 }
 """
-"""One thread writes a row: the GPU's time in ns, the cycles of a multiprocessor and its number. The
-driver translates it for whatever GPU there is. Source: "Special Registers", PTX ISA."""
+"""Each block is one thread, which writes a row: the GPU's time in ns, the cycles of its own
+multiprocessor and the number of that. The driver translates it for whatever GPU there is. Source:
+"Special Registers", PTX ISA."""
 
 
 class CycleCounter:
-    """Readings of the counter, each a kernel of one thread between others on their stream.
+    """Readings of the counters, each a kernel between others on their stream.
 
-    A kernel that has the device to itself runs on the same multiprocessor each time; where one does
-    not, its reading says nothing.
+    A kernel has as many blocks as there are multiprocessors, wherever these come to run.
 
     Args:
         driver: of CUDA; None where there is none.
         device: a CUDA device, the current one.
+        blocks: multiprocessors of it.
 
     Raises:
         UnsupportedError: there is no driver, or it refuses the program.
     """
 
-    def __init__(self, driver: Any, device: torch.device) -> None:
+    def __init__(self, driver: Any, device: torch.device, blocks: int) -> None:
         if driver is None:
             raise UnsupportedError("the clock is not counted: there is no driver of CUDA")
         self._driver, module, self._function = driver, ctypes.c_void_p(), ctypes.c_void_p()
-        self._table = torch.zeros((MOST, 3), dtype=torch.int64, device=device)
+        self._table = torch.zeros((MOST, blocks, 3), dtype=torch.int64, device=device)
         refused = driver.cuModuleLoadData(
             ctypes.byref(module), PROGRAM
         ) or driver.cuModuleGetFunction(ctypes.byref(self._function), module, b"read_cycles")
@@ -78,7 +82,7 @@ class CycleCounter:
         if place >= MOST:
             return False
         self._row.value = self._table.data_ptr() + place * self._table.stride(0) * 8
-        shape, shared = (1, 1, 1, 1, 1, 1), 0
+        shape, shared = (self._table.shape[1], 1, 1, 1, 1, 1), 0
         on = ctypes.c_void_p(stream)
         asked = (self._function, *shape, shared, on, self._values, None)
         return self._driver.cuLaunchKernel(*asked) == 0
@@ -90,21 +94,31 @@ class CycleCounter:
             count: how many readings.
 
         Returns:
-            MHz between each and the next, float64, shape (count - 1,); NaN where two were not of
-            one multiprocessor, or at one time.
+            MHz between each and the next, float64, shape (count - 1,); see `clocks_mhz`.
         """
         return clocks_mhz(self._table[:count].cpu().numpy())
 
 
 def clocks_mhz(rows: np.ndarray) -> np.ndarray:
-    """The clock between neighbouring readings, NaN where they do not tell it.
+    """The clock between neighbouring readings: the median over the multiprocessors seen in both.
 
     Args:
-        rows: time in ns, cycles and multiprocessor of each, int64, shape (readings, 3).
+        rows: time in ns, cycles and number of the multiprocessor of each block, int64, shape
+            (readings, blocks, 3).
 
     Returns:
-        MHz, float64, shape (readings - 1,).
+        MHz, float64, shape (readings - 1,); NaN where no multiprocessor was seen twice.
     """
-    elapsed, cycles, moved = np.diff(rows, axis=0).T
-    known = (moved == 0) & (elapsed > 0) & (cycles > 0)
-    return np.where(known, cycles * 1e3 / np.where(known, elapsed, 1), np.nan)
+    times, cycles, numbers = np.moveaxis(rows, 2, 0)
+    reading = np.arange(len(rows))[:, None]
+    # Where two blocks ran on one, the last counts: it is a reading as good as the other.
+    seen = np.full((2, len(rows), int(numbers.max()) + 1), np.nan)
+    base = rows[0, 0]
+    seen[0, reading, numbers], seen[1, reading, numbers] = times - base[0], cycles - base[1]
+    elapsed, counted = np.diff(seen, axis=1)
+    elapsed[~((elapsed > 0) & (counted > 0))] = np.nan
+    quotients = counted * 1e3 / elapsed
+    known = np.isfinite(quotients).any(axis=1)
+    found = np.full(len(quotients), np.nan)
+    found[known] = np.nanmedian(quotients[known], axis=1)
+    return found

@@ -134,11 +134,13 @@ class CudaSampler:
             takes is in no period. None for none.
         clocks_mhz: the device's clock by the counter over each iteration of the last periods, shape
             (count,), NaN where it is unknown; None where none was counted.
+        gaps_ns: before each iteration, what a reading took, shape (count,); None likewise.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.counter: Counter | None = None
         self.clocks_mhz: np.ndarray | None = None
+        self.gaps_ns: np.ndarray | None = None
         self._clock = clock or HostClock()
         self._events: list[Any] = []
         self._device_ns = self._host_ns = 0
@@ -148,7 +150,7 @@ class CudaSampler:
         """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
         import torch
 
-        self.clocks_mhz = None
+        self.clocks_mhz = self.gaps_ns = None
         ends = self._boundary_events(count + 1)
         host = np.empty(count, dtype=np.int64)
         # Looked up once: at every record it would cost a microsecond.
@@ -178,8 +180,10 @@ class CudaSampler:
         self._host_ns += self._clock.now_ns() - begun
         self._device_ns += int(_elapsed_ns(ends[:1], ends[count:]).sum())
         elapsed = _elapsed_ns(starts[:count], ends[1:])
-        self._typical_ns = float(np.median(elapsed))
-        self.clocks_mhz = readings.clocks_mhz()
+        if self.counter is not None and count:
+            self._typical_ns = float(np.median(elapsed))
+            self.clocks_mhz = readings.clocks_mhz()
+            self.gaps_ns = _elapsed_ns(ends[:count], starts[:count])
         return elapsed, host
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
@@ -228,10 +232,12 @@ class _Readings:
 
     def after(self, end: Any, place: int) -> Any:
         """Reads after an iteration's end if that is due; the event at which the next one starts."""
+        if self._counter is None:
+            return end
         import torch
 
         due = not self._at or place == self._count or place >= self._at[-1] + self._stride
-        if self._counter is None or not due:
+        if not due:
             return end
         if not self._counter.read(len(self._at), self._stream.cuda_stream):
             return end

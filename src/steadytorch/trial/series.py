@@ -27,6 +27,7 @@ class Series(msgspec.Struct, frozen=True):
         stopped: whether it was asked to end early.
         clock_difference: see `Sampler.clock_difference`.
         clocks_mhz: see `CudaSampler.clocks_mhz`; None where none was counted.
+        gaps_ns: see `CudaSampler.gaps_ns`; None likewise.
     """
 
     durations_ns: list[int]
@@ -40,6 +41,7 @@ class Series(msgspec.Struct, frozen=True):
     stopped: bool = False
     clock_difference: float | None = None
     clocks_mhz: list[float] | None = None
+    gaps_ns: list[int] | None = None
 
     def starts_ns(self) -> np.ndarray:
         """When each sample began, on the host's clock, shape (samples,)."""
@@ -48,6 +50,8 @@ class Series(msgspec.Struct, frozen=True):
         for at_ns, count in self.stretches:
             after = np.cumsum(durations[first : first + count])
             starts[first : first + count] = at_ns + np.concatenate([[0], after])[:count]
+            if self.gaps_ns is not None:
+                starts[first : first + count] += np.cumsum(self.gaps_ns[first : first + count])
             first += count
         return starts
 

@@ -29,7 +29,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
 from steadytorch.transforms.base import TransformSpec, applied_in_order
-from steadytorch.trial.counting import clocks_of, counting, noted
+from steadytorch.trial.counting import counted_of, counting, noted
 from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.trial.series import Series
 from steadytorch.workload import travel
@@ -229,10 +229,12 @@ class WorkloadHandler:
         host: list[int] = []
         stretches: list[tuple[int, int]] = []
         clocks: list[float] = []
+        gaps: list[int] = []
         failed, ended, stopped, spent = None, False, False, 0.0
         counts = metric == "period" and self.counts_cycles
+        given = (self._sampler, self._workload.device, self._iteration_ns * self._group)
         with (
-            counting(self._sampler, self._workload.device) if counts else nullcontext() as why,
+            counting(*given) if counts else nullcontext() as why,
             Recorder(str(self._workload.device)) as recorder,
             (self._directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
         ):
@@ -243,7 +245,9 @@ class WorkloadHandler:
                 kept.write(taken.astype(np.int64).tobytes())
                 durations.extend(taken.tolist())
                 host.extend(enqueued.tolist())
-                clocks.extend(clocks_of(self._sampler, len(taken)))
+                counted, apart = counted_of(self._sampler, len(taken))
+                clocks.extend(counted)
+                gaps.extend(apart)
                 spent = (time.perf_counter_ns() - start) * 1e-9
                 ended = not whole and _resolved(durations, spent / seconds)
                 stopped = (self._directory / STOP).exists()
@@ -259,6 +263,7 @@ class WorkloadHandler:
             stopped=stopped,
             clock_difference=self._sampler.clock_difference(),
             clocks_mhz=clocks if np.isfinite(clocks).any() else None,
+            gaps_ns=gaps if any(gaps) else None,
         )
         return msgspec.to_builtins(series)
 

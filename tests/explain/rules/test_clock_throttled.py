@@ -5,7 +5,7 @@ import pytest
 
 from steadytorch.device.recording import REASON_BITS
 from steadytorch.explain.finding import Abstention, Case
-from steadytorch.explain.rules.clock_throttled import NAME, rule
+from steadytorch.explain.rules.clock_throttled import NAME, followed, rule
 
 from .cases import MS, TICK, noise, op, the, timed, traced
 
@@ -100,6 +100,63 @@ def test_a_clock_that_moves_between_readings_of_nvml_is_found_where_it_was_count
     assert the(rule(_held(times, clocks_mhz=clocks))).variance_share > 0.9
     clocks[::5] = np.nan
     assert the(rule(_held(times, clocks_mhz=clocks))).variance_share is None
+
+
+def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
+    known = {
+        "sm_clock_mhz": lambda at: np.where(_capped(at), SLOW, FAST),
+        "clock_event_mask": lambda at: np.where(_capped(at), CAPPED, 0),
+    }
+    clocks = np.full(3000, float(FAST))
+    clocks[::5] = np.nan
+    found = the(rule(timed(_following(), clocks_mhz=clocks, **known)))
+    assert found.variance_share > 0.8
+    assert "(read now and then)" in " ".join(found.evidence)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(
+    "clock_at",
+    [
+        lambda t: 1980 - 18 * t,
+        lambda t: 1800 + 180 * np.exp(-t / 3),
+        lambda t: 1890 + 90 * np.sin(2 * np.pi * t / 3),
+    ],
+    ids=["ramp", "warming up", "slow wave"],
+)
+def test_a_clock_that_moves_slowly_is_found_too(clock_at, counted):
+    rng = np.random.default_rng(0)
+    begun = 4e-3 * np.arange(2500)
+    clocks = clock_at(begun) * rng.normal(1, 3e-4, 2500)
+    case = _held(noise(2500, 4 * MS, 0.003) * 1900 / clocks, clocks_mhz=clocks if counted else None)
+    if not counted:
+        case = timed(
+            case.series.durations_ns,
+            clock_event_mask=lambda at: np.full_like(at, CAPPED),
+            sm_clock_mhz=lambda at: clock_at(at * 1e-9),
+        )
+    assert the(rule(case)).variance_share > 0.9
+
+
+@pytest.mark.parametrize("count", [120, 700])
+def test_a_long_sample_that_met_a_lower_clock_is_not_put_down_to_it(count):
+    """A clock that is 1 % lower cannot make a sample half as long again."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        clocks = 1700 * rng.normal(1, 2e-4, count)
+        times = noise(count, 4 * MS, 0.001)
+        times[count // 2] *= 1.5
+        clocks[count // 2] *= 0.99
+        # Beside others that are a little longer, so that the effect is not too small to speak of.
+        times[::7] *= 1.02
+        clocks[::7] *= 0.999
+        assert followed(times, clocks) == 0.0
+
+
+def test_clocks_or_samples_that_stand_still_follow_nothing():
+    even, rising = np.full(100, 4.0 * MS), np.linspace(1600, 1900, 100)
+    assert followed(even, rising) == followed(even, np.full(100, 1700.0)) == 0.0
+    assert followed(4 * MS * 1700 / rising, rising) == pytest.approx(1.0)
 
 
 def test_the_part_of_the_variance_that_the_clock_does_not_explain_is_not_given_to_it():

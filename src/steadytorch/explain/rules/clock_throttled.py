@@ -22,9 +22,12 @@ LEAST_READINGS = 10
 """Different readings of the clock without which nothing is said of how samples follow it."""
 LEAST_KNOWN = 0.9
 """Of the samples, whose clock must be known for that."""
+HIGHEST = 0.99
+"""Quantile of a counted clock that stands for the highest: of a short time it is off by more."""
+MOST_SLOPE = 1.5
+"""Of relative time over the relative period of the clock: work that is bound by it has 1."""
 CERTAIN = 4.0
-"""Standard errors that the correlation must have between changes of time and of the clock's period,
-from reading to reading."""
+"""Standard errors that the correlation of time and the clock's period must have."""
 LEAST_VARIANCE = 0.05
 
 _THERMAL = ("thermal_slowdown", "hardware_thermal_slowdown")
@@ -84,8 +87,9 @@ def _clock(samples: Samples) -> _Clock:
     masks = samples.level("clock_event_mask")
     masks = np.zeros(0, np.int64) if masks is None else masks & _MASK
     seen = int(np.bitwise_or.reduce(masks)) if len(masks) else 0
-    counted, clocks = samples.clocks_mhz is not None, samples.clocks_mhz
-    if clocks is None:
+    clocks = samples.clocks_mhz
+    counted = clocks is not None and bool(np.mean(clocks > 0) >= LEAST_KNOWN)
+    if not counted:
         clocks = samples.level("sm_clock_mhz")
     if clocks is None:
         clocks = np.zeros(len(samples.durations_ns))
@@ -94,7 +98,7 @@ def _clock(samples: Samples) -> _Clock:
         held=float(np.mean(masks != 0)) if len(masks) else 0.0,
         names=reasons(seen),
         median_mhz=float(np.median(known)) if len(known) else 0.0,
-        highest_mhz=float(known.max()) if len(known) else 0.0,
+        highest_mhz=float(np.quantile(known, HIGHEST if counted else 1.0)) if len(known) else 0.0,
         share=followed(samples.durations_ns, clocks),
         counted=counted,
         places=samples.caused_by(POWER_CAP, THERMAL, CLOCK),
@@ -105,8 +109,8 @@ def followed(times: np.ndarray, clocks: np.ndarray) -> float:
     """Share of the variance of samples that the clock explains; 0 where that may be chance.
 
     A reading holds for several samples, so the readings count, not the samples. What wanders has a
-    line with whatever else wanders: it is by their changes from reading to reading that samples
-    must be shown to follow the clock.
+    line with whatever else wanders: so either what the line leaves does not wander any more, or
+    samples follow the clock in their changes from reading to reading.
 
     Args:
         times: of the samples in ns, shape (samples,).
@@ -120,18 +124,33 @@ def followed(times: np.ndarray, clocks: np.ndarray) -> float:
     if len(changes) + 1 < LEAST_READINGS:
         return 0.0
     slowness = float(np.median(clocks)) / clocks
-    slope, _ = np.polyfit(slowness, times, 1)
+    slope = float(np.polyfit(slowness, times, 1)[0] / np.median(times))
     low, high = np.quantile(slowness, [0.05, 0.95])
-    if slope * (high - low) < LEAST_EFFECT * np.median(times):
+    if slope * (high - low) < LEAST_EFFECT or slope > MOST_SLOPE:
         return 0.0
     fit = float(np.corrcoef(slowness, times)[0, 1])
     # The error of a mean over a reading, not of a sample: one group for each reading.
     groups = np.split(np.arange(len(times)), changes)
     x = np.asarray([slowness[group].mean() for group in groups])
     y = np.asarray([np.median(times[group]) for group in groups])
-    over = float(np.corrcoef(np.diff(x), np.diff(y))[0, 1])
-    error = np.sqrt(max(1e-12, 1 - over**2) / (len(x) - 3))
-    return fit**2 if over / error >= CERTAIN else 0.0
+    rest = y - np.polyval(np.polyfit(x, y, 1), x)
+    # Of an autoregression: worth n (1 - r) / (1 + r) independent ones.
+    lag = max(0.0, _correlation(rest[:-1], rest[1:]))
+    ways = ((x, y, len(x) * (1 - lag) / (1 + lag)), (np.diff(x), np.diff(y), len(x) - 1.0))
+    return fit**2 if any(_is_certain(*way) for way in ways) else 0.0
+
+
+def _is_certain(x: np.ndarray, y: np.ndarray, worth: float) -> bool:
+    """Whether a correlation is none by chance, of so many independent pairs."""
+    if worth < LEAST_READINGS:
+        return False
+    found = _correlation(x, y)
+    return found >= CERTAIN * float(np.sqrt(max(1e-12, 1 - found**2) / (worth - 2)))
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's; 0 where one of them does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
 def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
