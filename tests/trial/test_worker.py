@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 
 import msgspec
 import numpy as np
@@ -187,6 +188,29 @@ def test_a_collection_of_the_workload_lies_within_its_sample(loaded):
         for at in recording.gc_start_ns
     ]
     assert sum(within) >= len(durations) // 50 >= 1
+
+
+def test_what_was_left_behind_before_a_series_is_not_collected_within_it(loaded):
+    alive: list[bool] = []
+    step = Step(at_each=lambda: alive.append(gone.alive))
+    gc.disable()  # what is left behind is there until somebody asks
+    try:
+        holder = _Cycle()
+        gone = weakref.finalize(holder, lambda: None)
+        del holder
+        assert gone.alive
+        _series(loaded, step)
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive)
+
+
+class _Cycle:
+    """Refers to itself, so that only the collector ends it."""
+
+    def __init__(self):
+        self.own = self
 
 
 def test_starts_of_grouped_samples_are_those_of_the_groups():
