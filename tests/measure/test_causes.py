@@ -207,6 +207,11 @@ def test_series_that_do_not_fit_are_misuse(starts, durations, chosen, host):
         attribute(starts, durations, chosen, recorded(), host)
 
 
+def test_clocks_that_are_not_one_for_each_sample_are_misuse():
+    with pytest.raises(UsageError, match="a clock for each of 2 samples: 1"):
+        attribute([0, 1], [1, 2], [1], recorded("cuda"), clocks_mhz=[1980.0])
+
+
 _columns = st.none() | st.lists(st.integers(0, 10**10), min_size=12, max_size=12).map(tuple)
 
 

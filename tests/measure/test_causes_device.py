@@ -80,6 +80,52 @@ def test_where_the_clock_is_unknown_a_new_reason_counts_and_a_standing_one_does_
     assert found == ["power cap", "unattributed"]
 
 
+def _counted(at_30, others=1980.0):
+    clocks = np.full(100, others)
+    clocks[30] = at_30
+    return clocks
+
+
+@pytest.mark.parametrize(
+    ("at_30", "cause"), [(1485.0, "power cap"), (1980.0, "unattributed"), (1940.0, "unattributed")]
+)
+def test_what_was_counted_over_an_outlier_goes_before_what_nvml_read(at_30, cause):
+    mask = REASON_BITS["power_cap"]
+    for read in (1485, 1980):
+        recording = _levels(clock=read, mask=mask)
+        found = cause_of(recording, host_ns=_steady_host(), clocks_mhz=_counted(at_30))
+        assert found == cause
+
+
+def test_a_counted_clock_that_nothing_was_seen_to_hold_is_the_cause_by_its_own_name():
+    found = cause_of(recorded("cuda"), host_ns=_steady_host(), clocks_mhz=_counted(1485.0))
+    assert found == "clock"
+
+
+def test_a_clock_that_was_not_counted_over_the_outlier_is_read():
+    clocks = _counted(np.nan)
+    assert cause_of(_levels(clock=1485), host_ns=_steady_host(), clocks_mhz=clocks) == "clock"
+
+
+def test_what_a_clock_at_rest_is_off_by_explains_no_small_excess():
+    extra, host = 100_000, _steady_host()
+    found = [
+        cause_of(recorded("cuda"), extra=extra, host_ns=host, clocks_mhz=_counted(clock))
+        for clock in (1980 / 1.009, 1980 / 1.012)
+    ]
+    assert found == ["unattributed", "clock"]
+
+
+def test_a_faster_clock_that_was_counted_explains_a_shorter_sample():
+    found = [
+        cause_of(
+            recorded("cuda"), extra=-3 * MS, host_ns=_steady_host(), clocks_mhz=_counted(clock)
+        )
+        for clock in (2640.0, 1485.0)
+    ]
+    assert found == ["clock", "unattributed"]
+
+
 def test_more_cycles_beside_a_new_neighbour():
     assert cause_of(_levels(others=1), host_ns=_steady_host()) == "neighbour process"
 

@@ -223,6 +223,15 @@ def test_without_an_idea_of_the_time_every_boundary_is_read(device: Device):
     assert len(counter.at_ns) == 21
 
 
+def test_what_was_timed_without_a_counter_says_how_often_to_read_one(device: Device):
+    sampler, counter = CudaSampler(device.clock), Counter(device)
+    sampler.periods(lambda: device.enqueue(10 * US, 500 * US), 20)
+    device.synchronize()
+    sampler.counter = counter
+    sampler.periods(lambda: device.enqueue(10 * US, 500 * US), 400)
+    assert len(counter.at_ns) == 101
+
+
 def test_a_step_that_raises_beside_a_counter_keeps_its_times(device: Device):
     sampler, steps = CudaSampler(device.clock), iter(range(10))
     sampler.counter = Counter(device)

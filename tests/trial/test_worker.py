@@ -225,6 +225,16 @@ def test_a_reading_before_a_sample_makes_it_start_later():
     assert read.starts_ns().tolist() == [1000, 1013, 1037, 5002]
 
 
+def test_outliers_are_put_down_to_the_clock_that_was_counted_over_them():
+    times, clocks = [4_000_000] * 100, [1700.0] * 100
+    times[40], clocks[40] = 5_000_000, 1360.0
+    seen = Recording(device="cuda", interval_ns=0, at_ns=())
+    found = Series(times, [(1000, 100)], [20_000] * 100, 0.0, 1, True, msgspec.to_builtins(seen))
+    counted = msgspec.structs.replace(found, clocks_mhz=clocks)
+    assert [each.cause for each in found.summary("period").outliers] == ["unattributed"]
+    assert [each.cause for each in counted.summary("period").outliers] == ["clock"]
+
+
 def test_what_was_timed_before_warming_up_failed_is_kept(loaded):
     step = Step(fails_at=4)  # so many calls it takes however long they last
     loaded._workload = loaded._workload.with_model(step)

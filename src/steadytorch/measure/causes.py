@@ -57,6 +57,10 @@ COMPILE_LEAST_NS = 2_000_000
 STEAL_LEAST_NS = 5_000_000
 """Half a step of the kernel's counter of stolen time, which cannot speak of less."""
 
+CLOCK_LEAST = 0.01
+"""Part of itself by which a counted clock must differ to have moved: of an H200's at rest 98 in 100
+readings lie within 0.7 %."""
+
 _THERMAL_BITS = REASON_BITS["thermal_slowdown"] | REASON_BITS["hardware_thermal_slowdown"]
 _POWER_BITS = REASON_BITS["power_cap"] | REASON_BITS["hardware_power_brake"]
 
@@ -69,6 +73,7 @@ def attribute(
     host_ns: Sequence[int] | np.ndarray | None = None,
     *,
     group: int = 1,
+    clocks_mhz: Sequence[float] | np.ndarray | None = None,
 ) -> list[str]:
     """A cause from `CAUSES` for each outlier, in the order of `outlier_indices`.
 
@@ -84,6 +89,8 @@ def attribute(
         recording: what was recorded meanwhile.
         host_ns: enqueue time of each iteration, shape (N,); None or empty where none was taken.
         group: iterations that one sample is the mean of.
+        clocks_mhz: the device's clock as it was counted over each sample, shape (N,), NaN where
+            unknown; None where none was counted. The recording's stands in for it.
 
     Raises:
         UsageError: lengths that differ, or an index out of range.
@@ -91,7 +98,13 @@ def attribute(
     starts, durations, host, chosen = _checked(starts_ns, durations_ns, host_ns, outlier_indices)
     if not len(chosen):
         return []
-    return _Inquest(starts, durations * group, host * group, chosen, recording).causes()
+    clocks = np.full(len(starts), np.nan) if clocks_mhz is None else np.asarray(clocks_mhz)
+    if len(clocks) != len(starts):
+        raise UsageError(
+            f"attribute needs a clock for each of {len(starts)} samples: {len(clocks)}"
+        )
+    inquest = _Inquest(starts, durations * group, host * group, chosen, recording, clocks)
+    return inquest.causes()
 
 
 def _checked(
@@ -128,8 +141,11 @@ class _Inquest:
         host: np.ndarray,
         chosen: np.ndarray,
         recording: Recording,
+        clocks: np.ndarray,
     ) -> None:
         self._recording = recording
+        self._clocks = clocks[chosen]
+        self._usual_clock = float(np.median(known)) if len(known := clocks[clocks > 0]) else 0.0
         self._typical = float(np.median(durations))
         self._excess = durations[chosen] - self._typical
         gpu = recording.device != "cpu"
@@ -242,7 +258,7 @@ class _Inquest:
 
     def _device_cause(self, place: int) -> str:
         begin, end = self._spans[:, place]
-        clock, usual = self._ticks.level("sm_clock_mhz", begin, end)
+        clock, usual = self._clock(place)
         held, always = self._ticks.bits(begin, end)
         slower = self._excess[place] > 0
         # What the same cycles take longer at the clock of that time.
@@ -256,6 +272,17 @@ class _Inquest:
             return cause
         others, usually = self._ticks.level("other_gpu_processes", begin, end, latest=True)
         return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
+
+    def _clock(self, place: int) -> tuple[float | None, float]:
+        """The clock over an outlier and the usual one; what was counted goes before what was read.
+
+        None where it is unknown; the usual one where it has not moved.
+        """
+        counted, usual = float(self._clocks[place]), self._usual_clock
+        if not counted > 0:
+            return self._ticks.level("sm_clock_mhz", *self._spans[:, place])
+        moved = abs(counted / usual - 1) >= CLOCK_LEAST
+        return (counted if moved else usual), usual
 
 
 def _held_by(mask: int) -> str | None:

@@ -180,8 +180,9 @@ class CudaSampler:
         self._host_ns += self._clock.now_ns() - begun
         self._device_ns += int(_elapsed_ns(ends[:1], ends[count:]).sum())
         elapsed = _elapsed_ns(starts[:count], ends[1:])
-        if self.counter is not None and count:
+        if count:
             self._typical_ns = float(np.median(elapsed))
+        if self.counter is not None and count:
             self.clocks_mhz = readings.clocks_mhz()
             self.gaps_ns = _elapsed_ns(ends[:count], starts[:count])
         return elapsed, host

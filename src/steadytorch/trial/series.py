@@ -68,6 +68,14 @@ class Series(msgspec.Struct, frozen=True):
         places = [outlier.index for outlier in plain.outliers]
         host = np.asarray(self.host_ns, dtype=np.int64) if self.host_ns else None
         recording = msgspec.convert(self.recording, Recording)
-        causes = attribute(self.starts_ns(), durations, places, recording, host, group=self.group)
+        causes = attribute(
+            self.starts_ns(),
+            durations,
+            places,
+            recording,
+            host,
+            group=self.group,
+            clocks_mhz=self.clocks_mhz,
+        )
         found = dict(zip(places, causes, strict=True))
         return summarize(self.durations_ns, metric, causes=found)

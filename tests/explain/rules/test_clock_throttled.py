@@ -102,6 +102,30 @@ def test_a_clock_that_moves_between_readings_of_nvml_is_found_where_it_was_count
     assert the(rule(_held(times, clocks_mhz=clocks))).variance_share is None
 
 
+def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
+    clocks = _steps(700)
+    times = noise(700, 4 * MS) * 1700 / clocks
+    silent = {
+        "clock_event_mask": lambda at: np.zeros_like(at),
+        "sm_clock_mhz": lambda at: np.full_like(at, 1700),
+    }
+    found = the(rule(timed(times, clocks_mhz=clocks, **silent)))
+    assert found.variance_share > 0.9
+    assert found.confidence == "medium"
+    assert found.title.startswith("the GPU's clock moves, which makes 9")
+    assert "NVML named no limit" in found.evidence[0]
+    # What only varies beside a clock that rests is not its doing.
+    assert rule(timed(times, clocks_mhz=np.full(700, 1700.0), **silent)) == ()
+
+
+def test_an_outlier_is_put_down_to_the_clock_that_was_counted_over_it():
+    clocks = np.full(700, 1700.0)
+    clocks[300:330] = 1400.0
+    times = noise(700, 4 * MS) * 1700 / clocks
+    found = the(rule(_held(times, clocks_mhz=clocks)))
+    assert "30 outliers fall on a lower clock" in found.evidence
+
+
 def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
     known = {
         "sm_clock_mhz": lambda at: np.where(_capped(at), SLOW, FAST),

@@ -63,7 +63,8 @@ def rule(case: Case) -> Verdict:
 
     A limit that holds the clock all along costs time, one that comes and goes makes variance. Only
     the limits of power and heat count: an idle GPU, or clocks that someone set, are no throttling.
-    How samples follow it is told by the counter of cycles where there is one, else by NVML.
+    How samples follow it is told by the counter of cycles where there is one, else by NVML; where
+    they follow a clock that was counted, this is said without a limit that NVML would name.
     Where no clock was recorded, steps that only ever get slower are taken as a sign of heat.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
@@ -78,7 +79,9 @@ def rule(case: Case) -> Verdict:
     clock = _clock(samples)
     varies = samples.variance_share(clock.places) or 0.0
     varies = max(clock.share, varies)
-    if not clock.held or (varies < LEAST_VARIANCE and clock.held < LEAST_HELD):
+    # A clock that is known to have moved is one, whether or not NVML was asked in time why.
+    moved = clock.counted and clock.share >= LEAST_VARIANCE
+    if not moved and (not clock.held or (varies < LEAST_VARIANCE and clock.held < LEAST_HELD)):
         return ()
     return (_finding(samples, clock, varies),)
 
@@ -159,7 +162,14 @@ def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
     cost = round(max(slower * step, samples.excess_ns(clock.places)))
     what = "heat" if set(clock.names) & set(_THERMAL) else "the power limit"
     at = f" (median {clock.median_mhz:.0f} MHz)" if clock.median_mhz else ""
-    lines = [f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples{at}"]
+    if clock.held:
+        title = f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
+        if varies >= LEAST_VARIANCE:
+            title += f", and makes {percent(varies)} of the variance"
+        lines = [f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples{at}"]
+    else:
+        title = f"the GPU's clock moves, which makes {percent(varies)} of the variance"
+        lines = [f"NVML named no limit that held it while samples were taken{at}"]
     if clock.share:
         how = "counted over each sample" if clock.counted else "read now and then"
         lines.append(
@@ -175,14 +185,13 @@ def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
     return Finding(
         id=NAME,
         source="hardware contention",
-        title=f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
-        + (f", and makes {percent(varies)} of the variance" if varies >= LEAST_VARIANCE else ""),
+        title=title,
         evidence=tuple(lines),
         slices=("gpu_kernel",),
         cost_ns=cost,
         recoverable_ns=(0, cost),
         variance_share=varies or None,
-        confidence="high" if varies >= LEAST_VARIANCE else "medium",
+        confidence="high" if clock.held and varies >= LEAST_VARIANCE else "medium",
         fix="Better cooling, where it is heat. A power limit is a property of the machine: an "
         "administrator can raise it, or lock a clock that can be kept, which makes steps even.",
         check="`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` during `steady explain WORKLOAD`",

@@ -156,13 +156,15 @@ def samples_of(case: Case) -> Samples | None:
     host = np.asarray(series.host_ns or (), dtype=np.float64)[first:]
     found = find_outliers(durations)
     places = [outlier.index for outlier in found]
-    causes = attribute(starts, durations, places, recording, host, group=series.group)
+    counted = None if series.clocks_mhz is None else np.asarray(series.clocks_mhz)[first:]
+    causes = attribute(
+        starts, durations, places, recording, host, group=series.group, clocks_mhz=counted
+    )
     whole = durations * series.group
     outliers = tuple(
         Outlier(place, int(whole[place]), cause)
         for place, cause in zip(places, causes, strict=True)
     )
-    counted = None if series.clocks_mhz is None else np.asarray(series.clocks_mhz)[first:]
     return Samples(whole, starts, host * series.group, series.group, outliers, recording, counted)
 
 
