@@ -43,6 +43,9 @@ class Handler:
     def segfaults(self):
         os.kill(os.getpid(), signal.SIGSEGV)
 
+    def is_killed(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def stops(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 

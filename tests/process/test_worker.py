@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,12 @@ def test_exit_is_reported_with_its_status(start, status):
 def test_a_segmentation_fault_is_reported_as_one(start):
     fault = _fault_of(start(), "segfaults")
     assert fault.fault is Fault.SIGNAL
-    assert "SIGSEGV" in fault.reason
+    where = r"segmentation fault \(SIGSEGV\) in segfaults, handlers\.py:\d+"
+    assert re.fullmatch(where, fault.reason)
+
+
+def test_a_worker_that_is_killed_has_crashed_nowhere(start):
+    assert _fault_of(start(), "is_killed").reason == "killed (SIGKILL)"
 
 
 @pytest.mark.parametrize("method", ["hangs", "stops"])

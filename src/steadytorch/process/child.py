@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -25,6 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     """Serves requests on the inherited file descriptor until `close` or the end of the stream."""
     _die_with_parent()
+    faulthandler.enable(all_threads=False)  # what crashes says where, see `Worker`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, handler_path, directory, *imports = arguments
     connection = Connection(int(descriptor))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,9 @@ import psutil
 
 from steadytorch.process.messages import Raised, Request, decode_reply, encode
 
+_CRASHED = b"Fatal Python error: "
+_INNERMOST = re.compile(rb'File "([^"\n]+)", line (\d+) in (.+)')
+"""How `faulthandler`, which workers enable, tells of a crash: its innermost line comes first."""
 _GRACE_S = 2.0
 _POLL_S = 0.25
 
@@ -39,7 +43,8 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
 
     Attributes:
         fault: which kind.
-        reason: one clause for a table, such as "segmentation fault (SIGSEGV)".
+        reason: one clause for a table, such as "segmentation fault (SIGSEGV)", and which line of
+            Python called what crashed, where that is known.
         detail: traceback or the end of the worker's output, for a log.
         raised: the exception in the worker, where there was one.
     """
@@ -205,6 +210,18 @@ class Worker:
         except OSError:
             return ""
 
+    def _crashed_in(self) -> str:
+        """Which line of Python it crashed in, as a clause; empty where it did not say."""
+        try:
+            _, crashed, stack = self._log.read_bytes().rpartition(_CRASHED)
+        except OSError:
+            return ""
+        found = _INNERMOST.search(stack) if crashed else None
+        if found is None:
+            return ""
+        path, line, function = (part.decode("utf-8", "replace") for part in found.groups())
+        return f" in {function}, {os.path.basename(path)}:{line}"
+
     def _resident_bytes(self) -> int:
         try:
             process = psutil.Process(self._process.pid)
@@ -231,7 +248,8 @@ class Worker:
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             words = signal.strsignal(-status) or "signal"
-            return WorkerFault(Fault.SIGNAL, f"{words.lower()} ({name})", self.log_tail())
+            reason = f"{words.lower()} ({name}){self._crashed_in()}"
+            return WorkerFault(Fault.SIGNAL, reason, self.log_tail())
         return WorkerFault(Fault.EXIT, f"process exited with status {status}", self.log_tail())
 
 
