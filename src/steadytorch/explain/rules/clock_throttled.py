@@ -16,8 +16,9 @@ from steadytorch.measure.causes import CLOCK, POWER_CAP, THERMAL
 NAME = "clock-throttled"
 LEAST_HELD = 0.5
 """Of the time, from which on a held clock is the state of the run and not an episode."""
-LEAST_EFFECT = 0.01
-"""Between samples at fast clocks and at slow ones (95th and 5th percentile), over the median."""
+LEAST_EFFECT = 0.0025
+"""Standard deviation of what the clock adds to samples, over their median: half of a CV of 0.5 %,
+which counts as steady. Over all samples, since a clock may fall seldom and far."""
 LEAST_READINGS = 10
 """Different readings of the clock without which nothing is said of how samples follow it."""
 LEAST_KNOWN = 0.9
@@ -128,8 +129,7 @@ def followed(times: np.ndarray, clocks: np.ndarray) -> float:
         return 0.0
     slowness = float(np.median(clocks)) / clocks
     slope = float(np.polyfit(slowness, times, 1)[0] / np.median(times))
-    low, high = np.quantile(slowness, [0.05, 0.95])
-    if slope * (high - low) < LEAST_EFFECT or slope > MOST_SLOPE:
+    if slope * float(np.std(slowness)) < LEAST_EFFECT or slope > MOST_SLOPE:
         return 0.0
     fit = float(np.corrcoef(slowness, times)[0, 1])
     # The error of a mean over a reading, not of a sample: one group for each reading.
