@@ -102,9 +102,17 @@ def test_a_counted_clock_that_nothing_was_seen_to_hold_is_the_cause_by_its_own_n
     assert found == "clock"
 
 
-def test_a_clock_that_was_not_counted_over_the_outlier_is_read():
-    clocks = _counted(np.nan)
+@pytest.mark.parametrize(
+    "clocks", [_counted(np.nan), _counted(0.0), _counted(np.nan, np.nan), [None] * 100, []]
+)
+def test_a_clock_that_was_not_counted_over_the_outlier_is_read(clocks):
     assert cause_of(_levels(clock=1485), host_ns=_steady_host(), clocks_mhz=clocks) == "clock"
+
+
+def test_samples_whose_clock_is_unknown_are_no_part_of_the_usual_one():
+    clocks = _counted(1485.0)
+    clocks[40:] = 0.0
+    assert cause_of(recorded("cuda"), host_ns=_steady_host(), clocks_mhz=clocks) == "clock"
 
 
 def test_what_a_clock_at_rest_is_off_by_explains_no_small_excess():

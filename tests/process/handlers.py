@@ -1,9 +1,11 @@
 """Handlers that behave and misbehave, for tests of workers, which import them by path."""
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 
@@ -45,6 +47,21 @@ class Handler:
 
     def is_killed(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_killed_after_a_child_crashed(self):
+        if not (child := os.fork()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        os.waitpid(child, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def crashes_in_a_thread_of_several(self):
+        faulthandler.enable()  # as user code may: then all threads are told of
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def says_and_crashes(self, text):
+        print(text, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
 
     def stops(self):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -67,8 +67,28 @@ def test_a_segmentation_fault_is_reported_as_one(start):
     assert re.fullmatch(where, fault.reason)
 
 
-def test_a_worker_that_is_killed_has_crashed_nowhere(start):
-    assert _fault_of(start(), "is_killed").reason == "killed (SIGKILL)"
+@pytest.mark.parametrize("method", ["is_killed", "is_killed_after_a_child_crashed"])
+def test_a_worker_that_is_killed_has_crashed_nowhere(start, method):
+    assert _fault_of(start(), method).reason == "killed (SIGKILL)"
+
+
+def test_of_several_threads_that_which_crashed_is_named(start):
+    reason = _fault_of(start(), "crashes_in_a_thread_of_several").reason
+    assert " in crashes_in_a_thread_of_several, handlers.py:" in reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'so: Fatal Python error: none\n  File "mine.py", line 7 in secret\n',
+        'Fatal Python error: none\n  File "mine.py", line 7 in secret\n',
+        "\0\xff" * (1 << 17),
+    ],
+    ids=["within a line", "as a crash would", "long and binary"],
+)
+def test_what_a_workload_prints_is_not_where_it_crashed(start, text):
+    reason = _fault_of(start(), "says_and_crashes", text=text).reason
+    assert " in says_and_crashes, handlers.py:" in reason
 
 
 @pytest.mark.parametrize("method", ["hangs", "stops"])

@@ -78,6 +78,7 @@ def test_one_counter_serves_all_series_of_a_process(gpu):
         with counting(sampler, DEVICE, COUNTED_FROM_NS) as why:
             assert why is None
             assert isinstance(sampler.counter, Counter)
+            assert sampler.typical_ns == COUNTED_FROM_NS
             sampler.periods(lambda: None, 5)
             assert counted_of(sampler, 2)[0][1] == counted_of(sampler, 5)[0][-1] > 1000
             assert counted_of(sampler, 2)[1] == [7, 7]

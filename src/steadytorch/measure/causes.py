@@ -90,7 +90,7 @@ def attribute(
         host_ns: enqueue time of each iteration, shape (N,); None or empty where none was taken.
         group: iterations that one sample is the mean of.
         clocks_mhz: the device's clock as it was counted over each sample, shape (N,), NaN where
-            unknown; None where none was counted. The recording's stands in for it.
+            unknown; None or empty where none was counted. The recording's stands in for it.
 
     Raises:
         UsageError: lengths that differ, or an index out of range.
@@ -98,7 +98,9 @@ def attribute(
     starts, durations, host, chosen = _checked(starts_ns, durations_ns, host_ns, outlier_indices)
     if not len(chosen):
         return []
-    clocks = np.full(len(starts), np.nan) if clocks_mhz is None else np.asarray(clocks_mhz)
+    clocks = np.asarray(() if clocks_mhz is None else clocks_mhz, dtype=np.float64)
+    if not len(clocks):
+        clocks = np.full(len(starts), np.nan)
     if len(clocks) != len(starts):
         raise UsageError(
             f"attribute needs a clock for each of {len(starts)} samples: {len(clocks)}"

@@ -39,7 +39,7 @@ CLOCKS_AGREE = 1e-3
 """Clocks of device and host that differ by more than this fraction make periods doubtful."""
 READ_CYCLES_NS = 2_000_000
 """Least time between readings of a counter: a fifth of the steps in which a power limit moves the
-clock of an H200, and a thousand times what a reading takes."""
+clock of an H200."""
 
 Step = Callable[[], Any]
 
@@ -132,6 +132,8 @@ class CudaSampler:
     Attributes:
         counter: is read between iterations while periods are taken, and at both ends; what that
             takes is in no period. None for none.
+        typical_ns: what an iteration of the step takes that is timed beside the counter, about: how
+            often that is read follows. 0 where unknown; it is read at every end then.
         clocks_mhz: the device's clock by the counter over each iteration of the last periods, shape
             (count,), NaN where it is unknown; None where none was counted.
         gaps_ns: before each iteration, what a reading took, shape (count,); None likewise.
@@ -143,8 +145,8 @@ class CudaSampler:
         self.gaps_ns: np.ndarray | None = None
         self._clock = clock or HostClock()
         self._events: list[Any] = []
+        self.typical_ns = 0.0
         self._device_ns = self._host_ns = 0
-        self._typical_ns = 0.0
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
@@ -157,7 +159,7 @@ class CudaSampler:
         stream = torch.cuda.current_stream()
         # With an empty queue the first event passes when it is recorded: both clocks start there.
         stream.synchronize()
-        readings = _Readings(self.counter, stream, count, self._typical_ns)
+        readings = _Readings(self.counter, stream, count, self.typical_ns)
         begun, in_flight = self._clock.now_ns(), IN_FLIGHT
         ends[0].record(stream)
         starts = [readings.after(ends[0], 0)]
@@ -180,9 +182,8 @@ class CudaSampler:
         self._host_ns += self._clock.now_ns() - begun
         self._device_ns += int(_elapsed_ns(ends[:1], ends[count:]).sum())
         elapsed = _elapsed_ns(starts[:count], ends[1:])
-        if count:
-            self._typical_ns = float(np.median(elapsed))
         if self.counter is not None and count:
+            self.typical_ns = float(np.median(elapsed))
             self.clocks_mhz = readings.clocks_mhz()
             self.gaps_ns = _elapsed_ns(ends[:count], starts[:count])
         return elapsed, host

@@ -21,9 +21,14 @@ import psutil
 
 from steadytorch.process.messages import Raised, Request, decode_reply, encode
 
-_CRASHED = b"Fatal Python error: "
-_INNERMOST = re.compile(rb'File "([^"\n]+)", line (\d+) in (.+)')
-"""How `faulthandler`, which workers enable, tells of a crash: its innermost line comes first."""
+_CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""Signals at which `faulthandler`, which workers enable, tells where Python stood."""
+_CRASHED = re.compile(rb"^Fatal Python error: ", re.MULTILINE)
+_CURRENT = b"\nCurrent thread 0x"
+"""Stands before the thread that crashed, where all threads are told of."""
+_INNERMOST = re.compile(rb'^  File "([^"\n]+)", line (\d+) in (.+)$', re.MULTILINE)
+_TAIL_BYTES = 1 << 16
+"""Of a log, which may hold anything that the workload prints; a crash of Python is told in less."""
 _GRACE_S = 2.0
 _POLL_S = 0.25
 
@@ -206,17 +211,24 @@ class Worker:
     def log_tail(self, limit: int = 2000) -> str:
         """The end of what it wrote to its output streams."""
         try:
-            return self._log.read_bytes()[-limit:].decode("utf-8", "replace").strip()
+            return self._tail(limit).decode("utf-8", "replace").strip()
         except OSError:
             return ""
+
+    def _tail(self, size: int) -> bytes:
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - size))
+            return log.read()
 
     def _crashed_in(self) -> str:
         """Which line of Python it crashed in, as a clause; empty where it did not say."""
         try:
-            _, crashed, stack = self._log.read_bytes().rpartition(_CRASHED)
+            log = self._tail(_TAIL_BYTES)
         except OSError:
             return ""
-        found = _INNERMOST.search(stack) if crashed else None
+        crashes = [crash.end() for crash in _CRASHED.finditer(log)]
+        stack = log[crashes[-1] :] if crashes else b""
+        found = _INNERMOST.search(stack, max(0, stack.find(_CURRENT)))
         if found is None:
             return ""
         path, line, function = (part.decode("utf-8", "replace") for part in found.groups())
@@ -248,7 +260,9 @@ class Worker:
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             words = signal.strsignal(-status) or "signal"
-            reason = f"{words.lower()} ({name}){self._crashed_in()}"
+            reason = f"{words.lower()} ({name})"
+            if -status in _CRASHES:
+                reason = f"{reason}{self._crashed_in()}"[:300]
             return WorkerFault(Fault.SIGNAL, reason, self.log_tail())
         return WorkerFault(Fault.EXIT, f"process exited with status {status}", self.log_tail())
 

@@ -42,6 +42,7 @@ def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterat
         return
     counter = _counter(device)
     sampler.counter = None if isinstance(counter, str) else counter
+    sampler.typical_ns = sample_ns  # of this step; what was timed before may be another's
     try:
         yield counter if isinstance(counter, str) else None
     finally:

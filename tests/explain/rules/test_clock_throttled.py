@@ -6,6 +6,7 @@ import pytest
 from steadytorch.device.recording import REASON_BITS
 from steadytorch.explain.finding import Abstention, Case
 from steadytorch.explain.rules.clock_throttled import NAME, followed, rule
+from steadytorch.explain.rules.samples import samples_of
 
 from .cases import MS, TICK, noise, op, the, timed, traced
 
@@ -113,9 +114,54 @@ def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
     assert found.variance_share > 0.9
     assert found.confidence == "medium"
     assert found.title.startswith("the GPU's clock moves, which makes 9")
-    assert "NVML named no limit" in found.evidence[0]
+    assert "NVML named no reason" in found.evidence[0]
     # What only varies beside a clock that rests is not its doing.
     assert rule(timed(times, clocks_mhz=np.full(700, 1700.0), **silent)) == ()
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (None, "NVML did not say why"),
+        (REASON_BITS["gpu_idle"], "NVML named gpu_idle"),
+        (REASON_BITS["clocks_setting"], "NVML named clocks_setting"),
+    ],
+)
+def test_a_counted_clock_that_moves_is_told_with_what_nvml_says_of_it(mask, said):
+    clocks = _steps(700)
+    times = noise(700, 4 * MS) * 1700 / clocks
+    known = {"unknown": {"clock_event_mask": "not supported"}}
+    if mask is not None:
+        known = {"clock_event_mask": lambda at: np.full_like(at, mask)}
+    found = the(rule(timed(times, clocks_mhz=clocks, **known)))
+    assert found.variance_share > 0.9
+    assert found.evidence[0].startswith(said)
+    assert "cooling" not in found.fix.lower()
+
+
+def test_a_limit_that_was_hardly_ever_seen_is_not_what_makes_the_variance():
+    clocks = _steps(700)
+    times = noise(700, 4 * MS) * 1700 / clocks
+    once = {"clock_event_mask": lambda at: np.where(at < at[0] + 2 * TICK, CAPPED, 0)}
+    found = the(rule(timed(times, clocks_mhz=clocks, **once)))
+    assert found.title.startswith("the GPU's clock moves")
+    assert found.confidence == "medium"
+    assert "NVML named power_cap" in found.evidence[0]
+
+
+def test_growth_at_a_clock_that_was_counted_and_rests_is_not_heat():
+    times = noise(300) * np.geomspace(1, 4, 300)
+    still = np.full(300, 1700.0)
+    assert rule(timed(times, clocks_mhz=still, unknown={"clock_event_mask": "no"})) == ()
+
+
+def test_clocks_stay_with_their_samples_where_a_warm_up_is_left_out():
+    clocks = np.concatenate([np.full(200, 1200.0), _steps(700)])
+    times = noise(900, 4 * MS) * 1700 / clocks
+    times[:200] *= 3
+    samples = samples_of(_held(times, clocks_mhz=clocks))
+    assert 0 < len(samples.durations_ns) <= 700
+    assert samples.clocks_mhz.tolist() == clocks[-len(samples.durations_ns) :].tolist()
 
 
 def test_an_outlier_is_put_down_to_the_clock_that_was_counted_over_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from steadytorch.measure.causes import CLOCK, POWER_CAP, THERMAL
 NAME = "clock-throttled"
 LEAST_HELD = 0.5
 """Of the time, from which on a held clock is the state of the run and not an episode."""
+LEAST_EPISODE = 0.05
+"""The same from which on what NVML named may be what moves the clock that was counted."""
 LEAST_EFFECT = 0.0025
 """Standard deviation of what the clock adds to samples, over their median: half of a CV of 0.5 %,
 which counts as steady. Over all samples, since a clock may fall seldom and far."""
@@ -43,6 +46,7 @@ class _Clock:
     Attributes:
         held: share of ticks at which power or heat held it.
         names: what held it.
+        others: what else NVML named; None where it was not asked.
         median_mhz: 0 where the clock itself was not recorded.
         highest_mhz: likewise.
         share: of the variance of the samples, by how they follow the clock; 0 where they do not.
@@ -52,6 +56,7 @@ class _Clock:
 
     held: float
     names: tuple[str, ...]
+    others: tuple[str, ...] | None
     median_mhz: float
     highest_mhz: float
     share: float
@@ -64,15 +69,15 @@ def rule(case: Case) -> Verdict:
 
     A limit that holds the clock all along costs time, one that comes and goes makes variance. Only
     the limits of power and heat count: an idle GPU, or clocks that someone set, are no throttling.
-    How samples follow it is told by the counter of cycles where there is one, else by NVML; where
-    they follow a clock that was counted, this is said without a limit that NVML would name.
-    Where no clock was recorded, steps that only ever get slower are taken as a sign of heat.
+    How samples follow it is told by the counter of cycles where there is one, else by NVML.
+    Where samples follow a clock that was counted, this is told whatever NVML says of the reason.
+    Where no clock is known, steps that only ever get slower are taken as a sign of heat.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
     """
     samples = samples_of(case)
     recorded = samples is not None and samples.column("clock_event_mask") is not None
-    if samples is None or not recorded:
+    if samples is None or not (recorded or _is_counted(samples)):
         grown = growth(case)
         if grown is not None:
             return (_heating(grown),)
@@ -80,27 +85,33 @@ def rule(case: Case) -> Verdict:
     clock = _clock(samples)
     varies = samples.variance_share(clock.places) or 0.0
     varies = max(clock.share, varies)
-    # A clock that is known to have moved is one, whether or not NVML was asked in time why.
-    moved = clock.counted and clock.share >= LEAST_VARIANCE
-    if not moved and (not clock.held or (varies < LEAST_VARIANCE and clock.held < LEAST_HELD)):
+    if clock.counted and clock.share >= LEAST_VARIANCE and clock.held < LEAST_EPISODE:
+        return (_finding(samples, clock, varies, _moving(clock, varies)),)
+    if not clock.held or (varies < LEAST_VARIANCE and clock.held < LEAST_HELD):
         return ()
-    return (_finding(samples, clock, varies),)
+    return (_finding(samples, clock, varies, _holding(clock, varies)),)
+
+
+def _is_counted(samples: Samples) -> bool:
+    """Whether the clock over enough samples is known from the counter."""
+    clocks = samples.clocks_mhz
+    return clocks is not None and bool(np.mean(clocks > 0) >= LEAST_KNOWN)
 
 
 def _clock(samples: Samples) -> _Clock:
     masks = samples.level("clock_event_mask")
-    masks = np.zeros(0, np.int64) if masks is None else masks & _MASK
+    asked, masks = masks is not None, np.zeros(0, np.int64) if masks is None else masks
     seen = int(np.bitwise_or.reduce(masks)) if len(masks) else 0
-    clocks = samples.clocks_mhz
-    counted = clocks is not None and bool(np.mean(clocks > 0) >= LEAST_KNOWN)
-    if not counted:
-        clocks = samples.level("sm_clock_mhz")
+    masks = masks & _MASK
+    counted = _is_counted(samples)
+    clocks = samples.clocks_mhz if counted else samples.level("sm_clock_mhz")
     if clocks is None:
         clocks = np.zeros(len(samples.durations_ns))
     known = clocks[clocks > 0]  # which NaN is not
     return _Clock(
         held=float(np.mean(masks != 0)) if len(masks) else 0.0,
-        names=reasons(seen),
+        names=reasons(seen & _MASK),
+        others=reasons(seen & ~_MASK) if asked else None,
         median_mhz=float(np.median(known)) if len(known) else 0.0,
         highest_mhz=float(np.quantile(known, HIGHEST if counted else 1.0)) if len(known) else 0.0,
         share=followed(samples.durations_ns, clocks),
@@ -156,20 +167,46 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
-def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
+class _Told(NamedTuple):
+    """What is said of a clock that is held, or that moves for reasons that are not known."""
+
+    title: str
+    evidence: str
+    confidence: Literal["high", "medium"]
+    fix: str
+
+
+def _holding(clock: _Clock, varies: float) -> _Told:
+    what = "heat" if set(clock.names) & set(_THERMAL) else "the power limit"
+    title = f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
+    evidence = f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples"
+    fix = (
+        "Better cooling, where it is heat. A power limit is a property of the machine: an "
+        "administrator can raise it, or lock a clock that can be kept, which makes steps even."
+    )
+    if varies < LEAST_VARIANCE:
+        return _Told(title, evidence, "medium", fix)
+    title += f", and makes {percent(varies)} of the variance"
+    return _Told(title, evidence, "high", fix)
+
+
+def _moving(clock: _Clock, varies: float) -> _Told:
+    named = ", ".join((*clock.names, *(clock.others or ())))
+    return _Told(
+        f"the GPU's clock moves, which makes {percent(varies)} of the variance",
+        "NVML did not say why" if clock.others is None else f"NVML named {named or 'no reason'}",
+        "medium",
+        "An administrator can lock a clock that the GPU can keep, which makes steps even. NVML may "
+        "tell of a power limit later than it acts; a GPU that waits lowers its clock too.",
+    )
+
+
+def _finding(samples: Samples, clock: _Clock, varies: float, told: _Told) -> Finding:
     step = samples.median_ns / samples.group
     slower = 1 - clock.median_mhz / clock.highest_mhz if clock.highest_mhz else 0.0
     cost = round(max(slower * step, samples.excess_ns(clock.places)))
-    what = "heat" if set(clock.names) & set(_THERMAL) else "the power limit"
     at = f" (median {clock.median_mhz:.0f} MHz)" if clock.median_mhz else ""
-    if clock.held:
-        title = f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
-        if varies >= LEAST_VARIANCE:
-            title += f", and makes {percent(varies)} of the variance"
-        lines = [f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples{at}"]
-    else:
-        title = f"the GPU's clock moves, which makes {percent(varies)} of the variance"
-        lines = [f"NVML named no limit that held it while samples were taken{at}"]
+    lines = [f"{told.evidence}{at}"]
     if clock.share:
         how = "counted over each sample" if clock.counted else "read now and then"
         lines.append(
@@ -185,15 +222,14 @@ def _finding(samples: Samples, clock: _Clock, varies: float) -> Finding:
     return Finding(
         id=NAME,
         source="hardware contention",
-        title=title,
+        title=told.title,
         evidence=tuple(lines),
         slices=("gpu_kernel",),
         cost_ns=cost,
         recoverable_ns=(0, cost),
         variance_share=varies or None,
-        confidence="high" if clock.held and varies >= LEAST_VARIANCE else "medium",
-        fix="Better cooling, where it is heat. A power limit is a property of the machine: an "
-        "administrator can raise it, or lock a clock that can be kept, which makes steps even.",
+        confidence=told.confidence,
+        fix=told.fix,
         check="`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` during `steady explain WORKLOAD`",
         false_alarm="a step bound by memory hardly follows the clock of the multiprocessors.",
     )
