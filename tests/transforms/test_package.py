@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -9,11 +11,36 @@ from torch import nn
 
 from steadytorch.conv.operator import conv_engine
 from steadytorch.errors import UnsupportedError
-from steadytorch.transforms.package import Package, make
+from steadytorch.transforms.package import Package, _brings_its_library, make
 from steadytorch.workload.signature import signature
 
 pytestmark = pytest.mark.compiles
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("flags", "expected"), [((), False), (("-static-libstdc++",), True)])
+def test_code_that_brings_its_own_library_is_seen(tmp_path, flags, expected):
+    source, code, file = (tmp_path / name for name in ("s.cpp", "s.so", "p.pt2"))
+    source.write_text(
+        "#include <sstream>\nint f() { std::ostringstream o; return o.str().size(); }"
+    )
+    made = ["-shared", "-fPIC", *flags, "-o", str(code), str(source)]
+    subprocess.run([os.environ.get("CXX", "g++"), *made], check=True)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.write(code, "data/aotinductor/model/s.so")
+        archive.writestr("version", "1")
+    assert _brings_its_library(file) is expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_that_would_crash_is_not_made(kept, tmp_path, monkeypatch):
+    def compiled(program, package_path, inductor_configs):
+        with zipfile.ZipFile(package_path, "w") as archive:
+            archive.writestr("s.so", b"\x7fELF\0libc.so.6\0")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    with pytest.raises(UnsupportedError, match="set CXX to another"):
+        make(kept.model, (kept.x,), {}, {}, tmp_path / "p.pt2")
 
 
 class Compiled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,9 @@ ALIGNED_BYTES = 16
 
 _log = logging.getLogger("steadytorch")
 _PLAIN = (Tensor, nn.Parameter)
+_ELF = b"\x7fELF"
+_CPP_LIBRARY = re.compile(rb"\0lib(?:std)?c\+\+\.so\.\d+\0")
+"""How code for Linux names the library that it is to be linked with when it is loaded."""
 
 
 def make(
@@ -48,7 +52,8 @@ def make(
         path: the file to write; PyTorch wants it to be called `*.pt2`.
 
     Raises:
-        UnsupportedError: it cannot be exported or compiled, or writes to what it is given.
+        UnsupportedError: it cannot be exported or compiled, writes to what it is given, or would
+            crash because of this machine's compiler.
     """
     import torch._inductor
 
@@ -63,6 +68,11 @@ def make(
             torch._inductor.aoti_compile_and_package(
                 program, package_path=os.fspath(path), inductor_configs=dict(options)
             )
+    if _brings_its_library(path):
+        raise UnsupportedError(
+            "the C++ compiler links its library into what it makes, and such code crashes beside "
+            "PyTorch's: set CXX to another one"
+        )
 
 
 @contextmanager
@@ -222,6 +232,13 @@ class _Loader:
 
 def _loaded(path: str, device: torch.device) -> Library | _Loader:
     return _Loader(path, device) if device.type != "cpu" or _calls_out(path) else Library(path)
+
+
+def _brings_its_library(path: Path) -> bool:
+    """Whether a package's code would run with a C++ library of its own, not with the process's."""
+    with zipfile.ZipFile(path) as archive:
+        codes = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    return any(code.startswith(_ELF) and not _CPP_LIBRARY.search(code) for code in codes)
 
 
 def _calls_out(path: str) -> bool:
