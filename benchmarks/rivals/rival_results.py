@@ -210,8 +210,8 @@ def cause(ours: Row, power: dict[str, Any]) -> str:
         return ""
     alone, finding = ours.get("alone") or {}, power.get("finding")
     if not power.get("variance_share") and power.get("clock_share"):
-        told = f"the clock makes {power['clock_share']:.0%} of the variance"
-        return f"{told}; alone: {alone['finding']}" if alone.get("finding") else told
+        share = f"the clock makes {power['clock_share']:.0%} of the variance"
+        return f"{share}; alone: {alone['finding']}" if alone.get("finding") else share
     if not power.get("variance_share") and alone.get("variance_share"):
         return f"not attributed in turns; alone: {alone['finding']}"
     if finding is None:

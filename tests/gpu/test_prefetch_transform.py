@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
 from steadytorch.measure import sampler
-from steadytorch.runtime.dispatch import NOT_FASTER
+from steadytorch.plan.plan import Plan
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
@@ -27,7 +27,8 @@ from steadytorch.trial import worker as trial_worker
 from steadytorch.trial.compare import compare_live
 from steadytorch.trial.measure import measure
 from steadytorch.trial.worker import save_payload
-from steadytorch.tune.session import tune
+from steadytorch.tune.select import Options
+from steadytorch.tune.session import Session, tune
 from steadytorch.tune.worker import Explained, TuningHandler
 from steadytorch.workload.workload import Workload
 
@@ -212,16 +213,20 @@ def test_it_is_measured_and_compared_in_processes_of_its_own():
     assert compared.effect.pairs >= 12
 
 
-def test_tuning_tries_it_and_a_plan_hands_it_on(tmp_path: Path):
-    model = Sum()
-    given = Workload.from_loader(model, Batches(8))
+def test_tuning_tries_it(tmp_path: Path):
+    given = Workload.from_loader(Sum(), Batches(8))
     plan = tune(given, budget="60s", device="cuda", store=tmp_path)
     tried = [trial for trial in plan.evidence.trials if AHEAD in trial.transforms]
     assert any(trial.status == "ok" and trial.median_ns for trial in tried)
+
+
+def test_a_plan_hands_it_on(tmp_path: Path, keep_unmeasured: Callable[..., Plan]):
+    model = Sum()
+    session = Session(Workload.from_loader(model, Batches(8)), Options(), "cuda", tmp_path)
+    plan = keep_unmeasured(session, (AHEAD,))
     assert plan.key.loader
     batches = plan.batches(Batches(3))
-    assert isinstance(batches, Prefetched) is (AHEAD in plan.candidate)
+    assert isinstance(batches, Prefetched)
     fast = plan.apply(model.cuda())
     assert [fast(batch).item() for batch in batches] == [0.0, 1.0, 2.0]
-    served = "tuned" if plan.candidate else f"untouched: {NOT_FASTER}"
-    assert set(fast.report().calls) == {served}
+    assert set(fast.report().calls) == {"tuned"}

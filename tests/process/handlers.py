@@ -45,8 +45,8 @@ class Handler:
     def segfaults(self):
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    def is_killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+    def is_killed(self, number=signal.SIGKILL):
+        os.kill(os.getpid(), number)
 
     def is_killed_after_a_child_crashed(self):
         if not (child := os.fork()):

@@ -72,6 +72,12 @@ def test_a_worker_that_is_killed_has_crashed_nowhere(start, method):
     assert _fault_of(start(), method).reason == "killed (SIGKILL)"
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(start):
+    number = signal.SIGRTMIN + 6
+    reason = _fault_of(start(), "is_killed", number=number).reason
+    assert reason == f"{signal.strsignal(number).lower()} ({number})"
+
+
 def test_of_several_threads_that_which_crashed_is_named(start):
     reason = _fault_of(start(), "crashes_in_a_thread_of_several").reason
     assert " in crashes_in_a_thread_of_several, handlers.py:" in reason

@@ -258,9 +258,9 @@ class Worker:
         status = self._process.poll()
         self.kill()
         if status is not None and status < 0:
-            name = signal.Signals(-status).name
+            names = {each.value: each.name for each in signal.Signals}  # few of real-time ones
             words = signal.strsignal(-status) or "signal"
-            reason = f"{words.lower()} ({name})"
+            reason = f"{words.lower()} ({names.get(-status, -status)})"
             if -status in _CRASHES:
                 reason = f"{reason}{self._crashed_in()}"[:300]
             return WorkerFault(Fault.SIGNAL, reason, self.log_tail())

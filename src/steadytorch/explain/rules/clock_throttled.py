@@ -100,18 +100,16 @@ def _is_counted(samples: Samples) -> bool:
 
 def _clock(samples: Samples) -> _Clock:
     masks = samples.level("clock_event_mask")
-    asked, masks = masks is not None, np.zeros(0, np.int64) if masks is None else masks
-    seen = int(np.bitwise_or.reduce(masks)) if len(masks) else 0
-    masks = masks & _MASK
+    seen = 0 if masks is None else int(np.bitwise_or.reduce(masks))
     counted = _is_counted(samples)
     clocks = samples.clocks_mhz if counted else samples.level("sm_clock_mhz")
     if clocks is None:
         clocks = np.zeros(len(samples.durations_ns))
     known = clocks[clocks > 0]  # which NaN is not
     return _Clock(
-        held=float(np.mean(masks != 0)) if len(masks) else 0.0,
+        held=0.0 if masks is None else float(np.mean(masks & _MASK != 0)),
         names=reasons(seen & _MASK),
-        others=reasons(seen & ~_MASK) if asked else None,
+        others=None if masks is None else reasons(seen & ~_MASK),
         median_mhz=float(np.median(known)) if len(known) else 0.0,
         highest_mhz=float(np.quantile(known, HIGHEST if counted else 1.0)) if len(known) else 0.0,
         share=followed(samples.durations_ns, clocks),
@@ -191,10 +189,10 @@ def _holding(clock: _Clock, varies: float) -> _Told:
 
 
 def _moving(clock: _Clock, varies: float) -> _Told:
-    named = ", ".join((*clock.names, *(clock.others or ())))
+    named = ", ".join((*clock.names, *(clock.others or ()))) or "no reason for it"
     return _Told(
         f"the GPU's clock moves, which makes {percent(varies)} of the variance",
-        "NVML did not say why" if clock.others is None else f"NVML named {named or 'no reason'}",
+        "NVML did not say why" if clock.others is None else f"NVML named {named}",
         "medium",
         "An administrator can lock a clock that the GPU can keep, which makes steps even. NVML may "
         "tell of a power limit later than it acts; a GPU that waits lowers its clock too.",
