@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from steadytorch.report.text import duration, plain, print_indented
-from steadytorch.trial.compare import CompareResult
 from steadytorch.trial.dwell import effect_of
+from steadytorch.trial.verdict import CompareResult
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -19,6 +18,7 @@ from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
 
 if TYPE_CHECKING:
+    from steadytorch.doctor import CheckUp
     from steadytorch.runtime.switch import Switch
 
 _WIDTH = 80
@@ -67,37 +67,25 @@ Hidden = tuple[list[str], str, list[str]]
 
 def render_doctor(
     console: Console,
-    facts: DeviceFacts,
-    snapshot: Snapshot,
-    observations: Sequence[Observation],
-    noise: NoiseFloor | Mapping[str, Any] | None = None,
-    switch: Switch | None = None,
+    found: CheckUp,
 ) -> None:
     """Prints the machine, its software, its present state, and what is hidden and why.
 
     Args:
-        console: Where to print; no more than 80 columns of it are used.
-        facts: What does not change.
-        snapshot: What does.
-        observations: What can be observed, and what to do about the rest.
-        noise: The A/A noise floor, where it was measured.
-        switch: cuDNN's benchmark mode, where it was looked at.
-
-    Raises:
-        msgspec.ValidationError: `noise` is a mapping of another shape than `NoiseFloor`.
+        console: where to print; no more than 80 columns of it are used.
+        found: what is told.
     """
-    floor = None if noise is None else msgspec.convert(noise, NoiseFloor)
+    facts, state = found.environment, found.state
     _section(console, "Machine", _machine(facts))
     _section(console, "Software", _software(facts))
-    _section(console, "State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))])
-    if switch is not None:
-        _section(console, "cuDNN's benchmark mode in a new process", *_switch(switch))
-    seen = [
-        (observation.name, observation.detail) for observation in observations if observation.ok
-    ]
+    noise = [("A/A noise floor", _noise(found.noise_floor))]
+    _section(console, "State now", [*_state(state), *noise])
+    title = "cuDNN's benchmark mode in a new process"
+    _section(console, title, *_switch(found.benchmark_mode))
+    seen = [(each.name, each.detail) for each in found.observability if each.ok]
     _section(console, "Can be observed", seen)
     unknown = {field: why for field, why in facts.unknown.items() if field not in _SOFTWARE}
-    groups = _hidden({**unknown, **snapshot.unknown}, observations)
+    groups = _hidden({**unknown, **state.unknown}, found.observability)
     _hidden_section(console, "Cannot be observed here, and what to do", groups)
 
 
@@ -250,8 +238,6 @@ def _reasons(reasons: tuple[str, ...] | None) -> str:
     return ", ".join(reason.replace("_", " ") for reason in reasons) or "nothing"
 
 
-def _noise(floor: NoiseFloor | None) -> str:
-    if floor is None:
-        return "not measured"
+def _noise(floor: NoiseFloor) -> str:
     what = f" ({floor.what})" if floor.what else ""
     return f"{floor.a_a_spread:.2%} over {floor.pairs} pairs{what}"
