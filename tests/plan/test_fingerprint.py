@@ -161,7 +161,6 @@ def test_what_matters_gets_another_key_in_the_same_environment(change: dict[str,
         {"compute_capability": "10.0"},
         {"sm_count": 16},
         {"mig_profile": "1g.18gb"},
-        {"cores_logical": 2},
         {"isa": "AVX2"},
         {"torch": "2.14.0"},
         {"cuda": None},
@@ -172,6 +171,25 @@ def test_what_matters_gets_another_key_in_the_same_environment(change: dict[str,
 )
 def test_another_machine_gets_another_environment(change: dict[str, Any]) -> None:
     assert make(facts=change).environment_digest != make().environment_digest
+
+
+def test_cores_and_threads_of_a_processor_get_another_key() -> None:
+    processor = {"device": "cpu", "cores_logical": 16}
+    made = make(facts=processor, ambient={"num_threads": 8})
+    assert (made.cores_logical, made.ambient) == (16, {"num_threads": "8"})
+    fewer = make(facts=processor | {"cores_logical": 2}, ambient={"num_threads": 8})
+    assert fewer.environment_digest != made.environment_digest
+    assert make(facts=processor, ambient={"num_threads": 1}).digest != made.digest
+
+
+def test_a_rank_of_torchrun_with_a_gpu_finds_what_was_tuned_outside() -> None:
+    """It has one thread where nobody says otherwise, and may be pinned to some cores."""
+    made = make(ambient={"num_threads": 16, "cudnn.benchmark": False})
+    assert (made.cores_logical, made.ambient) == (None, {"cudnn.benchmark": "False"})
+    rank = {"num_threads": 1, "cudnn.benchmark": False}
+    pinned = msgspec.structs.replace(FACTS, cores_logical=2)
+    assert make(facts={"cores_logical": 2}, ambient=rank) == made
+    assert in_environment(made, pinned) == made
 
 
 @pytest.mark.parametrize("tolerance", [math.inf, math.nan])

@@ -41,6 +41,9 @@ _ENVIRONMENT = (
     "rules",
 )
 
+_THREADS = "num_threads"
+"""Of the ambient settings, how many threads an operator of the CPU is spread over."""
+
 
 def canonical_json(value: Any) -> bytes:
     """JSON in UTF-8 with sorted keys and no whitespace: equal values give equal bytes."""
@@ -80,7 +83,7 @@ class Key(
         compute_capability: as "9.0".
         sm_count: multiprocessors.
         mig_profile: as "1g.10gb", None for a whole GPU.
-        cores_logical: logical processor cores usable.
+        cores_logical: logical processor cores usable; None for a GPU.
         isa: vector instructions of the processor.
         torch: PyTorch version.
         cuda: CUDA version.
@@ -139,6 +142,9 @@ def make_key(
 ) -> Key:
     """The key of the plan for `workload`, given inputs of `signature`, on the machine of `facts`.
 
+    Of a GPU's host neither cores nor threads count: each rank that `torchrun` starts has one thread
+    unless told otherwise, and may be pinned to cores of its own.
+
     Args:
         workload: what runs; its untouched model counts.
         signature: the inputs the plan is for.
@@ -162,7 +168,11 @@ def make_key(
         precision=_text(precision),
         tolerance=None if tolerance is None else float(tolerance),
         max_memory_bytes=max_memory_bytes,
-        ambient={_text(name): _text(value) for name, value in ambient.items()},
+        ambient={
+            _text(name): _text(value)
+            for name, value in ambient.items()
+            if not (name == _THREADS and facts.device == "cuda")
+        },
         loader=workload.feed is not None,
         **_environment_of(facts),
     )
@@ -174,7 +184,8 @@ def in_environment(key: Key, facts: DeviceFacts) -> Key:
 
 
 def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
-    own = {"device_name": facts.name, "rules": RULES_VERSION}
+    own: dict[str, Any] = {"device_name": facts.name, "rules": RULES_VERSION}
+    own |= {"cores_logical": None} if facts.device == "cuda" else {}
     return own | {name: getattr(facts, name) for name in _ENVIRONMENT if name not in own}
 
 
