@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,6 +19,7 @@ from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
 
 if TYPE_CHECKING:
+    from steadytorch.report.pages.doctor import SwitchState
     from steadytorch.runtime.switch import Switch
 
 _WIDTH = 80
@@ -63,6 +64,16 @@ _LABELS = {
 Rows = list[tuple[str, str]]
 # What is hidden, why, and each remedy.
 Hidden = tuple[list[str], str, list[str]]
+HIDDEN = "Cannot be observed here, and what to do"
+"""What a list of it is headed by."""
+
+
+class Section(NamedTuple):
+    """A part of what is known: labels with their values, and sentences below them."""
+
+    title: str
+    rows: Rows
+    said: Sequence[str] = ()
 
 
 def render_doctor(
@@ -87,18 +98,38 @@ def render_doctor(
         msgspec.ValidationError: `noise` is a mapping of another shape than `NoiseFloor`.
     """
     floor = None if noise is None else msgspec.convert(noise, NoiseFloor)
-    _section(console, "Machine", _machine(facts))
-    _section(console, "Software", _software(facts))
-    _section(console, "State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))])
+    for section in sections(facts, snapshot, observations, floor, switch):
+        _section(console, *section)
+    _hidden_section(console, HIDDEN, hidden(facts, snapshot, observations))
+
+
+def sections(
+    facts: DeviceFacts,
+    snapshot: Snapshot,
+    observations: Sequence[Observation],
+    floor: NoiseFloor | None,
+    switch: Switch | SwitchState | None,
+) -> list[Section]:
+    """All that is known of the machine."""
+    found = [
+        Section("Machine", machine(facts)),
+        Section("Software", software(facts)),
+        Section("State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))]),
+    ]
     if switch is not None:
-        _section(console, "cuDNN's benchmark mode in a new process", *_switch(switch))
+        found.append(Section("cuDNN's benchmark mode in a new process", *_switch(switch)))
     seen = [
         (observation.name, observation.detail) for observation in observations if observation.ok
     ]
-    _section(console, "Can be observed", seen)
+    return [*found, Section("Can be observed", seen)]
+
+
+def hidden(
+    facts: DeviceFacts, snapshot: Snapshot, observations: Sequence[Observation]
+) -> list[Hidden]:
+    """What is not known of it."""
     unknown = {field: why for field, why in facts.unknown.items() if field not in _SOFTWARE}
-    groups = _hidden({**unknown, **snapshot.unknown}, observations)
-    _hidden_section(console, "Cannot be observed here, and what to do", groups)
+    return _hidden({**unknown, **snapshot.unknown}, observations)
 
 
 def _section(console: Console, title: str, rows: Rows, said: Sequence[str] = ()) -> None:
@@ -132,7 +163,8 @@ def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
     console.print()
 
 
-def _machine(facts: DeviceFacts) -> Rows:
+def machine(facts: DeviceFacts) -> Rows:
+    """What there is to run on."""
     rows: Rows = []
     if facts.device == "cuda":
         slice_unknown = "mig_profile" in facts.unknown
@@ -155,7 +187,8 @@ def _machine(facts: DeviceFacts) -> Rows:
     return rows
 
 
-def _software(facts: DeviceFacts) -> Rows:
+def software(facts: DeviceFacts) -> Rows:
+    """The versions that results depend on."""
     return [
         (_LABELS[field], getattr(facts, field) or facts.unknown.get(field, _UNKNOWN))
         for field in _SOFTWARE
@@ -183,7 +216,7 @@ def _state(now: Snapshot) -> Rows:
     ]
 
 
-def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
+def _switch(switch: Switch | SwitchState) -> tuple[Rows, tuple[str, ...]]:
     """Where the switch stands, and what to know of it."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())

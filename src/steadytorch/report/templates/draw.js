@@ -1,0 +1,14 @@
+"use strict";
+// A picture that cannot be drawn leaves the others, and the tables, as they are.
+for (const place of document.querySelectorAll(".chart")) {
+  try {
+    const figure = JSON.parse(place.nextElementSibling.textContent);
+    Plotly.newPlot(place, figure.data, figure.layout, {
+      responsive: true,
+      displaylogo: false,
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    });
+  } catch (error) {
+    place.textContent = "This picture cannot be drawn: " + error.message;
+  }
+}
