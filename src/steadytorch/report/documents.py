@@ -12,6 +12,7 @@ import msgspec
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.report.measure import representative
+from steadytorch.report.saved import SCHEMA, kind_of, not_a_result, read_bytes
 
 if TYPE_CHECKING:
     from steadytorch.explain.result import Explanation
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from steadytorch.tune.conv import ConvReport
     from steadytorch.tune.result import TuneResult
 
-SCHEMA = 1
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -164,11 +164,6 @@ class _SavedProcess(msgspec.Struct):
     complete: bool = True
 
 
-class _Head(msgspec.Struct):
-    schema: int
-    kind: str
-
-
 class _Saved(msgspec.Struct):
     workload: str
     environment: DeviceFacts
@@ -181,20 +176,16 @@ def read_measure(path: Path) -> SavedMeasure:
     Raises:
         UsageError: it is not there, not JSON, or of another kind or schema.
     """
+    content = read_bytes(path)
+    kind = kind_of(path, content)
+    if kind != "measure":
+        raise UsageError(
+            f"{path} holds a {kind!r} result: compare takes those of steady measure --json"
+        )
     try:
-        text = path.read_bytes()
-        head = msgspec.json.decode(text, type=_Head)
-        if head.schema != SCHEMA:
-            raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
-        if head.kind != "measure":
-            raise UsageError(
-                f"{path} holds a {head.kind!r} result: compare takes those of steady measure --json"
-            )
-        saved = msgspec.json.decode(text, type=_Saved)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        saved = msgspec.json.decode(content, type=_Saved)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not a saved result: {error}") from error
+        raise not_a_result(path, error) from error
     whole = [process for process in saved.processes if process.complete] or saved.processes
     medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadytorch.errors import UsageError
+from steadytorch.errors import UsageError, one_line
+from steadytorch.report.text import plain
 
 if TYPE_CHECKING:
     import jinja2
@@ -56,24 +57,31 @@ def page(source: Path, content: bytes) -> str:
         UsageError: it is no result, or holds what no result can.
     """
     import msgspec
+    import numpy as np
 
     from steadytorch.report import pages
+    from steadytorch.report.plots import shortened
     from steadytorch.report.saved import kind_of, not_a_result
 
     kind = kind_of(source, content)
     found = pages.KINDS.get(kind)
     if found is None:
         known = ", ".join(pages.KINDS)
-        raise UsageError(f"{source} holds a {kind!r} result, and pages are made of {known}")
+        raise UsageError(
+            f"{plain(source)} holds a {shortened(kind, 40)!r} result, and pages are made of {known}"
+        )
     try:
         document = msgspec.json.decode(content, type=found.document)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise not_a_result(source, error) from error
     try:
-        return _rendered(kind, document, found.contents(document))
+        with np.errstate(all="raise"):
+            return _rendered(kind, document, found.contents(document))
     # Well-formed fields may still contradict each other: a median of zero, indices beyond the end.
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
-        raise UsageError(f"{source} holds figures that cannot be shown: {error!r}") from error
+        raise UsageError(
+            f"{plain(source)} holds figures that cannot be shown: {one_line(error)}"
+        ) from error
 
 
 def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
@@ -84,19 +92,16 @@ def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
 
     pictured = any(isinstance(each, Plot) for each in contents.values())
     scripts = (get_plotlyjs(), _source("draw.js")) if pictured else ()
-    return (
-        _templates()
-        .get_template(f"{kind}.html")
-        .render(
-            kind=kind,
-            document=document,
-            machine=machine(document.environment),
-            software=software(document.environment),
-            scripts=scripts,
-            hashes=[_hash(script) for script in scripts],
-            style=_source("page.css"),
-            **contents,
-        )
+    template = _templates().get_template(f"{kind}.html")
+    return template.render(
+        kind=kind,
+        document=document,
+        machine=machine(document.environment),
+        software=software(document.environment),
+        scripts=scripts,
+        hashes=[_hash(script) for script in scripts],
+        style=_source("page.css"),
+        **contents,
     )
 
 
@@ -106,7 +111,6 @@ def _templates() -> jinja2.Environment:
     from markupsafe import Markup
 
     from steadytorch.report.plots import embedded
-    from steadytorch.report.text import plain
 
     def shown(value: Any) -> Any:
         """What any expression of a template becomes, before it is escaped."""
@@ -138,20 +142,21 @@ def _hash(script: str) -> str:
 
 def _check(source: Path, target: Path) -> None:
     """Refuses a target that cannot be written before the work is done."""
+    name = plain(target)
     try:
         if target.exists() and target.samefile(source):
-            raise UsageError(f"{target} is the result itself: name another file for the page")
+            raise UsageError(f"{name} is the result itself: name another file for the page")
         # Renaming onto a device would replace it.
         if target.exists() and not target.is_file():
-            raise UsageError(f"{target} is no regular file: name another one for the page")
+            raise UsageError(f"{name} is no regular file: name another one for the page")
         if not target.parent.is_dir():
-            raise UsageError(f"{target} cannot be written: there is no folder {target.parent}")
+            raise UsageError(f"{name} cannot be written: there is no folder {plain(target.parent)}")
         if not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise UsageError(f"{target} cannot be written: no permission")
+            raise UsageError(f"{name} cannot be written: no permission")
     except OSError as error:
-        raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{name} cannot be written: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{str(target)!r} cannot be written: {error}") from error
+        raise UsageError(f"{name} cannot be written: {error}") from error
 
 
 def _write(target: Path, text: str) -> None:
@@ -162,4 +167,4 @@ def _write(target: Path, text: str) -> None:
         write_whole(target.resolve(), text.encode(), mode=0o666)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{target} cannot be written: {why}") from error
+        raise UsageError(f"{plain(target)} cannot be written: {why}") from error

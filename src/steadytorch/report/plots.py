@@ -21,6 +21,15 @@ BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY = (
     *("#7a5bb5", "#8a5a44", "#c85a9a", "#8b949e"),
 )
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, PINK, GREY, "#1f9aa8", "#a8a12b")
+LEGEND = {
+    "orientation": "h",
+    "x": 0,
+    "xanchor": "left",
+    "y": 1.02,
+    "yanchor": "bottom",
+    "traceorder": "normal",
+}
+"""Above the picture, where it takes no width."""
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 _MARKUP = ("hovertemplate",)
 """Keys whose strings are this project's own; all others may hold a foreign name."""
@@ -99,7 +108,7 @@ def figure(
             "paper_bgcolor": "#ffffff",
             "plot_bgcolor": "#ffffff",
             "colorway": list(COLOURS),
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            "legend": LEGEND,
             "hoverlabel": {"align": "left"},
             "xaxis": {**axis, "title": {"text": x, "standoff": 8}, **special.pop("xaxis", {})},
             "yaxis": {**axis, "title": {"text": y, "standoff": 8}, **special.pop("yaxis", {})},

@@ -10,8 +10,10 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.report.documents import SCHEMA
+from steadytorch.report.text import plain
 
+SCHEMA = 1
+"""Of the documents that this version writes and reads."""
 MOST_BYTES = 256 << 20
 """A sample takes some 22 bytes in the file of a measurement, where it stands twice: this holds ten
 million, and reading them takes less than 2 GiB of memory."""
@@ -47,15 +49,15 @@ def read_bytes(path: Path) -> bytes:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise UsageError(f"{path} is no regular file: name one that --json wrote")
+                raise UsageError(f"{plain(path)} is no regular file: name one that --json wrote")
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{plain(path)} cannot be read: {error.strerror}") from error
     except ValueError as error:  # such as a name with a NUL
-        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"{plain(path)} cannot be read: {error}") from error
     if len(content) > MOST_BYTES:
         raise UsageError(
-            f"{path} has more than {MOST_BYTES >> 20} MiB: measure again with a smaller --budget"
+            f"{plain(path)} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
         )
     return content
 
@@ -71,10 +73,12 @@ def kind_of(path: Path, content: bytes) -> str:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise not_a_result(path, error) from error
     if head.schema != SCHEMA:
-        raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
+        raise UsageError(f"{plain(path)} has schema {head.schema}, this version reads {SCHEMA}")
     return head.kind
 
 
 def not_a_result(path: Path, error: Exception) -> UsageError:
     """The error for a file that is none, or of which something is missing or wrong."""
-    return UsageError(f"{path} is not a saved result: {error}; name a file that --json wrote")
+    return UsageError(
+        f"{plain(path)} is not a saved result: {error}; name a file that --json wrote"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steadytorch.quantities import size
-from steadytorch.report.text import duration, percent_above, plain, seconds, unit_of
+from steadytorch.report.text import duration, grouped, percent_above, plain, seconds, unit_of
 
 if TYPE_CHECKING:
     from steadytorch.measure.measurement import Measurement
@@ -186,7 +186,7 @@ def costs_told(
 
 def render_left_out(console: Console, evidence: Evidence) -> None:
     """What was not tried, and why."""
-    reasons = by_reason({**evidence.not_applicable, **evidence.not_tried})
+    reasons = grouped({**evidence.not_applicable, **evidence.not_tried})
     if not reasons:
         return
     console.print(Text("Not tried", "bold"))
@@ -195,11 +195,3 @@ def render_left_out(console: Console, evidence: Evidence) -> None:
         more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
         text = plain(f"{reason}: {listed}{more}")
         console.print(Padding(Text(text, "dim"), (0, 0, 0, 2)))
-
-
-def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
-    """Reason to what was left out for it, from what was left out to its reason."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        reasons.setdefault(reason, []).append(name)
-    return reasons

@@ -21,9 +21,10 @@ from steadytorch.report.plots import (
     thinning_told,
 )
 from steadytorch.report.saved import Document
-from steadytorch.report.text import duration
+from steadytorch.report.text import duration, unit_of
 from steadytorch.trial.dwell import Dwell
 
+_MOST_NAMED = 8
 Pairs = Sequence[Sequence[tuple[float, float]]]
 """Per process its pairs: a block of A and one of B, in ns."""
 
@@ -122,7 +123,7 @@ def _figures(document: CompareDocument) -> Table:
         ),
         ("gate", "failed" if document.gate_failed else "not failed, or not asked for"),
     ]
-    return table(["figure", "value"], rows)
+    return table(["figure", "value"], rows, (0, 1))
 
 
 def _percent(fraction: float | None) -> str:
@@ -131,26 +132,25 @@ def _percent(fraction: float | None) -> str:
 
 def _differences(document: CompareDocument) -> Plot:
     """Each pair's difference, and the interval of the effect over them."""
-    data, drawn = [], 0
-    flat = [pair for process in document.samples for pair in process]
-    place, most = 0, max(2, MOST_POINTS // len(document.samples))
-    for number, pairs in enumerate(document.samples):
-        apart = [100 * (b / a - 1) for a, b in pairs]
-        kept = thinned(apart, most)
-        drawn += len(kept)
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"process {number + 1}",
-                "x": [place + i + 1 for i in kept],
-                "y": [apart[i] for i in kept],
-                "marker": {"color": COLOURS[number % len(COLOURS)], "size": 7, "opacity": 0.85},
-                "showlegend": len(document.samples) > 1,
-                "hovertemplate": "pair %{x}: %{y:+.2f} %<extra></extra>",
-            }
-        )
-        place += len(pairs)
+    several = 1 < len(document.samples) <= _MOST_NAMED
+    apart, names = [], []
+    for number, pairs in enumerate(document.samples, 1):
+        apart += [100 * (b / a - 1) for a, b in pairs]
+        names += [f"process {number}" if several else "pairs"] * len(pairs)
+    kept = thinned(apart)
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [place + 1 for place in kept if names[place] == name],
+            "y": [apart[place] for place in kept if names[place] == name],
+            "marker": {"color": COLOURS[number], "size": 7, "opacity": 0.85},
+            "showlegend": several,
+            "hovertemplate": "pair %{x}: %{y:+.2f} %<extra></extra>",
+        }
+        for number, name in enumerate(dict.fromkeys(names))
+    ]
     line = {"type": "line", "x0": 0, "x1": 1, "xref": "paper"}
     shapes: list[dict[str, Any]] = [{**line, "y0": 0, "y1": 0, "line": {"color": GREY, "width": 2}}]
     effect = document.interval
@@ -166,14 +166,12 @@ def _differences(document: CompareDocument) -> Plot:
         "Shaded: its 99 % interval. " if effect.low is not None else ""
     )
     shape = figure(data, "pair, in the order taken", "B against A, %", layout={"shapes": shapes})
-    told = thinning_told(drawn, len(flat), "pairs")
+    told = thinning_told(len(kept), len(apart), "pairs")
     return Plot("Each pair's difference", shape, f"{note}{told}".strip())
 
 
 def _times(document: CompareDocument) -> Plot:
     """The blocks of both sides."""
-    from steadytorch.report.text import unit_of
-
     flat = [pair for process in document.samples for pair in process]
     unit, unit_ns = unit_of(flat[0][0])
     data, drawn = [], 0

@@ -17,6 +17,7 @@ from steadytorch.report.text import duration, share, unit_of
 
 _MOST_STEPS = 200
 """Bars that can be told from one another; a table has the mean of all steps."""
+_MOST_SLICES = 100
 _IDLE = ("#dd7a1f", "#c53d3d", "#e0b13c", "#b5651d", "#d98880", "#f0c08a", "#a04000", "#d4ac6e")
 
 
@@ -29,6 +30,7 @@ class ExplainDocument(Explanation, frozen=True, kw_only=True):
 
 def contents(document: ExplainDocument) -> dict[str, Any]:
     """What the template shows of an explanation."""
+    _check(document.steps)
     regime = document.regime
     lines = document.roofline
     return {
@@ -56,6 +58,12 @@ def contents(document: ExplainDocument) -> dict[str, Any]:
     }
 
 
+def _check(steps: Sequence[StepTime]) -> None:
+    """Refuses what would take the square of the file's size to add up."""
+    if steps and len(steps[0].slices_ns) > _MOST_SLICES:
+        raise ValueError(f"{len(steps[0].slices_ns)} slices: a ledger has at most {_MOST_SLICES}")
+
+
 def _steps(steps: Sequence[StepTime]) -> Plot:
     """A bar per step, of slices that add up to it."""
     shown = steps[:_MOST_STEPS]
@@ -76,14 +84,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
     layout = {
         "barmode": "stack",
         "xaxis": {"type": "category"},
-        "bargap": 0.25,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": -0.22,
-            "yanchor": "top",
-            "traceorder": "normal",
-        },
+        "bargap": max(0.25, 1 - 0.2 * len(shown)),
     }
     note = "The slices of a step add up to it."
     if len(shown) < len(steps):

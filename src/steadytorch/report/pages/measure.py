@@ -14,10 +14,11 @@ from steadytorch.measure.variability import Outlier
 from steadytorch.quantities import size
 from steadytorch.report import measure
 from steadytorch.report.pages.series import histogram, timeline
-from steadytorch.report.plots import Table, table
+from steadytorch.report.plots import BLUE, Plot, Table, table
 from steadytorch.report.saved import Document
-from steadytorch.report.text import duration, percent_above, seconds
+from steadytorch.report.text import duration, grouped, percent_above, seconds
 
+_MOST_NAMED = 8
 _TOO_FEW = "too few samples: 1,000 independent ones are needed"
 
 
@@ -95,20 +96,36 @@ def contents(document: MeasureDocument) -> dict[str, Any]:
         "title": document.workload,
         "headline": measure.headline(document),
         "details": measure.details(document),
-        "samples": timeline([each.period for each in document.processes], _named(document)),
-        "histogram": histogram(shown.period, document.median_ns, document.median_ci_ns),
+        "samples": _samples(document),
+        "histogram": _histogram(document, shown),
         "several": len(document.processes) > 1,
         "figures": _figures(document, shown),
         "outliers": _outliers(all_outliers, document),
         "processes": _processes(document.processes),
         "blocks": _blocks(shown),
-        "unknown": table(["not observed", "why"], list(shown.unknown.items()), (0, 1)),
+        "unknown": _unknown(shown),
     }
 
 
-def _named(document: MeasureDocument) -> list[str]:
+def _samples(document: MeasureDocument) -> Plot:
+    """All processes, neighbours in colours that can be told apart."""
     count = len(document.processes)
-    return [f"process {i + 1}" for i in range(count)] if count > 1 else ["samples"]
+    if count == 1:
+        names = ["samples"]
+    elif count <= _MOST_NAMED:
+        names = [f"process {i + 1}" for i in range(count)]
+    else:
+        names = [("odd processes", "even processes")[i % 2] for i in range(count)]
+    colours = {name: (BLUE, "#63a4dc")[place % 2] for place, name in enumerate(names)}
+    return timeline([each.period for each in document.processes], names, colours)
+
+
+def _histogram(document: MeasureDocument, shown: Process) -> Plot:
+    if len(document.processes) == 1:
+        return histogram(shown.period, document.median_ns, document.median_ci_ns, "How often")
+    number = document.processes.index(shown) + 1
+    title = f"How often in process {number}, whose median is the middle one"
+    return histogram(shown.period, shown.period.median_ns, shown.period.median_ci_ns, title)
 
 
 def _figures(document: MeasureDocument, shown: Process) -> Table:
@@ -135,7 +152,7 @@ def _figures(document: MeasureDocument, shown: Process) -> Table:
         "Median, interval and claim are of all processes; the rest is of the process whose median "
         "is the middle one."
     )
-    return table(["figure", "value"], rows, (0,), note if len(document.processes) > 1 else "")
+    return table(["figure", "value"], rows, (0, 1), note if len(document.processes) > 1 else "")
 
 
 def _interval(interval: tuple[float, float] | None, why: str | None) -> str:
@@ -181,7 +198,7 @@ def _blocks(shown: Process) -> Table:
     host, device = shown.host, shown.device
     rows: list[tuple[str, object]] = [
         ("the probe adds", None if host.overhead_ns is None else duration(host.overhead_ns)),
-        ("garbage collections", f"{host.gc_collections:,} ({duration(host.gc_ns)})"),
+        ("garbage collections", _collections(host)),
         ("involuntary switches", _count(host.involuntary_switches)),
         ("pages read from a disk", _count(host.major_faults)),
         ("taken by other virtual machines", None if host.steal_ns is None else _ns(host.steal_ns)),
@@ -198,7 +215,16 @@ def _blocks(shown: Process) -> Table:
             ("other GPU processes", device.other_processes),
         ]
     told = [(label, "unknown" if value is None else value) for label, value in rows]
-    return table(["host and device", "value"], told)
+    return table(["host and device", "value"], told, (0, 1))
+
+
+def _unknown(shown: Process) -> Table:
+    rows = [(", ".join(names), why) for why, names in grouped(shown.unknown).items()]
+    return table(["not observed", "why"], rows, (0, 1))
+
+
+def _collections(host: Host) -> str:
+    return f"{host.gc_collections:,}" + (f" ({duration(host.gc_ns)})" if host.gc_ns else "")
 
 
 def _count(value: int | None) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,7 @@ from steadytorch.report.plots import (
     BLUE,
     GREEN,
     GREY,
-    MOST_POINTS,
+    LEGEND,
     ORANGE,
     PURPLE,
     Plot,
@@ -25,57 +26,80 @@ from steadytorch.report.plots import (
 from steadytorch.report.text import duration, unit_of
 
 _BINS = 60
+_MOST_BORDERS = 50
+_WARM_UP = "warm-up, not used"
 _WIDE = 4.0
 """From this ratio of the slowest sample to the fastest a linear axis would flatten the rest."""
 _CAUSES = (ORANGE, "#c53d3d", PURPLE, GREEN, "#c85a9a", "#8a5a44", "#1f9aa8", "#a8a12b")
 
 
-def timeline(series: Sequence[Measurement], names: Sequence[str], title: str = "") -> Plot:
-    """All series one after another, warm-up and outliers marked; outliers coloured by cause."""
+def timeline(
+    series: Sequence[Measurement],
+    names: Sequence[str],
+    colours: Mapping[str, str],
+    title: str = "Samples over time",
+) -> Plot:
+    """All series one after another, warm-up and outliers marked; outliers coloured by cause.
+
+    Args:
+        series: at least one.
+        names: of each, for the legend; series may share one.
+        colours: of each name.
+        title: of the picture.
+    """
     unit, unit_ns = unit_of(series[0].median_ns)
     starts = list(accumulate((len(each.samples_ns) for each in series), initial=0))
-    data, drawn, low, high = [], 0, float("inf"), 0.0
-    causes: dict[str, tuple[list[int], list[float]]] = {}
-    shared = max(2, MOST_POINTS // len(series))
-    for place, (one, start) in enumerate(zip(series, starts, strict=False)):
-        kept = thinned(one.samples_ns, shared)
-        drawn += len(kept)
-        low, high = min(low, *one.samples_ns), max(high, *one.samples_ns)
-        outliers = {each.index: each.cause for each in one.outliers}
-        body: tuple[list[int], list[float]] = ([], [])
-        for index in kept:
-            where = body
-            if index < one.warmup_dropped:
-                where = causes.setdefault("warm-up, not used", ([], []))
-            elif index in outliers:
-                where = causes.setdefault(f"outlier: {outliers[index]}", ([], []))
-            where[0].append(start + index)
-            where[1].append(one.samples_ns[index] / unit_ns)
-        data.append(_points(names[place], body, (BLUE, "#63a4dc")[place % 2], unit, 4))
-    colours = dict(zip((c for c in causes if c[0] == "o"), _CAUSES * 99, strict=False))
-    for cause, points in causes.items():
-        data.append(_points(cause, points, colours.get(cause, GREY), unit, 7))
-    logarithmic = high > _WIDE * low
-    scale = {"type": "log", "dtick": "D2"} if logarithmic else {}
-    layout: dict[str, Any] = {"yaxis": scale, "shapes": _borders(starts[1:-1])}
+    samples = [sample for each in series for sample in each.samples_ns]
+    kept = thinned(samples)
+    groups: dict[str, list[int]] = {name: [] for name in names}
+    told = _told(series, starts)
+    which = 0
+    for place in kept:
+        while place >= starts[which + 1]:
+            which += 1
+        dropped = place < starts[which] + series[which].warmup_dropped
+        name = _WARM_UP if dropped else told.get(place, names[which])
+        groups.setdefault(name, []).append(place)
+    causes = dict(zip(dict.fromkeys(told.values()), _CAUSES, strict=False))
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": places,
+            "y": [samples[place] / unit_ns for place in places],
+            "marker": {
+                "color": {_WARM_UP: GREY, **causes, **colours}[name],
+                "size": 7 if name in causes else 4,
+                "opacity": 1 if name in causes else 0.7,
+            },
+            "hovertemplate": f"sample %{{x}}: %{{y:.4g}} {unit}<extra>%{{fullData.name}}</extra>",
+        }
+        for name, places in groups.items()
+    ]
+    logarithmic = max(samples) > _WIDE * min(samples)
+    layout: dict[str, Any] = {
+        "yaxis": {"type": "log", "dtick": "D2"} if logarithmic else {},
+        "shapes": _borders(starts[1:-1]) if len(series) <= _MOST_BORDERS else [],
+        # Plotly draws markers in the legend as small as in the picture.
+        "legend": {**LEGEND, "itemsizing": "constant"},
+    }
     axis = f"time per iteration, {unit}{' (logarithmic)' if logarithmic else ''}"
     shape = figure(data, "sample, in the order taken", axis, layout=layout)
-    note = thinning_told(drawn, starts[-1])
-    return Plot(title or "Samples over time", shape, note)
+    return Plot(title, shape, thinning_told(len(kept), len(samples)))
 
 
-def _points(
-    name: str, points: tuple[list[int], list[float]], colour: str, unit: str, size: int
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": points[0],
-        "y": points[1],
-        "marker": {"color": colour, "size": size, "opacity": 0.7 if size < 5 else 1},
-        "hovertemplate": f"sample %{{x}}: %{{y:.4g}} {unit}<extra>%{{fullData.name}}</extra>",
-    }
+def _told(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:
+    """Places of outliers among the samples of all to their causes; the rarest of many as one."""
+    outliers = [
+        (start + outlier.index, outlier.cause)
+        for one, start in zip(series, starts, strict=False)
+        for outlier in one.outliers
+    ]
+    ranked = [cause for cause, _ in Counter(cause for _, cause in outliers).most_common()]
+    own = ranked if len(ranked) <= len(_CAUSES) else ranked[: len(_CAUSES) - 1]
+    named = {cause: f"outlier: {cause}" for cause in own}
+    return {place: named.get(cause, "outliers of other causes") for place, cause in outliers}
 
 
 def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
@@ -85,7 +109,9 @@ def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
     return [{**ends, "x0": at - 0.5, "x1": at - 0.5} for at in places]
 
 
-def histogram(one: Measurement, median_ns: float, interval_ns: tuple[float, float] | None) -> Plot:
+def histogram(
+    one: Measurement, median_ns: float, interval_ns: tuple[float, float] | None, title: str
+) -> Plot:
     """How often which time was taken after the warm-up, with the median, p90 and p99 marked."""
     samples = np.asarray(one.samples_ns[one.warmup_dropped :], dtype=np.float64)
     unit, unit_ns = unit_of(one.median_ns)
@@ -116,4 +142,4 @@ def histogram(one: Measurement, median_ns: float, interval_ns: tuple[float, floa
     if beyond:
         note += f"{beyond:,} of {len(samples):,} samples took more than {duration(top)}: see above."
     shape = figure([bars], f"time per iteration, {unit}", "samples", layout=layout)
-    return Plot("How often", shape, note.strip())
+    return Plot(title, shape, note.strip())

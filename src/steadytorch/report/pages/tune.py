@@ -24,7 +24,7 @@ from steadytorch.report.plots import (
     table,
 )
 from steadytorch.report.saved import Document
-from steadytorch.report.text import duration, percent_above, seconds, unit_of
+from steadytorch.report.text import duration, grouped, percent_above, seconds, unit_of
 
 _MOST_DRAWN = 60
 _UNTOLD = "the file of a replayed plan does not say: steady plans show tells it"
@@ -112,9 +112,7 @@ def contents(document: TuneDocument) -> dict[str, Any]:
         "candidates": _candidates(document),
         "picture_of": _picture(timed, document.chosen) if timed else None,
         "left_out": _left_out(document),
-        "timeline": timeline(series, ["untouched", "winner"], "Untouched, then the winner")
-        if both and document.chosen
-        else None,
+        "timeline": _series(series) if both and document.chosen else None,
         "search": _facts(document),
     }
 
@@ -127,6 +125,11 @@ def _side(raw: msgspec.Raw, document: TuneDocument) -> Measurement | Taken | Non
     """
     form = Taken if document.replayed else Measurement
     return msgspec.json.decode(raw, type=form | None)
+
+
+def _series(series: Sequence[Measurement]) -> Plot:
+    colours = {"untouched": BLUE, "winner": GREEN}
+    return timeline(series, list(colours), colours, "Untouched, then the winner")
 
 
 def _headline(document: TuneDocument) -> str:
@@ -294,8 +297,8 @@ def _colour(tried: Tried, chosen: tuple[str, ...]) -> str:
 
 def _left_out(document: TuneDocument) -> Table:
     left = {**(document.not_applicable or {}), **(document.not_tried or {})}
-    rows = [(", ".join(names), reason) for reason, names in tune.by_reason(left).items()]
-    return table(["not tried", "why"], rows, (0, 1))
+    rows = [(reason, ", ".join(names)) for reason, names in grouped(left).items()]
+    return table(["why", "not tried"], rows, (0, 1))
 
 
 def _facts(document: TuneDocument) -> Table:
@@ -313,4 +316,4 @@ def _facts(document: TuneDocument) -> Table:
         ("reference of the errors", document.reference or (_UNTOLD if document.replayed else None)),
         ("the search took", None if document.seconds is None else seconds(document.seconds)),
     ]
-    return table(["search", "value"], [row for row in rows if row[1] is not None])
+    return table(["search", "value"], [row for row in rows if row[1] is not None], (0, 1))

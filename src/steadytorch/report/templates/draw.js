@@ -5,8 +5,8 @@ for (const place of document.querySelectorAll(".chart")) {
     const figure = JSON.parse(place.nextElementSibling.textContent);
     Plotly.newPlot(place, figure.data, figure.layout, {
       responsive: true,
-      displaylogo: false,
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      // Dragging zooms and a double click resets; the bar hides data, and has a way to a cloud.
+      displayModeBar: false,
     });
   } catch (error) {
     place.textContent = "This picture cannot be drawn: " + error.message;
