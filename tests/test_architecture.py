@@ -27,6 +27,7 @@ FLOORS = {
     "transforms": 4,
     "runtime": 5,
     "trial": 5,
+    "doctor": 6,
     "explain": 6,
     "plan": 6,
     "tune": 7,

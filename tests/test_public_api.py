@@ -20,6 +20,9 @@ NAMES = [
     "UsageError",
     "Workload",
     "benchmark_mode",
+    "compare",
+    "conv",
+    "doctor",
     "explain",
     "export_plans",
     "import_plans",
@@ -59,6 +62,19 @@ SIGNATURES = {
         "(self, loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
         "-> 'Iterable[BatchT]'"
     ),
+    "compare": (
+        "(a: 'Workload | str | Path', b: 'Workload | str | Path', *, "
+        "candidates: 'tuple[Candidate, Candidate]' = ((), ()), processes: 'int' = 1, "
+        "metric: 'str' = 'latency', device: 'str | None' = None, seed: 'int' = 0, "
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'CompareResult'"
+    ),
+    "conv": (
+        "(workload: 'Workload', *, candidate: 'Candidate' = (), budget: 'str | float' = '60s', "
+        "deterministic: 'bool' = False, device: 'str | None' = None, "
+        "store: 'Store | str | Path | None' = None, "
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'ConvReport'"
+    ),
+    "doctor": "(device: 'str' = 'auto') -> 'CheckUp'",
     "explain": (
         "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "

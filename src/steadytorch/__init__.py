@@ -15,6 +15,9 @@ _EXPORTS = {
     "UsageError": "errors",
     "Workload": "workload.workload",
     "benchmark_mode": "runtime.benchmark_mode",
+    "compare": "trial.compare",
+    "conv": "tune.engines",
+    "doctor": "doctor",
     "explain": "explain.session",
     "export_plans": "plan.exchange",
     "import_plans": "plan.exchange",
@@ -39,6 +42,9 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "UsageError",
     "Workload",
     "benchmark_mode",
+    "compare",
+    "conv",
+    "doctor",
     "explain",
     "export_plans",
     "import_plans",
@@ -55,6 +61,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
 ]
 
 if TYPE_CHECKING:
+    from steadytorch.doctor import doctor
     from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
     from steadytorch.explain.session import explain
     from steadytorch.measure.measurement import summarize
@@ -64,7 +71,9 @@ if TYPE_CHECKING:
     from steadytorch.report.html import report
     from steadytorch.runtime.benchmark_mode import benchmark_mode
     from steadytorch.runtime.prefetch import prefetch
+    from steadytorch.trial.compare import compare
     from steadytorch.trial.measure import measure
+    from steadytorch.tune.engines import conv
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify
     from steadytorch.tune.session import tune

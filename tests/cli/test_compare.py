@@ -9,7 +9,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.measure.measurement import summarize
 from steadytorch.report.documents import SCHEMA
 from steadytorch.trial import compare as module
-from steadytorch.trial.compare import CompareResult, Effect, Side
+from steadytorch.trial.verdict import CompareResult, Effect, Side
 
 from .conftest import only_line
 

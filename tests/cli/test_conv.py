@@ -9,7 +9,7 @@ from steadytorch.conv.choose import Outcome
 from steadytorch.conv.timing import Measured
 from steadytorch.device import facts as device_facts
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.tune import conv
+from steadytorch.tune import engines
 from steadytorch.tune.conv import ConvReport, Layer, _found_in_training
 
 from .conftest import only_line
@@ -70,9 +70,10 @@ def chosen(workload, facts, plans, *, prefix=(), **asked):
 def gpu(monkeypatch, folder):
     """A described device, and figures in place of measurements."""
     described = DeviceFacts(device="cuda", name="GPU", compute_capability="9.0", cudnn="9.19.0")
-    monkeypatch.setattr(device_facts, "resolve_device", lambda request: "cuda")
-    monkeypatch.setattr(device_facts, "load_facts", lambda device: described)
-    monkeypatch.setattr(conv, "choose_and_keep", chosen)
+    for module in (device_facts, engines):
+        monkeypatch.setattr(module, "resolve_device", lambda request: "cuda")
+        monkeypatch.setattr(module, "load_facts", lambda device: described)
+    monkeypatch.setattr(engines, "choose_and_keep", chosen)
     (folder / "net.py").write_text(CONVOLUTIONS)
 
 

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from steadytorch.errors import PlanError
-from steadytorch.plan.files import MAX_BYTES
+from steadytorch.plan.files import MAX_BYTES, read_file
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.store import QUARANTINE, Found, Miss, Store, read_file
+from steadytorch.plan.store import QUARANTINE, Found, Miss, Store
 
 
 class Payload(msgspec.Struct):

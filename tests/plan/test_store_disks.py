@@ -82,6 +82,37 @@ def test_a_file_in_the_way(tmp_path: Path, key: Key, caplog: pytest.LogCaptureFi
     check_memory_only(store, key, caplog)
 
 
+@pytest.mark.parametrize("kind", ["file", "read-only", "homeless"])
+def test_who_checks_beforehand_is_warned_before_and_not_again(
+    kind, tmp_path, key, caplog, monkeypatch, request
+) -> None:
+    if kind == "read-only":
+        store = Store(request.getfixturevalue("read_only_disk"))
+    elif kind == "file":
+        store = Store(in_the_way(tmp_path))
+    else:
+        monkeypatch.setattr("steadytorch.plan.store.cache_folder", lambda name: None)
+        store = Store()
+    with caplog.at_level(logging.WARNING):
+        store.check(key)
+        assert caplog.messages == [f"plans are kept in memory only: {store.trouble}"]
+        assert store.put(key, Payload(2)) is None
+    assert len(caplog.messages) == 1
+    assert store.get(key, Payload) == Found(Payload(2), None)
+
+
+def test_a_check_leaves_nothing_where_a_plan_can_be_kept(
+    tmp_path: Path, key: Key, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "plans")
+    with caplog.at_level(logging.WARNING):
+        store.check(key)
+    assert caplog.messages == []
+    assert [path for path in store.root.rglob("*") if not path.is_dir()] == []
+    assert isinstance(store.get(key, Payload), Miss)
+    assert store.put(key, Payload(1)) is not None
+
+
 def test_a_full_disk(full_disk: Path, key: Key, caplog: pytest.LogCaptureFixture) -> None:
     check_memory_only(Store(full_disk / "plans"), key, caplog)
 
@@ -166,7 +197,8 @@ WITHOUT_RIGHTS = """
 import os, sys, msgspec
 from pathlib import Path
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.store import Miss, Store, read_file
+from steadytorch.plan.files import read_file
+from steadytorch.plan.store import Miss, Store
 
 class Payload(msgspec.Struct):
     number: int

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from steadytorch.errors import PlanError
-from steadytorch.plan.files import MAX_BYTES, encoded
+from steadytorch.plan.files import MAX_BYTES, encoded, read_file
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.store import QUARANTINE, Found, Miss, Store, read_file
+from steadytorch.plan.store import QUARANTINE, Found, Miss, Store
 
 
 class Payload(msgspec.Struct):

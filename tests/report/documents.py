@@ -7,6 +7,7 @@ import msgspec
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
+from steadytorch.doctor import CheckUp
 from steadytorch.explain.result import Explanation
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.measure.variability import UNATTRIBUTED
@@ -49,16 +50,24 @@ def _measured(*processes, facts=FACTS, **fields):
     return measure_document("resnet50", facts, measured(*processes, **fields))
 
 
-def _compared(failed=False, **fields):
-    return compare_document(FACTS, compared(**fields), failed)
+def _compared(gate=False, **fields):
+    return compare_document(FACTS, compared(**fields), gate)
 
 
 def _searched(kept=None, **fields):
     return tune_document("resnet50", FACTS, result(**fields), kept)
 
 
-def _checked(facts, state, noise, switch):
-    return doctor_document(facts, state, SEEN, noise, switch)
+def _checked(facts, state, switch=SWITCH):
+    noise = NoiseFloor(0.01, 3, "a product")
+    found = CheckUp(
+        environment=facts,
+        state=state,
+        observability=SEEN,
+        noise_floor=noise,
+        benchmark_mode=switch,
+    )
+    return doctor_document(found)
 
 
 UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")
@@ -105,9 +114,7 @@ DOCUMENTS = {
     "conv": conv_document("net", GPU, conv_report(layer())),
     "conv, nothing": conv_document("net", GPU, conv_report()),
     "conv, a training step": conv_document("net", GPU, trained()),
-    "doctor": _checked(
-        FACTS, Snapshot(device="cpu", load_average_1m=0.5), NoiseFloor(0.01, 3, "x"), SWITCH
-    ),
-    "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"}), None, None),
+    "doctor": _checked(FACTS, Snapshot(device="cpu", load_average_1m=0.5)),
+    "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"})),
 }
 assert UNATTRIBUTED.encode() in DOCUMENTS["measure, outliers"]

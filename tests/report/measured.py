@@ -6,8 +6,8 @@ import msgspec
 
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
-from steadytorch.trial.compare import CompareResult, Effect, Side
 from steadytorch.trial.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
+from steadytorch.trial.verdict import CompareResult, Effect, Side
 from steadytorch.trial.worker import SetUp
 
 MS = 1_000_000

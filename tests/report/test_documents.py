@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from steadytorch.device.telemetry import Snapshot
+from steadytorch.doctor import CheckUp
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.documents import (
     SCHEMA,
@@ -119,7 +120,14 @@ def test_the_check_up_has_its_blocks():
         no_effect="",
         traps=("It may differ.",),
     )
-    document = read_document(doctor_document(FACTS, state, [], noise, switch))
+    found = CheckUp(
+        environment=FACTS,
+        state=state,
+        observability=[],
+        noise_floor=noise,
+        benchmark_mode=switch,
+    )
+    document = read_document(doctor_document(found))
     assert document.keys() >= HEAD | {"state", "observability", "noise_floor", "benchmark_mode"}
     assert document["benchmark_mode"]["benchmark"] is True
     assert document["benchmark_mode"]["traps"] == ["It may differ."]

@@ -7,9 +7,11 @@ import os
 
 import pytest
 
+import steadytorch
 from steadytorch.errors import UsageError
-from steadytorch.report.documents import SCHEMA, compare_document, measure_document, read_measure
+from steadytorch.report.documents import SCHEMA, compare_document, measure_document
 from steadytorch.trial.dwell import Dwell
+from steadytorch.trial.saved import read_measure
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -219,3 +221,14 @@ def test_what_cannot_be_read_says_why(tmp_path):
         read_measure(tmp_path / "none.json")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_measure(tmp_path)
+
+
+def test_saved_results_are_compared_by_path(tmp_path):
+    for name, factor in (("a.json", 1.0), ("b.json", 0.8)):
+        made = measured(*[process(series(factor * level)) for level in (12e6, 12.1e6, 12.2e6)])
+        (tmp_path / name).write_bytes(measure_document("resnet50", FACTS, made))
+    found = steadytorch.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
+    assert (found.effect.verdict, found.effect.claim) == ("faster", "machine")
+    assert (found.a.name, found.metric) == (str(tmp_path / "a.json"), "period")
+    with pytest.raises(UsageError, match="cannot be read"):
+        steadytorch.compare(tmp_path / "a.json", tmp_path / "none.json")

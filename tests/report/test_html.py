@@ -14,15 +14,14 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from steadytorch.errors import UsageError
-from steadytorch.report import documents, html, pages, saved
+from steadytorch.report import documents, html, pages
 from steadytorch.report.html import page, report
+from steadytorch.trial import saved
 
 from .documents import DOCUMENTS
 
 HERE = Path("result.json")
-NASTY = (
-    "</script><script>alert(1)</script><img src=x onerror=y>\x1b[2J\u2028<!--'\"&amp;{{1}}\ud800"
-)
+NASTY = "</script><script>alert(1)</script><img src=x onerror=y>\x1b[2J\u2028<!--'\"&amp;{{1}}"
 CLOSED = {"status", "pass", "kind", "side"}
 """Fields whose words are from a closed list."""
 
@@ -136,7 +135,7 @@ def test_plotly_is_there_once_and_only_where_there_are_pictures():
 
 def _poisoned(value, key=""):
     if isinstance(value, str):
-        return value if key in CLOSED else value + NASTY.replace("\ud800", "")
+        return value if key in CLOSED else value + NASTY
     if isinstance(value, list):
         return [_poisoned(each, key) for each in value]
     if isinstance(value, dict):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.conv import timing
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.errors import UsageError
 from steadytorch.kernels.conv_relu_max_pool import _eager
@@ -106,7 +107,7 @@ def test_a_stored_configuration_is_replayed_and_none_is_timed(monkeypatch):
         raise AssertionError("a replay takes no time of anything")
 
     monkeypatch.setattr(torch.cuda, "Event", timed)
-    monkeypatch.setattr("steadytorch.conv.timing.take_rounds", timed)
+    monkeypatch.setattr(timing, "take_rounds", timed)
     made, used = residual(), []
     monkeypatch.setattr(
         "steadytorch.kernels.conv_relu_max_pool._OPERATOR",

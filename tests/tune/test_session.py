@@ -16,7 +16,7 @@ from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.process import worker as processes
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Silent
+from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 
@@ -172,6 +172,22 @@ def test_a_store_that_cannot_be_written_leaves_the_plan_in_memory(searches, tmp_
     assert plan.candidate == (QUICK,)
     assert len(caplog.records) == 1
     assert "in memory only" in caplog.text
+
+
+def test_a_store_that_cannot_be_written_is_told_before_the_search(tmp_path, caplog, monkeypatch):
+    said = []
+
+    def start(self):
+        said.extend(caplog.messages)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Preparation, "start", start)
+    (tmp_path / "file").write_text("in the way")
+    session = Session(_workload(), Options(), store=tmp_path / "file" / "plans")
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        session.search()
+    assert len(said) == 1
+    assert said[0].startswith("plans are kept in memory only: ")
 
 
 def test_an_interrupted_search_is_an_interruption_and_stores_nothing(tuned, monkeypatch, tmp_path):

@@ -16,8 +16,7 @@ LEAST_PROCESSES = 3
 GATE_PROCESSES = 5
 
 if TYPE_CHECKING:
-    from steadytorch.device.facts import DeviceFacts
-    from steadytorch.trial.compare import CompareResult
+    from steadytorch.trial.verdict import CompareResult
 
 
 @click.command()
@@ -74,6 +73,7 @@ def compare(
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.compare import markdown, render_compare
     from steadytorch.report.documents import compare_document
+    from steadytorch.trial.compare import compare_files, compare_live
 
     limit = None if fail_slower is None else _fraction(fail_slower)
     replicates = _replicates(processes, limit)
@@ -83,12 +83,10 @@ def compare(
     saved = [name.endswith(".json") for name in (a, b)]
     if all(saved):
         _refuse_live_options()
-        result, facts = _saved(a, b)
+        result, facts = compare_files(a, b)
     elif any(saved):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
     else:
-        from steadytorch.trial.compare import compare_live
-
         shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
         result = compare_live(
             (*options.load_with_transforms(a, facts, quiet=quiet, **shape), a),
@@ -157,24 +155,3 @@ def _fraction(text: str) -> float:
     if found is None or not float(found[1]) < 100:
         raise UsageError(f"--fail-slower {text!r} is not a percentage such as 2%")
     return float(found[1]) / 100
-
-
-def _saved(a: str, b: str) -> tuple[CompareResult, DeviceFacts]:
-    """The comparison, and the machine that both were taken on."""
-    from steadytorch.report.documents import read_measure
-    from steadytorch.trial.compare import compare_saved
-
-    first, second = read_measure(Path(a)), read_measure(Path(b))
-    _must_match(first.environment, second.environment, (a, b))
-    sides = (a, first.process_medians_ns), (b, second.process_medians_ns)
-    return compare_saved(*sides), first.environment
-
-
-def _must_match(one: DeviceFacts, other: DeviceFacts, names: tuple[str, str]) -> None:
-    for field in ("device", "name", "mig_profile", "cores_logical"):
-        mine, yours = getattr(one, field), getattr(other, field)
-        if mine != yours:
-            raise UsageError(
-                f"{names[0]} and {names[1]} are of different machines ({field} {mine!r} and "
-                f"{yours!r}): a difference would say nothing about the workload"
-            )

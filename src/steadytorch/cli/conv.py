@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from steadytorch.cli import options
-from steadytorch.errors import UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    from steadytorch.transforms.base import Candidate
-    from steadytorch.workload.workload import Workload
-
-_OF_A_TRAINING_STEP = ("autocast", "cast_weights", "channels_last", "tf32")
+from steadytorch.errors import UsageError
 
 
 @click.command()
@@ -51,35 +44,26 @@ def conv(
     engine is shown to be clearly faster; what is chosen is kept in the plan store for next time.
     """
     from steadytorch.device.facts import load_facts, resolve_device
-    from steadytorch.plan.store import Store
-    from steadytorch.process.worker import WorkerFault
     from steadytorch.quantities import parse_duration
     from steadytorch.report.conv import render_conv, render_layer
     from steadytorch.report.documents import conv_document
-    from steadytorch.tune.conv import choose_and_keep
+    from steadytorch.tune.engines import conv as choose
 
     budget_s = parse_duration(budget)
     resolved = resolve_device(device)
-    if not resolved.startswith("cuda"):
-        raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
     facts = load_facts(resolved)
     shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
-    loaded, prefix = options.load_with_transforms(workload, facts, quiet=True, **shape)
-    _check_prefix(loaded, prefix)
+    loaded, candidate = options.load_with_transforms(workload, facts, quiet=True, **shape)
     console = options.console(quiet)
-    options.teller(console)("choosing engines in a worker process")
-    try:
-        report = choose_and_keep(
-            loaded,
-            facts,
-            Store(store),
-            prefix=prefix,
-            device=resolved,
-            deadline_s=budget_s,
-            deterministic=deterministic,
-        )
-    except WorkerFault as fault:
-        raise UnsupportedError(f"engines cannot be chosen for {workload}: {fault.reason}") from None
+    report = choose(
+        loaded,
+        candidate=candidate,
+        budget=budget_s,
+        deterministic=deterministic,
+        device=resolved,
+        store=store,
+        progress=options.teller(console),
+    )
     count = len(report.layers)
     if layer is None:
         render_conv(console, workload, report)
@@ -88,17 +72,3 @@ def conv(
     options.write_json(json_path, conv_document(workload, facts, report))
     if layer is not None and layer > count:
         raise UsageError(f"--layer {layer}: the table of {workload} has {count} rows")
-
-
-def _check_prefix(workload: Workload, prefix: Candidate) -> None:
-    """Refuses transforms under which a training step has no gradients, or the same engines.
-
-    Raises:
-        UsageError: there is one.
-    """
-    for spec in prefix if workload.is_training else ():
-        if spec.name not in _OF_A_TRAINING_STEP:
-            raise UsageError(
-                f"{spec} with {workload.name}: engines of a training step depend on its element "
-                f"type and layout; use {', '.join(_OF_A_TRAINING_STEP)}"
-            )

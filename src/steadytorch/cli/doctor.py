@@ -15,16 +15,10 @@ from steadytorch.cli import options
 @options.quiet
 def doctor(device: str, json_path: Path | None, quiet: bool) -> None:
     """Shows the machine, its noise floor, cuDNN's switch, and what cannot be observed and why."""
-    from steadytorch.device.facts import load_facts, resolve_device
-    from steadytorch.device.probes import observability
-    from steadytorch.device.telemetry import snapshot
-    from steadytorch.measure.noise import noise_floor
+    from steadytorch.doctor import doctor as look
     from steadytorch.report.doctor import render_doctor
     from steadytorch.report.documents import doctor_document
-    from steadytorch.runtime.switch import read_switch
 
-    resolved = resolve_device(device)
-    facts, state, observations = load_facts(resolved), snapshot(resolved), observability()
-    switch, noise = read_switch(), noise_floor(resolved)
-    render_doctor(options.console(quiet), facts, state, observations, noise, switch)
-    options.write_json(json_path, doctor_document(facts, state, observations, noise, switch))
+    found = look(device)
+    render_doctor(options.console(quiet), found)
+    options.write_json(json_path, doctor_document(found))

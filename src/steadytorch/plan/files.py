@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from steadytorch.caches import make_private, why_not_private
+from steadytorch.errors import PlanError
 from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
@@ -247,6 +249,28 @@ def _warn_of_others(folder: int) -> None:
         logger.warning("%s: plans there may be taken away; make it private (chmod 700)", fault)
 
 
+def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key, P]:
+    """Reads one plan file from anywhere, under the rules of the store; moves nothing.
+
+    Returns:
+        The key it was stored under, and its payload.
+
+    Raises:
+        PlanError: it cannot be read, is a link, belongs to another user or is no plan.
+    """
+    try:
+        entry, _ = read(path, payload_type)
+    except FileNotFoundError:
+        raise PlanError(f"plan file {clean(path)} does not exist: check the path") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"plan file {clean(path)} was refused: {why(error)}; pass a regular file of your own"
+        ) from None
+    except BrokenError as fault:
+        raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it anew") from None
+    return entry.key, entry.payload
+
+
 def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600) -> None:
     """Writes a file: who reads meanwhile, or after a crash, sees the old one or the new one.
 
@@ -273,6 +297,19 @@ def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600
         # The plan is in place; some file systems refuse this on a directory.
         with suppress(OSError):
             os.fsync(folder)
+
+
+def check_writable(path: Path) -> None:
+    """Writes a file without a name where `write_whole` would begin; nothing is left of it.
+
+    Raises:
+        OSError: `write_whole` could not write there either.
+    """
+    if path.parent.exists():
+        with open_folder(path.parent):  # refused where it is another user's
+            pass
+    with tempfile.TemporaryFile(dir=next(each for each in path.parents if each.exists())):
+        pass
 
 
 def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None:

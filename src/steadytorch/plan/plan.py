@@ -14,7 +14,7 @@ from torch import nn
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError
 from steadytorch.plan.bundle import compiles, source
-from steadytorch.plan.files import clean
+from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import (
     Key,
     differing_fields,
@@ -22,7 +22,6 @@ from steadytorch.plan.fingerprint import (
     told,
     trained_fingerprint,
 )
-from steadytorch.plan.store import read_file
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule

@@ -26,6 +26,7 @@ from steadytorch.plan.files import (
     MAX_BYTES,
     BrokenError,
     absolute,
+    check_writable,
     clean,
     decoded,
     encoded,
@@ -148,6 +149,22 @@ class Store:
         """
         return self._write(key, payload, replace=True)
 
+    def check(self, key: Key) -> None:
+        """Finds out whether a payload can be kept on disk; the one warning is logged if not.
+
+        For whoever is about to work for minutes on what is to be stored.
+
+        Args:
+            key: of what is to be stored.
+        """
+        path = self._path_of(key)
+        if path is not None and not self.trouble:
+            try:
+                check_writable(path)
+            except (OSError, ValueError) as error:
+                self._set_trouble(error)
+        self._warn()
+
     def add(self, key: Key, payload: P) -> Found[P]:
         """Stores a payload, unless one is there: then that stays, and all who add agree on it.
 
@@ -178,12 +195,18 @@ class Store:
             except (OSError, ValueError) as error:
                 if isinstance(error, FileExistsError) and not replace:
                     raise
-                self.trouble = f"{clean(self.root)} cannot be written: {why(error)}"
+                self._set_trouble(error)
         self._in_memory[key.digest] = data
+        self._warn()
+        return None
+
+    def _set_trouble(self, error: Exception) -> None:
+        self.trouble = f"{clean(self.root)} cannot be written: {why(error)}"
+
+    def _warn(self) -> None:
         if self.trouble and not self._warned:
             self._warned = True
             logger.warning("plans are kept in memory only: %s", self.trouble)
-        return None
 
     def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
         """All files of the store by name, the unusable ones with their problem. Nothing is moved.
@@ -294,28 +317,6 @@ class Store:
             f"no plan is stored for this key; the nearest has another {_named(differing)}",
             differing,
         )
-
-
-def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key, P]:
-    """Reads one plan file from anywhere, under the rules of the store; moves nothing.
-
-    Returns:
-        The key it was stored under, and its payload.
-
-    Raises:
-        PlanError: it cannot be read, is a link, belongs to another user or is no plan.
-    """
-    try:
-        entry, _ = read(path, payload_type)
-    except FileNotFoundError:
-        raise PlanError(f"plan file {clean(path)} does not exist: check the path") from None
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            f"plan file {clean(path)} was refused: {why(error)}; pass a regular file of your own"
-        ) from None
-    except BrokenError as fault:
-        raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it anew") from None
-    return entry.key, entry.payload
 
 
 def _is_environment(name: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -19,7 +18,8 @@ from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
 
 if TYPE_CHECKING:
-    from steadytorch.report.pages.doctor import SwitchState
+    from steadytorch.doctor import CheckUp
+    from steadytorch.report.pages.doctor import DoctorDocument, SwitchState
     from steadytorch.runtime.switch import Switch
 
 _WIDTH = 80
@@ -78,58 +78,38 @@ class Section(NamedTuple):
 
 def render_doctor(
     console: Console,
-    facts: DeviceFacts,
-    snapshot: Snapshot,
-    observations: Sequence[Observation],
-    noise: NoiseFloor | Mapping[str, Any] | None = None,
-    switch: Switch | None = None,
+    found: CheckUp,
 ) -> None:
     """Prints the machine, its software, its present state, and what is hidden and why.
 
     Args:
-        console: Where to print; no more than 80 columns of it are used.
-        facts: What does not change.
-        snapshot: What does.
-        observations: What can be observed, and what to do about the rest.
-        noise: The A/A noise floor, where it was measured.
-        switch: cuDNN's benchmark mode, where it was looked at.
-
-    Raises:
-        msgspec.ValidationError: `noise` is a mapping of another shape than `NoiseFloor`.
+        console: where to print; no more than 80 columns of it are used.
+        found: what is told.
     """
-    floor = None if noise is None else msgspec.convert(noise, NoiseFloor)
-    for section in sections(facts, snapshot, observations, floor, switch):
+    for section in sections(found):
         _section(console, *section)
-    _hidden_section(console, HIDDEN, hidden(facts, snapshot, observations))
+    _hidden_section(console, HIDDEN, hidden(found))
 
 
-def sections(
-    facts: DeviceFacts,
-    snapshot: Snapshot,
-    observations: Sequence[Observation],
-    floor: NoiseFloor | None,
-    switch: Switch | SwitchState | None,
-) -> list[Section]:
+def sections(found: CheckUp | DoctorDocument) -> list[Section]:
     """All that is known of the machine."""
-    found = [
-        Section("Machine", machine(facts)),
-        Section("Software", software(facts)),
-        Section("State now", [*_state(snapshot), ("A/A noise floor", _noise(floor))]),
+    noise = ("A/A noise floor", _noise(found.noise_floor))
+    seen = [(each.name, each.detail) for each in found.observability if each.ok]
+    title = "cuDNN's benchmark mode in a new process"
+    return [
+        Section("Machine", machine(found.environment)),
+        Section("Software", software(found.environment)),
+        Section("State now", [*_state(found.state), noise]),
+        Section(title, *_switch(found.benchmark_mode)),
+        Section("Can be observed", seen),
     ]
-    if switch is not None:
-        found.append(Section("cuDNN's benchmark mode in a new process", *_switch(switch)))
-    seen = [
-        (observation.name, observation.detail) for observation in observations if observation.ok
-    ]
-    return [*found, Section("Can be observed", seen)]
 
 
-def hidden(
-    facts: DeviceFacts, snapshot: Snapshot, observations: Sequence[Observation]
-) -> list[Hidden]:
+def hidden(found: CheckUp | DoctorDocument) -> list[Hidden]:
     """What is not known of it."""
-    unknown = {field: why for field, why in facts.unknown.items() if field not in _SOFTWARE}
-    return _hidden({**unknown, **snapshot.unknown}, observations)
+    unknown = found.environment.unknown.items()
+    fields = {field: why for field, why in unknown if field not in _SOFTWARE}
+    return _hidden({**fields, **found.state.unknown}, found.observability)
 
 
 def _section(console: Console, title: str, rows: Rows, said: Sequence[str] = ()) -> None:
@@ -283,8 +263,6 @@ def _reasons(reasons: tuple[str, ...] | None) -> str:
     return ", ".join(reason.replace("_", " ") for reason in reasons) or "nothing"
 
 
-def _noise(floor: NoiseFloor | None) -> str:
-    if floor is None:
-        return "not measured"
+def _noise(floor: NoiseFloor) -> str:
     what = f" ({floor.what})" if floor.what else ""
     return f"{floor.a_a_spread:.2%} over {floor.pairs} pairs{what}"

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import datetime
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UsageError
 from steadytorch.report.measure import representative
-from steadytorch.report.saved import SCHEMA, kind_of, not_a_result, read_bytes
+from steadytorch.trial.saved import SCHEMA
 
 if TYPE_CHECKING:
+    from steadytorch.doctor import CheckUp
     from steadytorch.explain.result import Explanation
     from steadytorch.plan.plan import Plan, Trial
-    from steadytorch.runtime.switch import Switch
-    from steadytorch.trial.compare import CompareResult
     from steadytorch.trial.measure import MeasureResult
+    from steadytorch.trial.verdict import CompareResult
     from steadytorch.tune.conv import ConvReport
     from steadytorch.tune.result import TuneResult
 
@@ -141,58 +139,6 @@ def _all_outliers(result: MeasureResult) -> list[dict[str, Any]]:
     return found
 
 
-class SavedMeasure(msgspec.Struct, frozen=True):
-    """What a comparison needs of a saved measurement.
-
-    Attributes:
-        workload: its name.
-        environment: where it was taken.
-        process_medians_ns: median of the period, per complete process, or of all where none is.
-    """
-
-    workload: str
-    environment: DeviceFacts
-    process_medians_ns: tuple[float, ...]
-
-
-class _SavedPeriod(msgspec.Struct):
-    median_ns: float
-
-
-class _SavedProcess(msgspec.Struct):
-    period: _SavedPeriod
-    complete: bool = True
-
-
-class _Saved(msgspec.Struct):
-    workload: str
-    environment: DeviceFacts
-    processes: list[_SavedProcess]
-
-
-def read_measure(path: Path) -> SavedMeasure:
-    """Reads what `steady measure --json` wrote.
-
-    Raises:
-        UsageError: it is not there, not JSON, or of another kind or schema.
-    """
-    content = read_bytes(path)
-    kind = kind_of(path, content)
-    if kind != "measure":
-        raise UsageError(
-            f"{path} holds a {kind!r} result: compare takes those of steady measure --json"
-        )
-    try:
-        saved = msgspec.json.decode(content, type=_Saved)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise not_a_result(path, error) from error
-    whole = [process for process in saved.processes if process.complete] or saved.processes
-    medians = tuple(process.period.median_ns for process in whole)
-    if not medians or not all(0 < median < float("inf") for median in medians):
-        raise UsageError(f"{path} holds medians that are no times: {medians}")
-    return SavedMeasure(saved.workload, saved.environment, medians)
-
-
 def compare_document(facts: DeviceFacts, result: CompareResult, gate_failed: bool) -> bytes:
     """A comparison with all of its pairs."""
     effect = msgspec.to_builtins(result.effect)
@@ -217,18 +163,6 @@ def explain_document(workload: str, result: Explanation) -> bytes:
     return _document("explain", workload, result.environment, msgspec.to_builtins(result))
 
 
-def doctor_document(
-    facts: DeviceFacts,
-    snapshot: msgspec.Struct,
-    observations: list[Any],
-    noise: Any,
-    switch: Switch,
-) -> bytes:
+def doctor_document(found: CheckUp) -> bytes:
     """The machine as `steady doctor` found it."""
-    fields = {
-        "state": msgspec.to_builtins(snapshot),
-        "observability": msgspec.to_builtins(observations),
-        "noise_floor": msgspec.to_builtins(noise),
-        "benchmark_mode": msgspec.to_builtins(switch),
-    }
-    return _document("doctor", "", facts, fields)
+    return _document("doctor", "", found.environment, msgspec.to_builtins(found))

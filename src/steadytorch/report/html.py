@@ -36,10 +36,10 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
     Raises:
         UsageError: the result cannot be read or is none, or the page cannot be written.
     """
-    from steadytorch.report.saved import read_bytes
+    from steadytorch.trial.saved import content_of
 
     source = Path(result)
-    content = read_bytes(source)
+    content = content_of(source)
     target = source.with_suffix(".html") if output is None else Path(output)
     _check(source, target)
     _write(target, page(source, content))
@@ -56,12 +56,11 @@ def page(source: Path, content: bytes) -> str:
     Raises:
         UsageError: it is no result, or holds what no result can.
     """
-    import msgspec
     import numpy as np
 
     from steadytorch.report import pages
     from steadytorch.report.plots import shortened
-    from steadytorch.report.saved import kind_of, not_a_result
+    from steadytorch.trial.saved import decoded, kind_of
 
     kind = kind_of(source, content)
     found = pages.KINDS.get(kind)
@@ -70,10 +69,7 @@ def page(source: Path, content: bytes) -> str:
         raise UsageError(
             f"{plain(source)} holds a {shortened(kind, 40)!r} result, and pages are made of {known}"
         )
-    try:
-        document = msgspec.json.decode(content, type=found.document)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise not_a_result(source, error) from error
+    document = decoded(source, content, found.document)
     try:
         with np.errstate(all="raise"):
             return _rendered(kind, document, found.contents(document))

@@ -1,4 +1,4 @@
-"""A against B: live, interleaved in pairs of blocks, or from two saved results."""
+"""A against B: live, interleaved in pairs of blocks; two saved results see `saved`."""
 
 from __future__ import annotations
 
@@ -13,99 +13,72 @@ import numpy as np
 
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.measure.race import (
-    ALPHA,
-    LEAST_PROCESSES,
-    POWER,
-    TIE,
-    compare,
-    judge,
-    machine_claim,
-    verdict_of,
-)
-from steadytorch.measure.statistics import detectable
+from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim
+from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.dwell import Dwell, dwells
 from steadytorch.trial.measure import HANDLER, start
+from steadytorch.trial.saved import compare_files
 from steadytorch.trial.series import Series
+from steadytorch.trial.verdict import CompareResult, Effect, Side
 from steadytorch.trial.worker import save_payload
 from steadytorch.workload.workload import Workload
 
+METRICS = ("latency", "period")
 LONG_NS = 150e6
 """From here on a block is three iterations."""
-
-
-class Side(msgspec.Struct, frozen=True):
-    """One of the two that are compared.
-
-    Attributes:
-        name: what results call it.
-        median_ns: its median over all pairs.
-    """
-
-    name: str
-    median_ns: float
-
-
-class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of B on time, and what it rests on.
-
-    Attributes:
-        estimate: as a fraction; -0.12 is 12 % less time. None without data.
-        low: lower end of its interval, None where none may be claimed.
-        high: upper end.
-        verdict: faster, slower, tie or undecided, of B.
-        claim: `process` or `machine`.
-        pairs: pairs of blocks it rests on; 0 for saved results.
-        processes: fresh processes of each side.
-        mde: the smallest effect that would have been found, as a fraction; None where unknown.
-    """
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-    verdict: str
-    claim: str
-    pairs: int
-    processes: int
-    mde: float | None
-
-    def slower_than(self, limit: float) -> bool:
-        """Whether B is slower than A by more than `limit` (a fraction), with confidence."""
-        return self.low is not None and self.low > limit
-
-
-class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What pairs, or processes, say of B against A.
-
-    Attributes:
-        a: the first.
-        b: the second.
-        metric: `latency` or `period`.
-        effect: of B.
-        note: what the reader must know, such as why nothing is claimed; else empty.
-        samples: per process, the pairs (block of A, block of B) in ns.
-        failed: which workload failed and why, None if none did; what was taken before is kept.
-        interrupted: whether the user stopped it.
-        dwells: each side by itself, where a power limit holds the clock; from the first processes.
-    """
-
-    a: Side
-    b: Side
-    metric: str
-    effect: Effect
-    note: str = ""
-    samples: tuple[tuple[tuple[float, float], ...], ...] = ()
-    failed: str | None = None
-    interrupted: bool = False
-    dwells: tuple[Dwell, ...] = ()
 
 
 _T = TypeVar("_T")
 Contender = tuple[Workload, Candidate, str]
 """Workload, the transforms to run it with, and its name."""
+
+
+def compare(
+    a: Workload | str | Path,
+    b: Workload | str | Path,
+    *,
+    candidates: tuple[Candidate, Candidate] = ((), ()),
+    processes: int = 1,
+    metric: str = "latency",
+    device: str | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> CompareResult:
+    """Gives a verdict between two workloads, or two results that `steady measure --json` saved.
+
+    Workloads are timed live, see `compare_live`. Saved results are compared as they were taken, by
+    the medians of their processes, and none of the other arguments applies to them.
+
+    Args:
+        a: a workload, or the path of a saved result.
+        b: what is compared with it, likewise.
+        candidates: the transforms to run each workload with; none for both as they are.
+        processes: fresh pairs of processes; three or more support a claim for the machine.
+        metric: `latency` or `period`.
+        device: where to run; None for where A is.
+        seed: of the order of blocks.
+        progress: is told what is going on.
+
+    Raises:
+        UsageError: one is saved and the other is not, a workload fails before anything was timed,
+            a file holds no measurement or one of another machine, or an argument is wrong.
+    """
+    if isinstance(a, Workload) and isinstance(b, Workload):
+        return compare_live(
+            (a, candidates[0], a.name),
+            (b, candidates[1], b.name),
+            processes=processes,
+            metric=metric,
+            device=device,
+            seed=seed,
+            progress=progress,
+        )
+    if isinstance(a, Workload) or isinstance(b, Workload):
+        raise UsageError("one of A and B is a saved result and the other is not: give two alike")
+    return compare_files(a, b)[0]
 
 
 def compare_live(
@@ -137,6 +110,8 @@ def compare_live(
     """
     if processes < 1:
         raise UsageError(f"cannot compare in {processes} processes: give 1 or more")
+    if metric not in METRICS:
+        raise UsageError(f"unknown metric {metric!r}: choose one of {', '.join(METRICS)}")
     target = resolve_device(device or str(a[0].device))
     rng, done, ended = Random(seed), list[_Taken](), None
     with shared_folder() as one, shared_folder() as other:
@@ -214,7 +189,7 @@ def _one_pair(
             ask = partial(workers[i].call, metric=metric, seconds=seconds, whole=True)
             return msgspec.convert(_of(sides[i], ask, "series", deadline_s + seconds), Series)
 
-        compare(partial(block, 0), partial(block, 1), rng=rng)
+        race_pairs(partial(block, 0), partial(block, 1), rng=rng)
         if alone and device.startswith("cuda"):
             found = dwells(series, rng)
     except (_Fails, KeyboardInterrupt) as reason:
@@ -262,72 +237,3 @@ def _combined(done: Sequence[_Taken]) -> Effect:
         processes=claim.processes,
         mde=claim.mde,
     )
-
-
-def compare_saved(
-    a: tuple[str, Sequence[float]], b: tuple[str, Sequence[float]], metric: str = "period"
-) -> CompareResult:
-    """Compares two saved measurements by the medians of their processes.
-
-    Processes are the unit of replication: with fewer than three on either side there is nothing to
-    tell a difference between programs from one between processes, and no verdict is given.
-
-    Args:
-        a: name and median per process in ns.
-        b: likewise.
-        metric: what the medians are of.
-    """
-    logs = [np.log(np.asarray(medians, dtype=np.float64)) for _, medians in (a, b)]
-    fewest = min(map(len, logs))
-    estimate = float(np.expm1(logs[1].mean() - logs[0].mean()))
-    low = high = mde = None
-    note, verdict = "", "undecided"
-    if fewest < LEAST_PROCESSES:
-        note = (
-            f"{fewest} process{'es' if fewest > 1 else ''} on one side: differences between "
-            "processes cannot be told from those between programs; measure with --processes 5"
-        )
-    else:
-        low, high = map(float, np.expm1(welch_interval(logs[0], logs[1], 1 - ALPHA)))
-        _, error, freedom = _welch(logs[0], logs[1])
-        mde = float(np.expm1(detectable(freedom, ALPHA, POWER) * error)) if error else 0.0
-        verdict = verdict_of(low, high, TIE)
-    return CompareResult(
-        a=Side(a[0], float(np.median(a[1]))),
-        b=Side(b[0], float(np.median(b[1]))),
-        metric=metric,
-        effect=Effect(
-            estimate=estimate,
-            low=low,
-            high=high,
-            verdict=verdict,
-            claim="process" if low is None else "machine",
-            pairs=0,
-            processes=fewest,
-            mde=mde,
-        ),
-        note=note,
-    )
-
-
-def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of mean(b) - mean(a) for groups of unequal variance (B. Welch, 1947).
-
-    Args:
-        a: shape (n,), n >= 2.
-        b: shape (m,), m >= 2.
-        confidence: nominal coverage.
-    """
-    from scipy.special import stdtrit
-
-    difference, error, freedom = _welch(a, b)
-    half = float(stdtrit(freedom, (1 + confidence) / 2)) * error if error else 0.0
-    return difference - half, difference + half
-
-
-def _welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """mean(b) - mean(a), its standard error, and the degrees of freedom of that."""
-    errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
-    parts = errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1)
-    freedom = sum(errors) ** 2 / parts if parts else float(len(a) + len(b) - 2)
-    return float(b.mean() - a.mean()), sum(errors) ** 0.5, freedom

@@ -112,6 +112,7 @@ class Session:
             UsageError: the workload itself fails, or the budget is too small to measure it.
         """
         began, watcher, options = time.monotonic(), watcher or Silent(), self.options
+        self._store.check(self.key)
         reserved_s = reserve_s(self._device, options.budget_s)
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:

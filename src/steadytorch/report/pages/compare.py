@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from steadytorch.report import compare
+from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import (
     BLUE,
     COLOURS,
@@ -20,20 +21,13 @@ from steadytorch.report.plots import (
     thinned,
     thinning_told,
 )
-from steadytorch.report.saved import Document
 from steadytorch.report.text import duration, unit_of
 from steadytorch.trial.dwell import Dwell
+from steadytorch.trial.verdict import Effect, Side
 
 _MOST_NAMED = 8
 Pairs = Sequence[Sequence[tuple[float, float]]]
 """Per process its pairs: a block of A and one of B, in ns."""
-
-
-class Side(msgspec.Struct, frozen=True):
-    """One of the two."""
-
-    name: str
-    median_ns: float
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -42,19 +36,6 @@ class Interval(msgspec.Struct, frozen=True):
     estimate: float | None
     low: float | None
     high: float | None
-
-
-class Effect(msgspec.Struct, frozen=True):
-    """The effect, and what it rests on."""
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-    verdict: str
-    claim: str
-    pairs: int
-    processes: int
-    mde: float | None
 
 
 class CompareDocument(Document, frozen=True, kw_only=True):
@@ -82,8 +63,16 @@ class CompareDocument(Document, frozen=True, kw_only=True):
     def effect(self) -> Effect:
         """The effect with what it rests on."""
         found = self.interval
-        basis = (self.verdict, self.claim, self.pairs, self.processes, self.mde)
-        return Effect(found.estimate, found.low, found.high, *basis)
+        return Effect(
+            estimate=found.estimate,
+            low=found.low,
+            high=found.high,
+            verdict=self.verdict,
+            claim=self.claim,
+            pairs=self.pairs,
+            processes=self.processes,
+            mde=self.mde,
+        )
 
 
 def contents(document: CompareDocument) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from steadytorch.report import conv
+from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import BLUE, GREY, Plot, Table, figure, shortened, table
-from steadytorch.report.saved import Document
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
 _PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")

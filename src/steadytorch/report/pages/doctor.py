@@ -10,8 +10,8 @@ from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report import doctor
+from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import table
-from steadytorch.report.saved import Document
 
 
 class SwitchState(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,24 +31,23 @@ class DoctorDocument(Document, frozen=True, kw_only=True):
 
     state: Snapshot
     observability: tuple[Observation, ...]
-    noise_floor: NoiseFloor | None
-    benchmark_mode: SwitchState | None
+    noise_floor: NoiseFloor
+    benchmark_mode: SwitchState
 
 
 def contents(document: DoctorDocument) -> dict[str, Any]:
     """What the template shows of a check-up."""
-    facts, state, seen = document.environment, document.state, document.observability
-    sections = doctor.sections(facts, state, seen, document.noise_floor, document.benchmark_mode)
+    facts = document.environment
     hidden = [
         (", ".join(names), why, " ".join(f"{remedy}." for remedy in remedies))
-        for names, why, remedies in doctor.hidden(facts, state, seen)
+        for names, why, remedies in doctor.hidden(document)
     ]
     return {
         "title": facts.name or facts.device,
         "headline": "the machine, and what cannot be observed on it",
         "sections": [
             (section.title, table(["", ""], section.rows, (0, 1)), section.said)
-            for section in sections
+            for section in doctor.sections(document)
         ],
         "hidden_title": doctor.HIDDEN,
         "hidden": table(["what", "why", "to do"], hidden, (0, 1, 2)),

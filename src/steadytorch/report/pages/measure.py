@@ -13,9 +13,9 @@ from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.variability import Outlier
 from steadytorch.quantities import size
 from steadytorch.report import measure
+from steadytorch.report.pages.document import Document
 from steadytorch.report.pages.series import histogram, timeline
 from steadytorch.report.plots import BLUE, Plot, Table, table
-from steadytorch.report.saved import Document
 from steadytorch.report.text import duration, grouped, percent_above, seconds
 
 _MOST_NAMED = 8

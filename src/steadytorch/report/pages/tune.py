@@ -10,6 +10,7 @@ import msgspec
 from steadytorch.measure.measurement import Measurement
 from steadytorch.quantities import size
 from steadytorch.report import tune
+from steadytorch.report.pages.document import Document
 from steadytorch.report.pages.series import timeline
 from steadytorch.report.plots import (
     BLUE,
@@ -23,7 +24,6 @@ from steadytorch.report.plots import (
     shortened,
     table,
 )
-from steadytorch.report.saved import Document
 from steadytorch.report.text import duration, grouped, percent_above, seconds, unit_of
 
 _MOST_DRAWN = 60
