@@ -15,8 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from steadytorch.errors import UsageError
 from steadytorch.report import documents, html, pages
-from steadytorch.report.html import page, report
-from steadytorch.trial import saved
+from steadytorch.report.html import page
 
 from .documents import DOCUMENTS
 
@@ -214,14 +213,6 @@ def test_what_is_no_result_is_an_error_of_one_short_line(content, said):
     assert len(str(caught.value)) < 500
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved, "MOST_BYTES", 1 << 20)
-    large = tmp_path / "large.json"
-    large.write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(UsageError, match="more than 1 MiB: measure with a smaller"):
-        report(large)
-
-
 def test_all_samples_are_told_where_few_are_drawn():
     document = json.loads(DOCUMENTS["measure"])
     period = document["processes"][0]["period"]
@@ -236,17 +227,3 @@ def test_all_samples_are_told_where_few_are_drawn():
     (outlier,) = [trace for trace in traces if trace["name"] == "outlier: a pause"]
     assert outlier["x"] == [31_234]
     assert "are drawn" not in read(DOCUMENTS["measure"]).flat
-
-
-def test_a_page_stands_beside_its_result_or_where_it_is_asked_for(tmp_path):
-    source = tmp_path / "result.json"
-    source.write_bytes(DOCUMENTS["doctor"])
-    assert report(source) == tmp_path / "result.html"
-    assert report(str(source), str(tmp_path / "a page")) == tmp_path / "a page"
-    written = (tmp_path / "a page").read_text("utf-8")
-    assert written == (tmp_path / "result.html").read_text("utf-8")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        "a page",
-        "result.html",
-        source.name,
-    ]

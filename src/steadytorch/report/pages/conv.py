@@ -41,7 +41,10 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def chosen(self) -> Engine:
         """The chosen one in the field."""
-        return next(each for each in self.engines if each.choice == self.choice)
+        found = [each for each in self.engines if each.choice == self.choice]
+        if not found:
+            raise LookupError("a chosen engine is not among those that were looked at")
+        return found[0]
 
 
 class Convolution(msgspec.Struct, frozen=True, kw_only=True):
