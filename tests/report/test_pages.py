@@ -86,7 +86,7 @@ def test_many_processes_and_many_causes_are_few_traces():
     (timeline, *_) = read(json.dumps(document).encode()).figures
     names = {each["name"] for each in timeline["data"]}
     assert {"odd processes", "even processes", "outliers of other causes"} <= names
-    assert len(names) == 10
+    assert len(names) <= 10
 
 
 def test_too_few_samples_for_a_figure_are_told():
