@@ -213,6 +213,14 @@ def test_what_is_no_result_is_an_error_of_one_short_line(content, said):
     assert len(str(caught.value)) < 500
 
 
+def test_a_text_without_end_is_cut_and_that_is_told():
+    document = json.loads(DOCUMENTS["measure"])
+    document["workload"] = "</p>" * 500_000
+    text = page(HERE, json.dumps(document).encode())
+    assert "… (2,000,000 characters)" in text
+    assert len(text) < len(get_plotlyjs()) + 1_200_000
+
+
 def test_all_samples_are_told_where_few_are_drawn():
     document = json.loads(DOCUMENTS["measure"])
     period = document["processes"][0]["period"]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import jinja2
 
 _ABSENT = "-"
+_LONGEST = 100_000
+"""Characters of one text: the longest list of layers that a network has is shorter."""
 
 
 def report(result: str | Path, output: str | Path | None = None) -> Path:
@@ -110,7 +112,12 @@ def _templates() -> jinja2.Environment:
 
     def shown(value: Any) -> Any:
         """What any expression of a template becomes, before it is escaped."""
-        return value if isinstance(value, Markup) else _ABSENT if value is None else plain(value)
+        if isinstance(value, Markup):
+            return value
+        text = _ABSENT if value is None else str(value)
+        if len(text) <= _LONGEST:
+            return plain(text)
+        return f"{plain(text[:_LONGEST])}… ({len(text):,} characters)"
 
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("steadytorch.report"),

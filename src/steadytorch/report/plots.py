@@ -31,6 +31,8 @@ LEGEND = {
 }
 """Above the picture, where it takes no width."""
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_LONGEST = 1000
+"""Characters of a string in a picture."""
 _MARKUP = ("hovertemplate",)
 """Keys whose strings are this project's own; all others may hold a foreign name."""
 # A browser ends a script, or begins a comment in it, at these wherever they stand.
@@ -129,7 +131,7 @@ def embedded(value: Any, key: str = "") -> str:
 
 def _escaped(value: Any, key: str) -> Any:
     if isinstance(value, str):
-        return value if key in _MARKUP else escape(plain(value), quote=False)
+        return value if key in _MARKUP else escape(shortened(value, _LONGEST), quote=False)
     if isinstance(value, dict):
         return {name: _escaped(each, name) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -140,7 +142,7 @@ def _escaped(value: Any, key: str) -> Any:
 
 def shortened(name: str, most: int = 26) -> str:
     """A name for an axis, where long ones would leave no room on a narrow screen."""
-    shown = plain(name)
+    shown = plain(name[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 

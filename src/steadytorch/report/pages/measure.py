@@ -18,6 +18,7 @@ from steadytorch.report.pages.series import histogram, timeline
 from steadytorch.report.plots import BLUE, Plot, Table, table
 from steadytorch.report.text import duration, grouped, percent_above, seconds
 
+_BLUES = (BLUE, "#63a4dc", "#173f6b")
 _MOST_NAMED = 8
 _TOO_FEW = "too few samples: 1,000 independent ones are needed"
 
@@ -116,7 +117,7 @@ def _samples(document: MeasureDocument) -> Plot:
         names = [f"process {i + 1}" for i in range(count)]
     else:
         names = [("odd processes", "even processes")[i % 2] for i in range(count)]
-    colours = {name: (BLUE, "#63a4dc")[place % 2] for place, name in enumerate(names)}
+    colours = {name: _BLUES[place % len(_BLUES)] for place, name in enumerate(names)}
     return timeline([each.period for each in document.processes], names, colours)
 
 
