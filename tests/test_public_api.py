@@ -32,6 +32,7 @@ NAMES = [
     "measure",
     "optimize",
     "prefetch",
+    "report",
     "reverify",
     "summarize",
     "tune",
@@ -122,6 +123,7 @@ SIGNATURES = {
         "device: 'str | None' = None, candidate: 'Candidate' = (), "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'MeasureResult'"
     ),
+    "report": "(result: 'str | Path', output: 'str | Path | None' = None) -> 'Path'",
     "summarize": (
         "(samples_ns: 'Sequence[int]', metric: 'str' = 'period', *, "
         "causes: 'Mapping[int, str] | None' = None) -> 'Measurement'"
@@ -143,7 +145,7 @@ PLAN_FIELDS = (
 )
 PLAN_EXTRAS = ("apply", "batches", "id", "origin", "resolve")
 
-HEAVY = ("torch", "numpy", "scipy", "rich")
+HEAVY = ("torch", "numpy", "scipy", "rich", "plotly", "jinja2")
 
 
 def _resolved(dotted):
@@ -190,6 +192,13 @@ def test_functions_are_not_hidden_by_the_rooms_of_their_name():
 
     assert inspect.isfunction(steadytorch.measure)
     assert inspect.isfunction(steadytorch.tune)
+    assert inspect.isfunction(steadytorch.report)
+
+
+def test_a_page_needs_no_pytorch():
+    code = "import steadytorch.report.html, steadytorch.report.pages, sys; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch" not in found.stdout.split()
 
 
 def test_every_callable_has_a_frozen_signature():
@@ -220,11 +229,22 @@ def test_the_fields_of_a_plan_are_frozen():
             f"from steadytorch.cli import steady; steady.main({words}, standalone_mode=False)"
             for words in (
                 *(["tune", "--help"], ["plans", "--help"], ["doctor", "-h"], ["demo", "-h"]),
-                *(["measure", "--help"], ["compare", "--help"]),
+                *(["measure", "--help"], ["compare", "--help"], ["report", "--help"]),
             )
         ),
     ],
-    ids=["import", "help", "version", "tune", "plans", "doctor", "demo", "measure", "compare"],
+    ids=[
+        "import",
+        "help",
+        "version",
+        "tune",
+        "plans",
+        "doctor",
+        "demo",
+        "measure",
+        "compare",
+        "report",
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(code):
     found = subprocess.run(

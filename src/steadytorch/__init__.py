@@ -27,6 +27,7 @@ _EXPORTS = {
     "measure": "trial.measure",
     "optimize": "tune.optimize",
     "prefetch": "runtime.prefetch",
+    "report": "report.html",
     "reverify": "tune.reverify",
     "summarize": "measure.measurement",
     "tune": "tune.session",
@@ -53,6 +54,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "measure",
     "optimize",
     "prefetch",
+    "report",
     "reverify",
     "summarize",
     "tune",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from steadytorch.measure.race import judge
     from steadytorch.plan.exchange import export_plans, import_plans
     from steadytorch.plan.plan import Plan, load_plan
+    from steadytorch.report.html import report
     from steadytorch.runtime.benchmark_mode import benchmark_mode
     from steadytorch.runtime.prefetch import prefetch
     from steadytorch.trial.compare import compare

@@ -103,6 +103,7 @@ COMMANDS = {
         STORE,
         QUIET,
     ],
+    "report": [("RESULT", "path", None), ("--output", "path", None), QUIET],
     "doctor": [DEVICE, JSON, QUIET],
 }
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "tune": "search, verify and store the fastest steady plan for a workload",
     "conv": "which cuDNN engine runs each convolution, and what others would take",
     "plans": "list, show, verify, exchange and remove stored plans",
+    "report": "a saved result as one HTML page to read, print and pass on, offline",
     "doctor": "this machine: versions, device, noise, and what cannot be observed",
 }
 

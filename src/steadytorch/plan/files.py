@@ -271,13 +271,14 @@ def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key,
     return entry.key, entry.payload
 
 
-def write_whole(path: Path, data: bytes, replace: bool = True) -> None:
+def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600) -> None:
     """Writes a file: who reads meanwhile, or after a crash, sees the old one or the new one.
 
     Args:
         path: of the file; its folder is made if need be.
         data: what is to be in it.
         replace: whether it takes the place of a file that is there.
+        mode: who may read and write it, less what the process's umask takes away.
 
     Raises:
         FileExistsError: one is there, and is not to be replaced.
@@ -287,7 +288,7 @@ def write_whole(path: Path, data: bytes, replace: bool = True) -> None:
     temporary = f".{path.stem}.{secrets.token_hex(8)}.tmp"
     with open_folder(path.parent) as folder:
         try:
-            _write_new(temporary, data, folder)
+            _write_new(temporary, data, folder, mode)
             _put_in_place(temporary, path.name, folder, replace)
         except BaseException:
             with suppress(OSError):
@@ -325,8 +326,8 @@ def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None
     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _write_new(name: str, data: bytes, folder: int) -> None:
-    descriptor = os.open(name, _WRITE_FLAGS, 0o600, dir_fd=folder)
+def _write_new(name: str, data: bytes, folder: int, mode: int) -> None:
+    descriptor = os.open(name, _WRITE_FLAGS, mode, dir_fd=folder)
     try:
         rest = memoryview(data)
         while rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -11,10 +12,14 @@ from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.trial.dwell import effect_of
 from steadytorch.trial.verdict import CompareResult
 
+if TYPE_CHECKING:
+    from steadytorch.report.pages.compare import CompareDocument
+    from steadytorch.trial.compare import CompareResult
+
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 
 
-def sentence(result: CompareResult) -> str:
+def sentence(result: CompareResult | CompareDocument) -> str:
     """The verdict in one sentence that names what it rests on."""
     effect, b = result.effect, plain(result.b.name)
     if effect.estimate is None:
@@ -31,14 +36,15 @@ def sentence(result: CompareResult) -> str:
     return f"{b} is {effect.verdict} by {size} ({interval})"
 
 
-def _basis(result: CompareResult) -> str:
+def basis(result: CompareResult | CompareDocument) -> str:
+    """What the verdict rests on."""
     effect = result.effect
     pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
     several = "" if effect.processes == 1 else "es"
     return f"{pairs}{effect.processes} process{several} a side; claim: {effect.claim}"
 
 
-def _alone(result: CompareResult) -> str:
+def alone(result: CompareResult | CompareDocument) -> str:
     """What each side does by itself, where alternating with the other hides its clock."""
     clocks = []
     for letter in "ab":
@@ -59,9 +65,9 @@ def render_compare(console: Console, result: CompareResult) -> None:
     for letter, side in (("A", result.a), ("B", result.b)):
         line = f"{letter} {plain(side.name)}: {result.metric} {duration(side.median_ns)}"
         print_indented(console, Text(line))
-    print_indented(console, Text(_basis(result)))
+    print_indented(console, Text(basis(result)))
     if result.dwells:
-        print_indented(console, Text(_alone(result), "yellow"))
+        print_indented(console, Text(alone(result), "yellow"))
     if result.note:
         print_indented(console, Text(plain(result.note), "yellow"))
 
@@ -76,10 +82,10 @@ def markdown(result: CompareResult, gate: str | None) -> str:
         f"| A | {_prose(result.a.name)} | {duration(result.a.median_ns)} |",
         f"| B | {_prose(result.b.name)} | {duration(result.b.median_ns)} |",
         "",
-        _basis(result),
+        basis(result),
     ]
     if result.dwells:
-        lines += ["", _alone(result)]
+        lines += ["", alone(result)]
     if result.note:
         lines += ["", _prose(result.note)]
     if gate is not None:

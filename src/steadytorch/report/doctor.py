@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
@@ -19,6 +19,7 @@ from steadytorch.report.text import plain
 
 if TYPE_CHECKING:
     from steadytorch.doctor import CheckUp
+    from steadytorch.report.pages.doctor import DoctorDocument, SwitchState
     from steadytorch.runtime.switch import Switch
 
 _WIDTH = 80
@@ -63,6 +64,16 @@ _LABELS = {
 Rows = list[tuple[str, str]]
 # What is hidden, why, and each remedy.
 Hidden = tuple[list[str], str, list[str]]
+HIDDEN = "Cannot be observed here, and what to do"
+"""What a list of it is headed by."""
+
+
+class Section(NamedTuple):
+    """A part of what is known: labels with their values, and sentences below them."""
+
+    title: str
+    rows: Rows
+    said: Sequence[str] = ()
 
 
 def render_doctor(
@@ -75,18 +86,30 @@ def render_doctor(
         console: where to print; no more than 80 columns of it are used.
         found: what is told.
     """
-    facts, state = found.environment, found.state
-    _section(console, "Machine", _machine(facts))
-    _section(console, "Software", _software(facts))
-    noise = [("A/A noise floor", _noise(found.noise_floor))]
-    _section(console, "State now", [*_state(state), *noise])
-    title = "cuDNN's benchmark mode in a new process"
-    _section(console, title, *_switch(found.benchmark_mode))
+    for section in sections(found):
+        _section(console, *section)
+    _hidden_section(console, HIDDEN, hidden(found))
+
+
+def sections(found: CheckUp | DoctorDocument) -> list[Section]:
+    """All that is known of the machine."""
+    noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
-    _section(console, "Can be observed", seen)
-    unknown = {field: why for field, why in facts.unknown.items() if field not in _SOFTWARE}
-    groups = _hidden({**unknown, **state.unknown}, found.observability)
-    _hidden_section(console, "Cannot be observed here, and what to do", groups)
+    title = "cuDNN's benchmark mode in a new process"
+    return [
+        Section("Machine", machine(found.environment)),
+        Section("Software", software(found.environment)),
+        Section("State now", [*_state(found.state), noise]),
+        Section(title, *_switch(found.benchmark_mode)),
+        Section("Can be observed", seen),
+    ]
+
+
+def hidden(found: CheckUp | DoctorDocument) -> list[Hidden]:
+    """What is not known of it."""
+    unknown = found.environment.unknown.items()
+    fields = {field: why for field, why in unknown if field not in _SOFTWARE}
+    return _hidden({**fields, **found.state.unknown}, found.observability)
 
 
 def _section(console: Console, title: str, rows: Rows, said: Sequence[str] = ()) -> None:
@@ -120,7 +143,8 @@ def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
     console.print()
 
 
-def _machine(facts: DeviceFacts) -> Rows:
+def machine(facts: DeviceFacts) -> Rows:
+    """What there is to run on."""
     rows: Rows = []
     if facts.device == "cuda":
         slice_unknown = "mig_profile" in facts.unknown
@@ -143,7 +167,8 @@ def _machine(facts: DeviceFacts) -> Rows:
     return rows
 
 
-def _software(facts: DeviceFacts) -> Rows:
+def software(facts: DeviceFacts) -> Rows:
+    """The versions that results depend on."""
     return [
         (_LABELS[field], getattr(facts, field) or facts.unknown.get(field, _UNKNOWN))
         for field in _SOFTWARE
@@ -171,7 +196,7 @@ def _state(now: Snapshot) -> Rows:
     ]
 
 
-def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
+def _switch(switch: Switch | SwitchState) -> tuple[Rows, tuple[str, ...]]:
     """Where the switch stands, and what to know of it."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())

@@ -95,9 +95,8 @@ def conv_document(workload: str, facts: DeviceFacts, report: ConvReport) -> byte
     """Every distinct convolution, its pass, all its engines, and whether the chosen repeats."""
     fields = msgspec.to_builtins(report)
     for shown, layer in zip(fields["layers"], report.layers, strict=True):
-        chosen = None if layer.outcome is None else layer.outcome.chosen
         shown["pass"] = layer.operation
-        shown["deterministic"] = None if chosen is None else chosen.deterministic
+        shown["deterministic"] = layer.deterministic
     return _document("conv", workload, facts, fields)
 
 

@@ -53,11 +53,12 @@ def _headline(console: Console, name: str, result: Explanation) -> None:
     regime = (plain(result.regime), "bold")
     what = f", {REGIMES[result.regime]}" if result.regime in REGIMES else ""
     print_indented(console, Text.assemble((plain(name), "bold"), ": ", regime, what), 0)
-    for line in _times(result):
+    for line in times(result):
         print_indented(console, Text(line))
 
 
-def _times(result: Explanation) -> Iterator[str]:
+def times(result: Explanation) -> Iterator[str]:
+    """How long a step takes, without the profiler and with it."""
     if result.measured is not None:
         period = result.measured
         steadiness = "steady" if period.steady else f"not steady: {plain(period.why_unsteady)}"
@@ -111,7 +112,7 @@ def _finding(
     title = (plain(finding.title), colour)
     print_indented(console, Text.assemble(f"{number}. ", title, (f"  {plain(finding.id)}", "dim")))
     evidence = finding.evidence if everything else finding.evidence[:1]
-    lines = [*evidence, _recoverable(finding, result)]
+    lines = [*evidence, recoverable(finding, result)]
     if not finding.information or everything:
         named = f" Transforms: {', '.join(finding.transforms)}." if finding.transforms else ""
         lines.append(f"fix: {finding.fix}{named}")
@@ -122,7 +123,8 @@ def _finding(
             print_indented(console, Text(plain(line)), 4)
 
 
-def _recoverable(finding: Finding, result: Explanation) -> str:
+def recoverable(finding: Finding, result: Explanation) -> str:
+    """What a finding would bring back, as a range, and how sure that is."""
     low, high = finding.recoverable_ns
     parts = []
     if high > 0:
@@ -152,10 +154,11 @@ def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
         name = plain(short(line.name, max(8, console.width - 2 - len(figures))))
         print_indented(console, Text(figures + name))
     if lines.share_of_limit is not None:
-        print_indented(console, Text(_least(lines)))
+        print_indented(console, Text(least(lines)))
 
 
-def _least(lines: Roofline) -> str:
+def least(lines: Roofline) -> str:
+    """How long the work whose limits are known would take at these limits."""
     if lines.least_ns > lines.known_ns:
         return (
             "faster than the measured limits allow: data came from caches, or the machine was busy "
@@ -181,7 +184,7 @@ def _kernel(line: Line, steps: int, limited: bool) -> str:
 
 
 def _variability(console: Console, result: Explanation) -> None:
-    lines = list(_variation(result))
+    lines = list(variation(result))
     if lines:
         console.print()
         console.print(Text("Variability", "bold"))
@@ -189,7 +192,8 @@ def _variability(console: Console, result: Explanation) -> None:
         print_indented(console, Text(plain(line)))
 
 
-def _variation(result: Explanation) -> Iterator[str]:
+def variation(result: Explanation) -> Iterator[str]:
+    """How much the steps vary and what makes them, a line each."""
     if result.measured is not None:
         varies = result.measured.variability
         outliers = len(result.measured.outliers)
@@ -217,11 +221,7 @@ def _variation(result: Explanation) -> Iterator[str]:
 
 def _doubts(console: Console, result: Explanation, everything: bool) -> None:
     console.print()
-    if result.distortion is not None and result.distortion >= _DISTORTED:
-        _say(console, _distorted(result.distortion, result.gpu is not None), "yellow")
-    if result.distortion is not None and result.distortion * _DISTORTED <= 1:
-        _say(console, _short(result.distortion), "yellow")
-    for text in result.problems:
+    for text in doubts(result):
         _say(console, plain(text), "yellow")
     for text in result.remarks:
         _say(console, plain(text), "dim")
@@ -231,9 +231,18 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
         _say(console, plain(_untold(result.abstained)), "dim")
         return
     console.print(Text("Could not tell", "bold"))
-    for (why, recapture), rules in _by_reason(result.abstained).items():
+    for (why, recapture), rules in by_reason(result.abstained).items():
         print_indented(console, Text(plain(f"{', '.join(rules)}: {why}")))
         print_indented(console, Text(plain(recapture), "dim"), 4)
+
+
+def doubts(result: Explanation) -> Iterator[str]:
+    """Why figures may mislead, a line each."""
+    if result.distortion is not None and result.distortion >= _DISTORTED:
+        yield _distorted(result.distortion, result.gpu is not None)
+    if result.distortion is not None and result.distortion * _DISTORTED <= 1:
+        yield _short(result.distortion)
+    yield from result.problems
 
 
 def _untold(abstained: Sequence[Abstention]) -> str:
@@ -260,7 +269,8 @@ def _short(times: float) -> str:
     )
 
 
-def _by_reason(abstained: Sequence[Abstention]) -> dict[tuple[str, str], list[str]]:
+def by_reason(abstained: Sequence[Abstention]) -> dict[tuple[str, str], list[str]]:
+    """What is missing, and how to capture it, to the rules that could not tell for it."""
     found: dict[tuple[str, str], list[str]] = {}
     for abstention in abstained:
         found.setdefault((abstention.why, abstention.recapture), []).append(abstention.rule)

@@ -70,10 +70,15 @@ def shown_slices(result: Explanation) -> list[tuple[str, float]]:
     small = [name for name in means if name not in large]
     if len(small) == 1:
         large, small = large | set(small), []
-    slices = [(_NAMES.get(name, plain(name)), means[name]) for name in means if name in large]
+    slices = [(slice_label(name), means[name]) for name in means if name in large]
     if small:
         slices.append((f"{len(small)} others", sum(means[name] for name in small)))
     return slices
+
+
+def slice_label(name: str) -> str:
+    """What a reader knows a slice as."""
+    return _NAMES.get(name, plain(name))
 
 
 def _columns(times: list[float], width: int) -> list[int]:

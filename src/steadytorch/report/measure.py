@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from rich.console import Console
 from rich.text import Text
@@ -22,12 +22,13 @@ from steadytorch.report.text import (
 )
 
 if TYPE_CHECKING:
+    from steadytorch.report.pages.measure import MeasureDocument, Process
     from steadytorch.trial.measure import MeasureResult, ProcessMeasurement
 
 _WIDTH = 60
 
 
-def headline(result: MeasureResult) -> str:
+def headline(result: MeasureResult | MeasureDocument) -> str:
     """All in one line, such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
     shown = representative(result).period
     parts = [_median(result), "steady" if shown.steady else f"not steady: {shown.why_unsteady}"]
@@ -39,13 +40,21 @@ def headline(result: MeasureResult) -> str:
     return "; ".join(parts)
 
 
-def representative(result: MeasureResult) -> ProcessMeasurement:
+@overload
+def representative(result: MeasureResult) -> ProcessMeasurement: ...
+
+
+@overload
+def representative(result: MeasureDocument) -> Process: ...
+
+
+def representative(result: MeasureResult | MeasureDocument) -> ProcessMeasurement | Process:
     """The replicate whose median is the middle one."""
     ranked = sorted(result.replicates, key=lambda process: process.period.median_ns)
     return ranked[(len(ranked) - 1) // 2]
 
 
-def _median(result: MeasureResult) -> str:
+def _median(result: MeasureResult | MeasureDocument) -> str:
     name, size_ns = unit_of(result.median_ns)
 
     def figure(value: float) -> str:
@@ -61,7 +70,7 @@ def _median(result: MeasureResult) -> str:
     return f"{text}, 95 % within {low} to {high}"
 
 
-def _why(result: MeasureResult) -> str | None:
+def _why(result: MeasureResult | MeasureDocument) -> str | None:
     if len(result.replicates) > 1:
         return "3 processes are needed for one over processes"
     return representative(result).period.why_no_ci
@@ -88,7 +97,7 @@ def render_measure(console: Console, name: str, result: MeasureResult) -> None:
     for row in histogram(shown.samples_ns):
         _line(console, row)
     console.print()
-    for text in _details(result):
+    for text in details(result):
         _line(console, plain(text))
     if result.failed is not None:
         console.print(Text(f"ended early: {plain(result.failed)}", "yellow"))
@@ -98,7 +107,8 @@ def _line(console: Console, text: str) -> None:
     print_indented(console, Text(text))
 
 
-def _details(result: MeasureResult) -> list[str]:
+def details(result: MeasureResult | MeasureDocument) -> list[str]:
+    """What the pictures do not show, a line each: processes, claim, set-up, host and device."""
     shown, count = representative(result), len(result.processes)
     lines = []
     if count > 1:
@@ -138,7 +148,7 @@ def _variability(measured: Measurement) -> list[str]:
     return lines
 
 
-def _host(process: ProcessMeasurement) -> str:
+def _host(process: ProcessMeasurement | Process) -> str:
     host = process.host
     overhead = (
         "an unknown time"
@@ -154,7 +164,7 @@ def _host(process: ProcessMeasurement) -> str:
     )
 
 
-def _device(process: ProcessMeasurement) -> str:
+def _device(process: ProcessMeasurement | Process) -> str:
     device = process.device
     assert device is not None
     clock = "unknown" if device.sm_clock_mhz is None else f"{device.sm_clock_mhz:.0f} MHz"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ def percent_above(value: float, base: float) -> str:
 def share(part: float, whole: float) -> str:
     """A part of a whole such as `4.1 %`; a dash where there is no whole."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Each reason with all that it is the reason for, in the order met."""
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def print_indented(console: Console, text: Text, columns: int = 2) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,15 +12,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.plan.plan import Evidence, Plan, Timing, Trial
 from steadytorch.quantities import size
-from steadytorch.report.text import duration, percent_above, plain, seconds, unit_of
-from steadytorch.transforms.base import Candidate
+from steadytorch.report.text import duration, grouped, percent_above, plain, seconds, unit_of
+
+if TYPE_CHECKING:
+    from steadytorch.measure.measurement import Measurement
+    from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, Trial
+    from steadytorch.report.pages.tune import Gain, Taken, Tried
+    from steadytorch.transforms.base import Candidate
 
 _MOST_LISTED = 6
 
 
-def name_of(candidate: Candidate) -> str:
+def name_of(candidate: Sequence[object]) -> str:
     """The candidate in one line."""
     return plain(" + ".join(map(str, candidate))) or "untouched"
 
@@ -48,9 +53,9 @@ def _table(trials: Sequence[Trial], base_ns: float | None, chosen: Candidate | N
         table.add_row(
             _name_cell(trial, chosen),
             f"{median / unit_ns:.2f}",
-            _half_width(median, trial.median_ci_ns),
+            half_width(median, trial.median_ci_ns),
             "" if base_ns is None or not trial.transforms else f"{base_ns / median:.2f}x",
-            _tail(median, trial.p90_ns, trial.p99_ns),
+            tail(median, trial.p90_ns, trial.p99_ns),
             "" if trial.error is None else f"{trial.error:.0e}",
             "" if trial.peak_memory_bytes is None else size(trial.peak_memory_bytes),
             "" if trial.setup_s is None else seconds(trial.setup_s),
@@ -78,13 +83,15 @@ def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
     return name
 
 
-def _half_width(median: float, interval: tuple[float, float] | None) -> str:
+def half_width(median: float, interval: tuple[float, float] | None) -> str:
+    """Half the width of a median's interval, in percent of the median."""
     if interval is None:
         return "-"
     return f"{100 * (interval[1] - interval[0]) / 2 / median:.1f}%"
 
 
-def _tail(median: float, p90: float | None, p99: float | None) -> str:
+def tail(median: float, p90: float | None, p99: float | None) -> str:
+    """How far p99 lies above the median; p90, marked by a star, where there is no p99."""
     if p99 is not None:
         return f"+{100 * (p99 / median - 1):.0f}%"
     return "-" if p90 is None else f"+{100 * (p90 / median - 1):.0f}%*"
@@ -106,27 +113,36 @@ def _claims(plan: Plan, evidence: Evidence) -> list[str]:
         else ("an untouched step", " of a step")
     )
     lines = []
-    if plan.candidate and gain.low is not None and gain.high is not None:
-        of = " at p99" if plan.key.objective == "p99" else ""
-        lines.append(
-            f"{gain.estimate:.2f}x as fast{of} as {whom} (99 % interval "
-            f"{gain.low:.2f} to {gain.high:.2f}, {gain.pairs} fresh pairs; "
-            f"claim: {gain.claim})"
-        )
     if not plan.candidate:
         lines.append(f"nothing was shown to be faster than {whom}")
+    elif gain.low is not None and gain.high is not None:
+        lines.append(gain_told(gain, plan.key.objective, whom))
     # Its own trial is rejected for nothing: what is told of it is that it breaks the user's cap.
     lines.extend(t.reason for t in evidence.trials if not t.transforms and t.reason)
-    lines.append(f"{won.metric}{of_step} {_timing(won)}")
+    lines.append(f"{won.metric}{of_step} {timing_told(won)}")
     if plan.candidate:
-        lines.append(f"untouched {_timing(base)}")
+        lines.append(f"untouched {timing_told(base)}")
     lines.extend(_costs(plan, evidence))
     where = f"stored in {Path(plan.path).parent.parent}" if plan.path else "in memory only"
     lines.append(f"plan {plan.id}, {where}")
     return lines
 
 
-def _timing(timing: Timing) -> str:
+def gain_told(gain: Speedup | Gain, objective: str, whom: str = "the untouched workload") -> str:
+    """How much faster a plan is, its interval where one may be claimed, and the claim."""
+    interval = (
+        "no interval"
+        if gain.low is None or gain.high is None
+        else f"99 % interval {gain.low:.2f} to {gain.high:.2f}"
+    )
+    return (
+        f"{gain.estimate:.2f}x as fast{' at p99' if objective == 'p99' else ''} as {whom} "
+        f"({interval}, {gain.pairs} fresh pairs; claim: {gain.claim})"
+    )
+
+
+def timing_told(timing: Timing | Measurement | Taken) -> str:
+    """A median, its interval where one may be claimed, and the tail."""
     text = duration(timing.median_ns)
     if timing.median_ci_ns is not None:
         low, high = (duration(bound) for bound in timing.median_ci_ns)
@@ -140,13 +156,25 @@ def _costs(plan: Plan, evidence: Evidence) -> list[str]:
     won, base = by_candidate.get(plan.candidate), by_candidate.get(())
     if won is None or base is None or not plan.candidate:
         return []
+    trains = plan.trains is not None
+    return costs_told(won, base, evidence.reference, evidence.break_even_calls, trains)
+
+
+def costs_told(
+    won: Trial | Tried,
+    base: Trial | Tried,
+    reference: str,
+    break_even_calls: int | None,
+    trains: bool = False,
+) -> list[str]:
+    """What a plan costs beside the untouched workload: error, set-up and memory, a line each."""
     lines, call, of = [], "call", ""
-    if plan.trains is not None:
+    if trains:
         call, of = "step", " of outputs, loss, gradients and buffers at the most"
     if won.error is not None:
-        lines.append(f"relative error{of} {won.error:.1e} against {evidence.reference}")
+        lines.append(f"relative error{of} {won.error:.1e} against {reference}")
     if won.setup_s is not None:
-        paid = evidence.break_even_calls
+        paid = break_even_calls
         after = "never paid back" if paid is None else f"paid back after {paid:,} {call}s"
         lines.append(f"set-up {seconds(won.setup_s)} at the first {call}, {after}")
     if won.peak_memory_bytes is not None and base.peak_memory_bytes is not None:
@@ -158,9 +186,7 @@ def _costs(plan: Plan, evidence: Evidence) -> list[str]:
 
 def render_left_out(console: Console, evidence: Evidence) -> None:
     """What was not tried, and why."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in {**evidence.not_applicable, **evidence.not_tried}.items():
-        reasons.setdefault(reason, []).append(name)
+    reasons = grouped({**evidence.not_applicable, **evidence.not_tried})
     if not reasons:
         return
     console.print(Text("Not tried", "bold"))

@@ -1,9 +1,12 @@
-"""Saved measurements against one another."""
+"""Saved results, read with doubt, and saved measurements against one another."""
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +19,11 @@ from steadytorch.trial.verdict import CompareResult, Effect, Side
 
 SCHEMA = 1
 """Of the JSON objects that results are written as."""
+MOST_BYTES = 256 << 20
+"""A sample takes some 22 bytes in the file of a measurement, where it stands twice: this holds ten
+million, and reading them takes less than 2 GiB of memory."""
+
+T = TypeVar("T")
 
 
 class SavedMeasure(msgspec.Struct, frozen=True):
@@ -52,26 +60,69 @@ class _Measure(msgspec.Struct):
     processes: list[_Process]
 
 
+def content_of(path: Path) -> bytes:
+    """The content of a result's file; one of another nature, or too large, holds nobody up.
+
+    Raises:
+        UsageError: it is not there, may not be read, is too large or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
+        with open(descriptor, "rb") as file:
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # such as a name with a NUL
+        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    if content is None:
+        raise UsageError(f"{path} is no regular file: name one that --json wrote")
+    if len(content) > MOST_BYTES:
+        raise UsageError(
+            f"{path} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
+        )
+    return content
+
+
+def kind_of(path: Path, content: bytes) -> str:
+    """Of which kind a result is.
+
+    Raises:
+        UsageError: it is no result, or one of another schema.
+    """
+    head = decoded(path, content, _Head)
+    if head.schema != SCHEMA:
+        raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
+    return head.kind
+
+
+def decoded(path: Path, content: bytes, form: type[T]) -> T:
+    """What a result says, as far as a form asks for it.
+
+    Raises:
+        UsageError: it is not JSON, or something is missing or of another type.
+    """
+    try:
+        return msgspec.json.decode(content, type=form)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not a saved result: {error}; name a file that --json wrote"
+        ) from error
+
+
 def read_measure(path: Path) -> SavedMeasure:
     """Reads what `steady measure --json` wrote.
 
     Raises:
         UsageError: it is not there, not JSON, or of another kind or schema.
     """
-    try:
-        text = path.read_bytes()
-        head = msgspec.json.decode(text, type=_Head)
-        if head.schema != SCHEMA:
-            raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
-        if head.kind != "measure":
-            raise UsageError(
-                f"{path} holds a {head.kind!r} result: compare takes those of steady measure --json"
-            )
-        saved = msgspec.json.decode(text, type=_Measure)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not a saved result: {error}") from error
+    content = content_of(path)
+    kind = kind_of(path, content)
+    if kind != "measure":
+        raise UsageError(
+            f"{path} holds a {kind!r} result: compare takes those of steady measure --json"
+        )
+    saved = decoded(path, content, _Measure)
     whole = [process for process in saved.processes if process.complete] or saved.processes
     medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):

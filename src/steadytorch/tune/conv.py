@@ -65,6 +65,11 @@ class Layer(msgspec.Struct, frozen=True):
         """The pass: forward (fprop), the gradient by the input (dgrad) or by the weight (wgrad)."""
         return parse(self.problem).operation
 
+    @property
+    def deterministic(self) -> bool | None:
+        """Whether the chosen engine gives the same bits on every run; None where not known."""
+        return None if self.outcome is None else self.outcome.chosen.deterministic
+
 
 class LeftOut(msgspec.Struct, frozen=True):
     """Convolutions that no engine can run: they run as PyTorch runs them.

@@ -1,0 +1,204 @@
+"""The page of a comparison: the verdict, the pairs that it rests on, and the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from steadytorch.report import compare
+from steadytorch.report.pages.document import Document
+from steadytorch.report.plots import (
+    BLUE,
+    COLOURS,
+    GREY,
+    MOST_POINTS,
+    Plot,
+    Table,
+    figure,
+    table,
+    thinned,
+    thinning_told,
+)
+from steadytorch.report.text import duration, unit_of
+from steadytorch.trial.dwell import Dwell
+from steadytorch.trial.verdict import Effect, Side
+
+_MOST_NAMED = 8
+Pairs = Sequence[Sequence[tuple[float, float]]]
+"""Per process its pairs: a block of A and one of B, in ns."""
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """The effect of B on time as a fraction; None where there is none, or none may be claimed."""
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+
+
+class CompareDocument(Document, frozen=True, kw_only=True):
+    """What the page needs of a comparison."""
+
+    interval: Interval = msgspec.field(name="effect")
+    verdict: str
+    claim: str
+    pairs: int
+    processes: int
+    mde: float | None
+    metric: str
+    a: Side
+    b: Side
+    dwells: tuple[Dwell, ...] = ()
+    note: str = ""
+    gate_failed: bool = False
+    samples: tuple[tuple[tuple[float, float], ...], ...] = msgspec.field(
+        name="samples_ns", default=()
+    )
+    failed: str | None = None
+    interrupted: bool = False
+
+    @property
+    def effect(self) -> Effect:
+        """The effect with what it rests on."""
+        found = self.interval
+        return Effect(
+            estimate=found.estimate,
+            low=found.low,
+            high=found.high,
+            verdict=self.verdict,
+            claim=self.claim,
+            pairs=self.pairs,
+            processes=self.processes,
+            mde=self.mde,
+        )
+
+
+def contents(document: CompareDocument) -> dict[str, Any]:
+    """What the template shows of a comparison."""
+    drawn = any(document.samples)
+    return {
+        "title": document.workload,
+        "headline": compare.sentence(document),
+        "basis": compare.basis(document),
+        "alone": compare.alone(document) if document.dwells else "",
+        "gate": document.gate_failed,
+        "differences": _differences(document) if drawn else None,
+        "times": _times(document) if drawn else None,
+        "figures": _figures(document),
+        "pairs": _pairs(document.samples),
+        "dwells": _dwells(document.dwells),
+    }
+
+
+def _figures(document: CompareDocument) -> Table:
+    effect = document.interval
+    interval = "none may be claimed"
+    if effect.low is not None and effect.high is not None:
+        interval = f"{_percent(effect.low)} to {_percent(effect.high)}"
+    rows = [
+        (f"A {document.a.name}, {document.metric}", duration(document.a.median_ns)),
+        (f"B {document.b.name}, {document.metric}", duration(document.b.median_ns)),
+        ("effect of B on time", _percent(effect.estimate)),
+        ("99 % interval", interval),
+        ("verdict on B", document.verdict),
+        ("claim", document.claim),
+        ("pairs of blocks", f"{document.pairs:,}"),
+        ("processes a side", f"{document.processes:,}"),
+        (
+            "smallest effect it would have shown (MDE)",
+            "unknown" if document.mde is None else f"{100 * document.mde:.2f} %",
+        ),
+        ("gate", "failed" if document.gate_failed else "not failed, or not asked for"),
+    ]
+    return table(["figure", "value"], rows, (0, 1))
+
+
+def _percent(fraction: float | None) -> str:
+    return "none" if fraction is None else f"{100 * fraction:+.2f} %"
+
+
+def _differences(document: CompareDocument) -> Plot:
+    """Each pair's difference, and the interval of the effect over them."""
+    several = 1 < len(document.samples) <= _MOST_NAMED
+    apart, names = [], []
+    for number, pairs in enumerate(document.samples, 1):
+        apart += [100 * (b / a - 1) for a, b in pairs]
+        names += [f"process {number}" if several else "pairs"] * len(pairs)
+    kept = thinned(apart)
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [place + 1 for place in kept if names[place] == name],
+            "y": [apart[place] for place in kept if names[place] == name],
+            "marker": {"color": COLOURS[number], "size": 7, "opacity": 0.85},
+            "showlegend": several,
+            "hovertemplate": "pair %{x}: %{y:+.2f} %<extra></extra>",
+        }
+        for number, name in enumerate(dict.fromkeys(names))
+    ]
+    line = {"type": "line", "x0": 0, "x1": 1, "xref": "paper"}
+    shapes: list[dict[str, Any]] = [{**line, "y0": 0, "y1": 0, "line": {"color": GREY, "width": 2}}]
+    effect = document.interval
+    if effect.low is not None and effect.high is not None:
+        ends = {"y0": 100 * effect.low, "y1": 100 * effect.high, "line": {"width": 0}}
+        shapes.append({**line, "type": "rect", **ends, "fillcolor": "rgba(43,108,176,0.18)"})
+    if effect.estimate is not None:
+        at = 100 * effect.estimate
+        shapes.append(
+            {**line, "y0": at, "y1": at, "line": {"color": BLUE, "width": 2, "dash": "dash"}}
+        )
+    note = "Dashed: the effect. Below zero B takes less time. " + (
+        "Shaded: its 99 % interval. " if effect.low is not None else ""
+    )
+    shape = figure(data, "pair, in the order taken", "B against A, %", layout={"shapes": shapes})
+    told = thinning_told(len(kept), len(apart), "pairs")
+    return Plot("Each pair's difference", shape, f"{note}{told}".strip())
+
+
+def _times(document: CompareDocument) -> Plot:
+    """The blocks of both sides."""
+    flat = [pair for process in document.samples for pair in process]
+    unit, unit_ns = unit_of(flat[0][0])
+    data, drawn = [], 0
+    for side, (letter, colour) in enumerate((("A", BLUE), ("B", COLOURS[1]))):
+        times = [pair[side] for pair in flat]
+        kept = thinned(times, MOST_POINTS // 2)
+        drawn += len(kept)
+        name = f"{letter} {(document.a, document.b)[side].name}"
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "x": [i + 1 for i in kept],
+                "y": [times[i] / unit_ns for i in kept],
+                "marker": {"color": colour, "size": 6, "opacity": 0.85},
+                "hovertemplate": f"pair %{{x}}: %{{y:.4g}} {unit}<extra></extra>",
+            }
+        )
+    shape = figure(data, "pair, in the order taken", f"time per iteration, {unit}")
+    return Plot("Both sides", shape, thinning_told(drawn, 2 * len(flat), "blocks"))
+
+
+def _pairs(samples: Pairs) -> Table:
+    rows = [
+        (process, number, duration(a), duration(b), f"{100 * (b / a - 1):+.2f} %")
+        for process, pairs in enumerate(samples, 1)
+        for number, (a, b) in enumerate(pairs, 1)
+    ]
+    return table(["process", "pair", "A", "B", "B against A"], rows, ())
+
+
+def _dwells(dwells: Sequence[Dwell]) -> Table:
+    rows = [
+        (
+            *(each.side.upper(), f"{each.seconds:.1f} s", duration(each.median_ns)),
+            None if each.sm_clock_mhz is None else f"{each.sm_clock_mhz:.0f} MHz",
+        )
+        for each in dwells
+    ]
+    return table(["side by itself", "for", "median", "SM clock"], rows)

@@ -1,0 +1,145 @@
+"""Pictures of series of samples, which several pages show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from steadytorch.measure.measurement import Measurement
+from steadytorch.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    LEGEND,
+    ORANGE,
+    PURPLE,
+    Plot,
+    figure,
+    lines_at,
+    thinned,
+    thinning_told,
+)
+from steadytorch.report.text import duration, unit_of
+
+_BINS = 60
+_MOST_BORDERS = 50
+_WARM_UP = "warm-up, not used"
+_WIDE = 4.0
+"""From this ratio of the slowest sample to the fastest a linear axis would flatten the rest."""
+_CAUSES = (ORANGE, "#c53d3d", PURPLE, GREEN, "#c85a9a", "#8a5a44", "#1f9aa8", "#a8a12b")
+
+
+def timeline(
+    series: Sequence[Measurement],
+    names: Sequence[str],
+    colours: Mapping[str, str],
+    title: str = "Samples over time",
+) -> Plot:
+    """All series one after another, warm-up and outliers marked; outliers coloured by cause.
+
+    Args:
+        series: at least one.
+        names: of each, for the legend; series may share one.
+        colours: of each name.
+        title: of the picture.
+    """
+    unit, unit_ns = unit_of(series[0].median_ns)
+    starts = list(accumulate((len(each.samples_ns) for each in series), initial=0))
+    samples = [sample for each in series for sample in each.samples_ns]
+    kept = thinned(samples)
+    groups: dict[str, list[int]] = {name: [] for name in names}
+    told = _told(series, starts)
+    which = 0
+    for place in kept:
+        while place >= starts[which + 1]:
+            which += 1
+        dropped = place < starts[which] + series[which].warmup_dropped
+        name = _WARM_UP if dropped else told.get(place, names[which])
+        groups.setdefault(name, []).append(place)
+    causes = dict(zip(dict.fromkeys(told.values()), _CAUSES, strict=False))
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": places,
+            "y": [samples[place] / unit_ns for place in places],
+            "marker": {
+                "color": {_WARM_UP: GREY, **causes, **colours}[name],
+                "size": 7 if name in causes else 4,
+                "opacity": 1 if name in causes else 0.7,
+            },
+            "hovertemplate": f"sample %{{x}}: %{{y:.4g}} {unit}<extra>%{{fullData.name}}</extra>",
+        }
+        for name, places in groups.items()
+    ]
+    logarithmic = max(samples) > _WIDE * min(samples)
+    layout: dict[str, Any] = {
+        "yaxis": {"type": "log", "dtick": "D2"} if logarithmic else {},
+        "shapes": _borders(starts[1:-1]) if len(series) <= _MOST_BORDERS else [],
+        # Plotly draws markers in the legend as small as in the picture.
+        "legend": {**LEGEND, "itemsizing": "constant"},
+    }
+    axis = f"time per iteration, {unit}{' (logarithmic)' if logarithmic else ''}"
+    shape = figure(data, "sample, in the order taken", axis, layout=layout)
+    return Plot(title, shape, thinning_told(len(kept), len(samples)))
+
+
+def _told(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:
+    """Places of outliers among the samples of all to their causes; the rarest of many as one."""
+    outliers = [
+        (start + outlier.index, outlier.cause)
+        for one, start in zip(series, starts, strict=False)
+        for outlier in one.outliers
+    ]
+    ranked = [cause for cause, _ in Counter(cause for _, cause in outliers).most_common()]
+    own = ranked if len(ranked) <= len(_CAUSES) else ranked[: len(_CAUSES) - 1]
+    named = {cause: f"outlier: {cause}" for cause in own}
+    return {place: named.get(cause, "outliers of other causes") for place, cause in outliers}
+
+
+def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
+    """Upright lines between series."""
+    line = {"color": GREY, "width": 1, "dash": "dot"}
+    ends = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": line}
+    return [{**ends, "x0": at - 0.5, "x1": at - 0.5} for at in places]
+
+
+def histogram(
+    one: Measurement, median_ns: float, interval_ns: tuple[float, float] | None, title: str
+) -> Plot:
+    """How often which time was taken after the warm-up, with the median, p90 and p99 marked."""
+    samples = np.asarray(one.samples_ns[one.warmup_dropped :], dtype=np.float64)
+    unit, unit_ns = unit_of(one.median_ns)
+    marks = [("median", median_ns, BLUE, "solid"), ("p90", one.p90_ns, PURPLE, "dash")]
+    if one.p99_ns is not None:
+        marks.append(("p99", one.p99_ns, "#c53d3d", "dash"))
+    # Bins as wide as the rare slow samples reach would show the others as one bar.
+    top = max(float(np.quantile(samples, 0.99)), *(at for _, at, _, _ in marks))
+    counts, edges = np.histogram(samples, bins=_BINS, range=(min(samples), max(top, min(samples))))
+    middles, width = (edges[:-1] + edges[1:]) / 2, edges[1] - edges[0]
+    bars = {
+        "type": "bar",
+        "x": list(map(float, middles / unit_ns)),
+        "y": list(map(int, counts)),
+        "width": float(width / unit_ns),
+        "marker": {"color": "#a9c6e3"},
+        "showlegend": False,
+        "hovertemplate": f"%{{x:.4g}} {unit}: %{{y}} samples<extra></extra>",
+    }
+    told = [(at / unit_ns, f"{name} {duration(at)}", c, dash) for name, at, c, dash in marks]
+    layout: dict[str, Any] = {**lines_at(told), "bargap": 0}
+    if interval_ns is not None:
+        low, high = (bound / unit_ns for bound in interval_ns)
+        band = {"x0": low, "x1": high, "y0": 0, "y1": 1, "yref": "paper", "line": {"width": 0}}
+        layout["shapes"].insert(0, {"type": "rect", **band, "fillcolor": "rgba(43,108,176,0.2)"})
+    beyond = int((samples > top).sum())
+    note = "Shaded: the 95 % interval of the median. " if interval_ns is not None else ""
+    if beyond:
+        note += f"{beyond:,} of {len(samples):,} samples took more than {duration(top)}: see above."
+    shape = figure([bars], f"time per iteration, {unit}", "samples", layout=layout)
+    return Plot(title, shape, note.strip())

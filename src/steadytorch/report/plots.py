@@ -1,0 +1,197 @@
+"""Pictures for pages as Plotly's declarative figures, and tables: data only, nothing drawn here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from steadytorch.report.text import plain
+
+MOST_POINTS = 20_000
+"""Points in one picture: with more a browser is slow, and a screen has fewer columns."""
+MOST_ROWS = 2_000
+"""Rows of one table: a page with more takes seconds to open."""
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY = (
+    *("#2b6cb0", "#dd7a1f", "#2f8f5b", "#c53d3d"),
+    *("#7a5bb5", "#8a5a44", "#c85a9a", "#8b949e"),
+)
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, PINK, GREY, "#1f9aa8", "#a8a12b")
+LEGEND = {
+    "orientation": "h",
+    "x": 0,
+    "xanchor": "left",
+    "y": 1.02,
+    "yanchor": "bottom",
+    "traceorder": "normal",
+}
+"""Above the picture, where it takes no width."""
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_LONGEST = 1000
+"""Characters of a string in a picture."""
+_MARKUP = ("hovertemplate",)
+"""Keys whose strings are this project's own; all others may hold a foreign name."""
+# A browser ends a script, or begins a comment in it, at these wherever they stand.
+_UNSAFE = {c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+class Plot(NamedTuple):
+    """One picture.
+
+    Attributes:
+        title: what it shows, for people.
+        figure: `data` and `layout` as Plotly takes them.
+        note: what must be known to read it, such as what is not drawn.
+    """
+
+    title: str
+    figure: dict[str, Any]
+    note: str = ""
+
+
+class Table(NamedTuple):
+    """One table.
+
+    Attributes:
+        headings: of its columns.
+        rows: as many cells each.
+        words: columns that are read as words, and are flush left.
+        note: what must be known to read it.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    words: tuple[int, ...] = (0,)
+    note: str = ""
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    words: tuple[int, ...] = (0,),
+    note: str = "",
+) -> Table:
+    """A table of no more than `MOST_ROWS` rows, which says so where there are more."""
+    if len(rows) > MOST_ROWS:
+        cut = f"The first {MOST_ROWS:,} of {len(rows):,} rows are shown; the file has all of them."
+        note = f"{note} {cut}".strip()
+    return Table(headings, rows[:MOST_ROWS], words, note)
+
+
+def figure(
+    data: list[dict[str, Any]],
+    x: str,
+    y: str,
+    *,
+    height: int = 340,
+    layout: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A figure in the style of the page.
+
+    Args:
+        data: the traces.
+        x: title of the horizontal axis, with its unit.
+        y: of the vertical one.
+        height: in pixels; the width is the page's.
+        layout: what differs from the style; axes are added to.
+    """
+    special = dict(layout or {})
+    axis = {"automargin": True, "gridcolor": "#e4e8ee", "zerolinecolor": "#c3cad3"}
+    return {
+        "data": data,
+        "layout": {
+            "height": height,
+            "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+            "font": {"family": _FONT, "size": 12, "color": "#24292f"},
+            "paper_bgcolor": "#ffffff",
+            "plot_bgcolor": "#ffffff",
+            "colorway": list(COLOURS),
+            "legend": LEGEND,
+            "hoverlabel": {"align": "left"},
+            "xaxis": {**axis, "title": {"text": x, "standoff": 8}, **special.pop("xaxis", {})},
+            "yaxis": {**axis, "title": {"text": y, "standoff": 8}, **special.pop("yaxis", {})},
+            **special,
+        },
+    }
+
+
+def embedded(value: Any, key: str = "") -> str:
+    """A figure as JSON that can stand in a script element.
+
+    Plotly reads a little HTML in strings: foreign ones are escaped for it, and control characters
+    are made visible.
+    """
+    text = msgspec.json.encode(_escaped(value, key)).decode()
+    return "".join(_UNSAFE.get(char, char) for char in text)
+
+
+def _escaped(value: Any, key: str) -> Any:
+    if isinstance(value, str):
+        return value if key in _MARKUP else escape(shortened(value, _LONGEST), quote=False)
+    if isinstance(value, dict):
+        return {name: _escaped(each, name) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        # Most of a page is numbers.
+        return [each if type(each) in (int, float) else _escaped(each, key) for each in value]
+    return value
+
+
+def shortened(name: str, most: int = 26) -> str:
+    """A name for an axis, where long ones would leave no room on a narrow screen."""
+    shown = plain(name[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Places of the values to draw: all, or the smallest and the largest of each stretch.
+
+    Args:
+        values: in the order they are drawn.
+        most: places at the most; at least 2.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    array = np.asarray(values, dtype=np.float64)
+    edges = np.linspace(0, count, most // 2 + 1).astype(int)
+    kept: set[int] = set()
+    for start, end in pairwise(edges):
+        kept |= {int(start + array[start:end].argmin()), int(start + array[start:end].argmax())}
+    return sorted(kept)
+
+
+def thinning_told(drawn: int, count: int, what: str = "samples") -> str:
+    """What a picture leaves out; empty where that is nothing."""
+    if drawn == count:
+        return ""
+    return (
+        f"{drawn:,} of {count:,} {what} are drawn: the smallest and the largest of each stretch. "
+        "The file has all of them."
+    )
+
+
+def lines_at(places: Iterable[tuple[float, str, str, str]]) -> dict[str, Any]:
+    """Upright lines over the whole height, each labelled at its top: place, label, colour, dash."""
+    shapes, annotations = [], []
+    for row, (at, label, colour, dash) in enumerate(places):
+        ends = {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"}
+        shapes.append({"type": "line", **ends, "line": {"color": colour, "width": 2, "dash": dash}})
+        annotations.append(
+            {
+                "x": at,
+                "y": 1 - 0.09 * row,
+                "yref": "paper",
+                "text": label,
+                "showarrow": False,
+                "xanchor": "left",
+                "yanchor": "top",
+                "xshift": 3,
+                "font": {"color": colour},
+                "bgcolor": "rgba(255,255,255,0.8)",
+            }
+        )
+    return {"shapes": shapes, "annotations": annotations}

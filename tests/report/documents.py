@@ -1,0 +1,120 @@
+"""A saved result of every kind and form, made as the command line makes them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.device.probes import Observation
+from steadytorch.device.telemetry import Snapshot
+from steadytorch.doctor import CheckUp
+from steadytorch.explain.result import Explanation
+from steadytorch.measure.noise import NoiseFloor
+from steadytorch.measure.variability import UNATTRIBUTED
+from steadytorch.report.documents import (
+    compare_document,
+    conv_document,
+    doctor_document,
+    explain_document,
+    measure_document,
+    replay_document,
+    tune_document,
+)
+from steadytorch.runtime.switch import Switch
+from steadytorch.trial.dwell import Dwell
+
+from .conftest import FACTS, evidence, plan, result, trial
+from .explained import FULL, explained
+from .measured import DEVICE, MS, compared, measured, process, series
+from .test_conv import layer, trained
+from .test_conv import report as conv_report
+
+GPU = DeviceFacts(device="cuda", name="NVIDIA H200", compute_capability="9.0", torch="2.13.0")
+SLOW = {i: 5 * MS for i in range(900, 910)}
+CAUSES = {i: "garbage collection" for i in range(900, 905)}
+SWITCH = Switch(
+    benchmark=True,
+    benchmark_limit=10,
+    deterministic=False,
+    fp32_precision="tf32",
+    environment={"TORCH_CUDNN_USE_HEURISTIC_MODE_B": "1"},
+    no_effect="",
+    traps=("It may differ.",),
+)
+SEEN = [Observation("NVML", True, "580.159"), Observation("counters", False, "barred", "ask root")]
+CUT = {"baseline": None, "winner": None, "speedup": None, "break_even_calls": None}
+ALONE = tuple(Dwell(side, 10.0, ns, 1500.0) for side, ns in (("a", 12e6), ("b", 11e6)))
+
+
+def _measured(*processes, facts=FACTS, **fields):
+    return measure_document("resnet50", facts, measured(*processes, **fields))
+
+
+def _compared(gate=False, **fields):
+    return compare_document(FACTS, compared(**fields), gate)
+
+
+def _searched(kept=None, **fields):
+    return tune_document("resnet50", FACTS, result(**fields), kept)
+
+
+def _checked(facts, state, switch=SWITCH):
+    noise = NoiseFloor(0.01, 3, "a product")
+    found = CheckUp(
+        environment=facts,
+        state=state,
+        observability=SEEN,
+        noise_floor=noise,
+        benchmark_mode=switch,
+    )
+    return doctor_document(found)
+
+
+UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")
+DOCUMENTS = {
+    "measure": _measured(),
+    "measure, outliers": _measured(process(series(slow=SLOW, causes=CAUSES))),
+    "measure, few samples": _measured(process(series(count=12))),
+    "measure, one sample": _measured(process(series(count=1))),
+    "measure, three processes": _measured(*[process(series(ms * MS)) for ms in (12, 13, 14)]),
+    "measure, a GPU": _measured(
+        process(latency=series(13 * MS), device=DEVICE), facts=GPU, median_ci_ns=None
+    ),
+    "measure, cut short": _measured(
+        process(complete=False), process(complete=False), failed="it [broke]", interrupted=True
+    ),
+    "explain": explain_document("resnet50", FULL),
+    "explain, nothing": explain_document(
+        "x.json.gz", Explanation(source="x", environment=FACTS, regime="unclassified")
+    ),
+    "explain, a trace": explain_document(
+        "x.json.gz", explained(measured=None, distortion=None, marked=False, variance_shares=None)
+    ),
+    "explain, doubtful": explain_document(
+        "resnet50", explained(distortion=2.0, problems=("cut",), remarks=("slow",), failed="x")
+    ),
+    "tune": _searched(plan()),
+    "tune, replayed": replay_document("resnet50", FACTS, plan()),
+    "tune, cut short": _searched(**CUT, chosen=(), interrupted=True),
+    "tune, nothing tried": _searched(**CUT, chosen=(), candidates=(), interrupted=True),
+    "tune, untouched": _searched(
+        plan(candidate=()), chosen=(), speedup=UNTOUCHED, break_even_calls=None
+    ),
+    "tune, no number": _searched(
+        plan(),
+        speedup=msgspec.structs.replace(evidence().speedup, estimate=float("nan")),
+        candidates=(trial(error=float("nan")),),
+    ),
+    "compare": _compared(),
+    "compare, three processes": _compared(samples=(((12e6, 11e6),),) * 3, processes=3),
+    "compare, saved": _compared(low=None, high=None, mde=None, pairs=0, samples=(), note="one"),
+    "compare, nothing": _compared(estimate=None, low=None, high=None, samples=(), failed="no"),
+    "compare, a gate": _compared(True, verdict="slower", estimate=0.1, low=0.09, high=0.11),
+    "compare, by themselves": _compared(dwells=ALONE, verdict="undecided"),
+    "conv": conv_document("net", GPU, conv_report(layer())),
+    "conv, nothing": conv_document("net", GPU, conv_report()),
+    "conv, a training step": conv_document("net", GPU, trained()),
+    "doctor": _checked(FACTS, Snapshot(device="cpu", load_average_1m=0.5)),
+    "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"})),
+}
+assert UNATTRIBUTED.encode() in DOCUMENTS["measure, outliers"]

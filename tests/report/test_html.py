@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import inspect
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects
+import pytest
+from plotly.offline import get_plotlyjs
+
+from steadytorch.errors import UsageError
+from steadytorch.report import documents, html, pages
+from steadytorch.report.html import page
+
+from .documents import DOCUMENTS
+
+HERE = Path("result.json")
+NASTY = "</script><script>alert(1)</script><img src=x onerror=y>\x1b[2J\u2028<!--'\"&amp;{{1}}"
+CLOSED = {"status", "pass", "kind", "side"}
+"""Fields whose words are from a closed list."""
+
+
+class Reader(HTMLParser):
+    """Elements, attributes, and what scripts and all else hold."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.scripts, self.text, self._open = [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), []))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1][1].append(data)
+        elif "style" not in self._open:
+            self.text.append(data)
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment: {data}")
+
+    @property
+    def flat(self):
+        return " ".join(" ".join(self.text).split())
+
+    @property
+    def figures(self):
+        return [json.loads("".join(data)) for kind, data in self.scripts if kind]
+
+    @property
+    def programs(self):
+        return ["".join(data) for kind, data in self.scripts if not kind]
+
+
+def read(content):
+    return Reader(page(HERE, content))
+
+
+@pytest.fixture(params=DOCUMENTS)
+def variant(request):
+    return request.param
+
+
+def test_every_kind_that_is_written_has_a_page():
+    calls = [
+        node.args[0].value
+        for node in ast.walk(ast.parse(inspect.getsource(documents)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_document"
+    ]
+    assert set(calls) == set(pages.KINDS) == {name.partition(",")[0] for name in DOCUMENTS}
+
+
+def test_a_result_becomes_a_whole_page_with_its_facts(variant):
+    shown, document = read(DOCUMENTS[variant]), json.loads(DOCUMENTS[variant])
+    assert shown._open == []
+    assert document["created"] in shown.flat
+    assert (document["workload"] or document["environment"]["name"]) in shown.flat
+    assert "None" not in shown.flat.replace("None.", "")
+    assert "nan" not in shown.flat.split()
+
+
+def test_pictures_are_what_plotly_accepts(variant):
+    for figure in read(DOCUMENTS[variant]).figures:
+        # Raises where there is no such property, or no such value of it.
+        plotly.graph_objects.Figure(figure["data"], figure["layout"])
+        for axis in ("xaxis", "yaxis"):
+            assert "text" in figure["layout"][axis]["title"]
+        assert all(trace.get("x") for trace in figure["data"] if "y" in trace) or variant
+
+
+def test_nothing_is_fetched(variant):
+    shown = read(DOCUMENTS[variant])
+    for tag, name, value in shown.attributes:
+        assert name not in ("src", "href", "srcset", "action", "background"), (tag, value)
+        assert not name.startswith("on"), (tag, name)
+    style = html._source("page.css") + html._source("draw.js")
+    assert not re.search(r"url\(|@import|//\w|fetch|XMLHttp", style)
+    assert {"link", "iframe", "object", "embed", "base", "img"}.isdisjoint(shown.tags)
+
+
+def test_only_the_scripts_of_the_page_may_run(variant):
+    shown = read(DOCUMENTS[variant])
+    (policy,) = [v for tag, name, v in shown.attributes if tag == "meta" and "default-src" in v]
+    assert policy.startswith("default-src 'none';")
+    listed = re.search(r"script-src ([^;]*);", policy)[1].split()
+    hashes = [
+        base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+        for program in shown.programs
+    ]
+    assert listed == ([f"'sha256-{each}'" for each in hashes] or ["'none'"])
+    assert len(shown.programs) == (2 if shown.figures else 0)
+
+
+def test_plotly_is_there_once_and_only_where_there_are_pictures():
+    first = get_plotlyjs()[:80]
+    assert page(HERE, DOCUMENTS["measure"]).count(first) == 1
+    assert page(HERE, DOCUMENTS["doctor"]).count(first) == 0
+
+
+def _poisoned(value, key=""):
+    if isinstance(value, str):
+        return value if key in CLOSED else value + NASTY
+    if isinstance(value, list):
+        return [_poisoned(each, key) for each in value]
+    if isinstance(value, dict):
+        # Names of slices are keys, of which the steps' must agree.
+        return {
+            (k + NASTY[:60] if key.endswith(("_ns", "shares", "unknown")) else k): _poisoned(v, k)
+            for k, v in value.items()
+        }
+    return value
+
+
+def test_hostile_names_stay_text(variant):
+    document = _poisoned(json.loads(DOCUMENTS[variant]))
+    text = page(HERE, json.dumps(document).encode())
+    clean, hostile = read(DOCUMENTS[variant]), Reader(text)
+    allowed = set(clean.tags) | {"p", "li", "ul"}
+    assert set(hostile.tags) <= allowed | {"table", "td", "tr", "th", "tbody", "thead", "section"}
+    assert hostile.programs == clean.programs
+    assert len(hostile.figures) == len(clean.figures)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", text.partition("<body>")[2][:5000])
+    rest = text
+    for program in hostile.programs:
+        rest = rest.replace(program, "")
+    assert "\x1b" not in rest
+    assert "\u2028" not in rest
+    assert "<img" not in rest
+    assert "<!--" not in rest
+    assert rest.count("<script") == len(hostile.scripts)
+
+
+def test_lone_surrogates_are_refused_or_shown():
+    # No encoder writes them; a file may have them escaped.
+    content = DOCUMENTS["doctor"].replace(b'"AMD EPYC"', b'"\\ud800"')
+    with pytest.raises(UsageError, match="not a saved result"):
+        page(HERE, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a saved result"),
+        (b"not JSON", "is not a saved result"),
+        (b"[1, 2]", "is not a saved result"),
+        (b"\xff\xfe", "is not a saved result"),
+        (b'{"kind": "tune"}', "missing required field `schema`"),
+        (b'{"schema": 2, "kind": "tune"}', "has schema 2, this version reads 1"),
+        (b'{"schema": 1, "kind": "rivals"}', "holds a 'rivals' result, and pages are made of meas"),
+        (b'{"schema": 1, "kind": "%s"}' % (b"x" * 10**6), "xx…' result"),
+        (b'{"schema": 1, "kind": "measure"}', "missing required field `workload`"),
+        (b'{"schema": 1, "kind": "tune", "x": ' + b"[" * 200_000, "not a saved result"),
+        (DOCUMENTS["measure"][:-20], "is not a saved result"),
+        (DOCUMENTS["measure"].replace(b'"cv": ', b'"cv": 1e999, "x": '), "Number out of range"),
+        (DOCUMENTS["measure"].replace(b'"cv": ', b'"cv": NaN, "x": '), "malformed"),
+        (DOCUMENTS["measure"].replace(b'"cv": ', b'"cv": -1e308, "x": '), None),
+        (DOCUMENTS["measure"].replace(b'"processes": [', b'"processes": [], "x": ['), "figures"),
+        (
+            DOCUMENTS["explain"].replace(
+                b'"slices_ns": {',
+                b'"slices_ns": {' + b",".join(b'"x%d": 1' % i for i in range(200)) + b",",
+                1,
+            ),
+            "a ledger has at most",
+        ),
+    ],
+    ids=range(16),
+)
+def test_what_is_no_result_is_an_error_of_one_short_line(content, said):
+    if said is None:
+        page(HERE, content)
+        return
+    with pytest.raises(UsageError) as caught:
+        page(HERE, content)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("result.json ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_text_without_end_is_cut_and_that_is_told():
+    document = json.loads(DOCUMENTS["measure"])
+    document["workload"] = "</p>" * 500_000
+    text = page(HERE, json.dumps(document).encode())
+    assert "… (2,000,000 characters)" in text
+    assert len(text) < len(get_plotlyjs()) + 1_200_000
+
+
+def test_all_samples_are_told_where_few_are_drawn():
+    document = json.loads(DOCUMENTS["measure"])
+    period = document["processes"][0]["period"]
+    period["samples_ns"] = [1000 + i % 7 for i in range(60_000)]
+    period["samples_ns"][31_234] = 1_000_000
+    period["outliers"] = [{"index": 31_234, "sample_ns": 1_000_000, "cause": "a pause"}]
+    shown = read(json.dumps(document).encode())
+    traces = shown.figures[0]["data"]
+    drawn = sum(len(trace["x"]) for trace in traces)
+    assert drawn <= 20_000
+    assert f"{drawn:,} of 60,000 samples are drawn" in shown.flat
+    (outlier,) = [trace for trace in traces if trace["name"] == "outlier: a pause"]
+    assert outlier["x"] == [31_234]
+    assert "are drawn" not in read(DOCUMENTS["measure"]).flat
