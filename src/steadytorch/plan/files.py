@@ -306,7 +306,7 @@ def check_writable(path: Path) -> None:
         OSError: `write_whole` could not write there either.
     """
     if path.parent.exists():
-        with open_folder(path.parent):  # refused where it is another user's
+        with open_folder(path.parent):  # a link is refused
             pass
     with tempfile.TemporaryFile(dir=next(each for each in path.parents if each.exists())):
         pass
