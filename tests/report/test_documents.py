@@ -73,9 +73,13 @@ def test_a_search_keeps_every_sample():
         assert document[side].keys() >= set(SAMPLES)
 
 
-def test_a_replay_says_so():
-    assert _replayed()["replayed"] is True
-    assert _searched()["replayed"] is False
+def test_a_replay_says_so_and_lacks_nothing_else():
+    found, taken = _searched(), _replayed()
+    assert (found.pop("replayed"), taken.pop("replayed")) == (False, True)
+    assert taken.keys() == found.keys()
+    kept = evidence()
+    assert (taken["reference"], taken["seconds"]) == (kept.reference, kept.search_s)
+    assert (taken["not_tried"], taken["not_applicable"]) == (kept.not_tried, kept.not_applicable)
 
 
 def test_what_was_cut_short_is_a_document_too():

@@ -43,7 +43,7 @@ def traces(name, picture=0):
         *[("explain", explain.recoverable(each, FULL)) for each in FULL.findings],
         ("tune", "2.02x as fast as the untouched workload (99 % interval 1.90 to 2.10, 20 fresh"),
         ("tune", "set-up 24 s at the first call, paid back after 1,234 calls"),
-        ("tune, replayed", "relative error 1.2e-07 against the reference"),
+        ("tune, replayed", f"relative error 1.2e-07 against {evidence().reference}"),
         ("tune, untouched", "nothing was shown to be faster than the untouched workload"),
         ("tune, cut short", "the search was cut short: nothing is claimed"),
         ("tune, no number", "how much faster it is could not be told"),
@@ -141,7 +141,7 @@ def test_a_search_shows_its_samples_and_a_replay_says_that_it_has_none():
     untouched, winner = traces("tune", 1)
     assert [len(each["x"]) for each in (untouched, winner)] == [12, 12]
     assert len(read(DOCUMENTS["tune, replayed"]).figures) == 1
-    assert "A stored plan was replayed: its evidence is kept without samples" in flat(
+    assert "A stored plan was replayed: what its search found is kept without samples." in flat(
         "tune, replayed"
     )
     base = evidence().baseline.median_ns

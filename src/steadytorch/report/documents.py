@@ -83,8 +83,13 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
         "chosen": [str(spec) for spec in plan.candidate],
         "regime": evidence.regime,
         "candidates": [_trial(trial) for trial in evidence.trials],
+        "not_applicable": evidence.not_applicable,
+        "not_tried": evidence.not_tried,
         "speedup": msgspec.to_builtins(evidence.speedup),
         "break_even_calls": evidence.break_even_calls,
+        "reference": evidence.reference,
+        "seconds": evidence.search_s,
+        "interrupted": False,
         "plan": _plan(plan),
         "replayed": True,
     }

@@ -27,7 +27,6 @@ from steadytorch.report.plots import (
 from steadytorch.report.text import duration, grouped, percent_above, seconds, unit_of
 
 _MOST_DRAWN = 60
-_UNTOLD = "the file of a replayed plan does not say: steady plans show tells it"
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -78,20 +77,20 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class TuneDocument(Document, frozen=True, kw_only=True):
-    """What the page needs of a search; fields that a replayed plan lacks are None there."""
+    """What the page needs of a search; of a replayed plan it is the search that found it."""
 
     baseline: msgspec.Raw
     winner: msgspec.Raw
     chosen: tuple[str, ...]
     regime: str
     candidates: tuple[Tried, ...]
-    not_applicable: dict[str, str] | None = None
-    not_tried: dict[str, str] | None = None
+    not_applicable: dict[str, str]
+    not_tried: dict[str, str]
     speedup: Gain | None
     break_even_calls: int | None
-    reference: str | None = None
-    seconds: float | None = None
-    interrupted: bool = False
+    reference: str
+    seconds: float
+    interrupted: bool
     plan: Kept | None
     replayed: bool
 
@@ -146,10 +145,7 @@ def _headline(document: TuneDocument) -> str:
 
 def _remark(document: TuneDocument) -> str:
     if document.replayed:
-        return (
-            "A stored plan was replayed: its evidence is kept without samples, and the file does "
-            "not say what was not tried, nor against which reference errors were measured."
-        )
+        return "A stored plan was replayed: what its search found is kept without samples."
     if document.interrupted:
         return (
             "The search was interrupted. What was measured until then is below; no plan was kept."
@@ -162,8 +158,7 @@ def _costs(document: TuneDocument) -> list[str]:
     won, base = by_name.get(document.chosen), by_name.get(())
     if won is None or base is None or not document.chosen or document.speedup is None:
         return []
-    reference = document.reference or "the reference"
-    return tune.costs_told(won, base, reference, document.break_even_calls)
+    return tune.costs_told(won, base, document.reference, document.break_even_calls)
 
 
 def _sides(
@@ -296,8 +291,8 @@ def _colour(tried: Tried, chosen: tuple[str, ...]) -> str:
 
 
 def _left_out(document: TuneDocument) -> Table:
-    left = {**(document.not_applicable or {}), **(document.not_tried or {})}
-    rows = [(reason, ", ".join(names)) for reason, names in grouped(left).items()]
+    left = grouped({**document.not_applicable, **document.not_tried})
+    rows = [(reason, ", ".join(names)) for reason, names in left.items()]
     return table(["why", "not tried"], rows, (0, 1))
 
 
@@ -313,7 +308,7 @@ def _facts(document: TuneDocument) -> Table:
             "set-up paid back after",
             f"{paid:,} calls" if paid is not None else "never" if kept else None,
         ),
-        ("reference of the errors", document.reference or (_UNTOLD if document.replayed else None)),
-        ("the search took", None if document.seconds is None else seconds(document.seconds)),
+        ("reference of the errors", document.reference),
+        ("the search took", seconds(document.seconds)),
     ]
     return table(["search", "value"], [row for row in rows if row[1] is not None], (0, 1))
