@@ -19,6 +19,7 @@ def test_without_a_gpu_it_says_what_it_needs(steady):
     shown = steady("conv", "resnet18", "--device", "cpu")
     assert shown.code == 3
     assert "needs a CUDA device" in only_line(shown.err)
+    assert steady("conv", "nosuch.py:factory", "--device", "cpu").err == shown.err
 
 
 def test_a_budget_that_is_no_time_is_refused_before_anything_is_said(steady):

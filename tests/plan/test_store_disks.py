@@ -95,8 +95,9 @@ def test_who_checks_beforehand_is_warned_before_and_not_again(
         store = Store()
     with caplog.at_level(logging.WARNING):
         store.check(key)
-        assert caplog.messages == [f"plans are kept in memory only: {store.trouble}"]
+        (said,) = caplog.messages
         assert store.put(key, Payload(2)) is None
+    assert said == f"plans are kept in memory only: {store.trouble}"
     assert len(caplog.messages) == 1
     assert store.get(key, Payload) == Found(Payload(2), None)
 
@@ -111,6 +112,22 @@ def test_a_check_leaves_nothing_where_a_plan_can_be_kept(
     assert [path for path in store.root.rglob("*") if not path.is_dir()] == []
     assert isinstance(store.get(key, Payload), Miss)
     assert store.put(key, Payload(1)) is not None
+
+
+def test_what_is_mended_after_the_check_keeps_the_plan(tmp_path: Path, key: Key) -> None:
+    store = Store(in_the_way(tmp_path))
+    store.check(key)
+    assert store.root is not None
+    store.root.parent.unlink()
+    assert store.put(key, Payload(1)) is not None
+
+
+def test_a_check_notices_a_full_disk(
+    full_disk: Path, key: Key, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        Store(full_disk / "plans").check(key)
+    assert "No space left on device" in caplog.text
 
 
 def test_a_full_disk(full_disk: Path, key: Key, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,7 @@ SWITCH = Switch(
     traps=("It may differ.",),
 )
 SEEN = [Observation("NVML", True, "580.159"), Observation("counters", False, "barred", "ask root")]
+INPUTS = "1x3x224x224:float32"
 CUT = {"baseline": None, "winner": None, "speedup": None, "break_even_calls": None}
 ALONE = tuple(Dwell(side, 10.0, ns, 1500.0) for side, ns in (("a", 12e6), ("b", 11e6)))
 
@@ -54,8 +55,8 @@ def _compared(gate=False, **fields):
     return compare_document(FACTS, compared(**fields), gate)
 
 
-def _searched(kept=None, **fields):
-    return tune_document("resnet50", FACTS, result(**fields), kept)
+def _searched(kept=None, trains=False, **fields):
+    return tune_document("resnet50", FACTS, result(**fields), kept, inputs=INPUTS, trains=trains)
 
 
 def _checked(facts, state, switch=SWITCH):
@@ -94,6 +95,7 @@ DOCUMENTS = {
         "resnet50", explained(distortion=2.0, problems=("cut",), remarks=("slow",), failed="x")
     ),
     "tune": _searched(plan()),
+    "tune, a training step": _searched(plan(trains="0" * 64), trains=True),
     "tune, replayed": replay_document("resnet50", FACTS, plan()),
     "tune, cut short": _searched(**CUT, chosen=(), interrupted=True),
     "tune, nothing tried": _searched(**CUT, chosen=(), candidates=(), interrupted=True),

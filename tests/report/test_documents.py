@@ -26,11 +26,12 @@ TUNE = {
 CANDIDATE = {
     *("transforms", "status", "reason", "error", "peak_memory_bytes", "setup_s", "median_ns"),
 }
+OF = {"inputs": "1x3x224x224:float32", "trains": False}
 SAMPLES = ("median_ns", "median_ci_ns", "p90_ns", "p99_ns", "mean_ns", "cv", "samples_ns")
 
 
 def _searched(**fields):
-    return read_document(tune_document("resnet50", FACTS, result(**fields), plan()))
+    return read_document(tune_document("resnet50", FACTS, result(**fields), plan(), **OF))
 
 
 def _replayed(**fields):
@@ -86,7 +87,7 @@ def test_what_was_cut_short_is_a_document_too():
     short = result(
         baseline=None, winner=None, speedup=None, break_even_calls=None, interrupted=True
     )
-    document = read_document(tune_document("resnet50", FACTS, short, None))
+    document = read_document(tune_document("resnet50", FACTS, short, None, **OF))
     assert document.keys() >= HEAD | TUNE
     assert document["interrupted"] is True
     assert [document[k] for k in ("baseline", "winner", "speedup", "plan")] == [None] * 4
@@ -103,13 +104,13 @@ def test_numbers_that_are_none_are_null(value):
 
 
 def test_hostile_names_are_escaped():
-    document = tune_document(HOSTILE, FACTS, result(), None)
+    document = tune_document(HOSTILE, FACTS, result(), None, **OF)
     assert b"\x1b" not in document
     assert read_document(document)["workload"] == HOSTILE
 
 
 def test_it_is_readable_line_by_line():
-    assert tune_document("resnet50", FACTS, result(), plan()).count(b"\n") > 50
+    assert tune_document("resnet50", FACTS, result(), plan(), **OF).count(b"\n") > 50
 
 
 def test_the_check_up_has_its_blocks():

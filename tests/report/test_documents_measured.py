@@ -232,3 +232,6 @@ def test_saved_results_are_compared_by_path(tmp_path):
     assert (found.a.name, found.metric) == (str(tmp_path / "a.json"), "period")
     with pytest.raises(UsageError, match="cannot be read"):
         steadytorch.compare(tmp_path / "a.json", tmp_path / "none.json")
+    for asked in ({"metric": "period"}, {"processes": 3}, {"device": "cpu"}, {"seed": 1}):
+        with pytest.raises(UsageError, match="are for live comparisons"):
+            steadytorch.compare(tmp_path / "a.json", tmp_path / "b.json", **asked)

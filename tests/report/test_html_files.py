@@ -38,6 +38,11 @@ def test_a_page_may_be_read_by_whom_the_umask_lets(result):
         os.umask(before)
 
 
+def test_a_page_that_was_private_stays_so(result):
+    report(result).chmod(0o600)
+    assert report(result).stat().st_mode & 0o777 == 0o600
+
+
 def test_a_page_is_replaced_and_a_link_to_one_stays(result, tmp_path):
     kept, link = tmp_path / "kept.html", tmp_path / "link.html"
     kept.write_text("old")

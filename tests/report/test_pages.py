@@ -44,6 +44,9 @@ def traces(name, picture=0):
         ("tune", "2.02x as fast as the untouched workload (99 % interval 1.90 to 2.10, 20 fresh"),
         ("tune", "set-up 24 s at the first call, paid back after 1,234 calls"),
         ("tune, replayed", f"relative error 1.2e-07 against {evidence().reference}"),
+        ("tune, a training step", "2.02x as fast as an untouched step (99 % interval 1.90 to 2.10"),
+        ("tune, a training step", "set-up 24 s at the first step, paid back after 1,234 steps"),
+        ("tune, a training step", "a training step on 1x3x224x224:float32"),
         ("tune, untouched", "nothing was shown to be faster than the untouched workload"),
         ("tune, cut short", "the search was cut short: nothing is claimed"),
         ("tune, no number", "how much faster it is could not be told"),
@@ -147,6 +150,18 @@ def test_a_search_shows_its_samples_and_a_replay_says_that_it_has_none():
     base = evidence().baseline.median_ns
     assert f"untouched latency {duration(base)}" in flat("tune, replayed")
     assert f"untouched latency {duration(result().baseline.median_ns)}" in flat("tune")
+
+
+@pytest.mark.parametrize("name", ["tune, cut short", "tune, nothing tried"])
+def test_a_search_that_was_cut_short_claims_no_confirmation(name):
+    assert "that confirmed the choice" not in flat(name)
+    assert "taken afresh" not in flat(name)
+
+
+def test_what_is_of_one_process_is_told_where_there_are_several():
+    told = "Of the process whose median is the middle one."
+    assert told in flat("measure, three processes")
+    assert told not in flat("measure")
 
 
 def test_a_comparison_shows_its_pairs_and_its_interval():

@@ -43,14 +43,15 @@ def conv(
     What was chosen before on this kind of device, here or by steady tune, stays unless another
     engine is shown to be clearly faster; what is chosen is kept in the plan store for next time.
     """
-    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.device.facts import load_facts
     from steadytorch.quantities import parse_duration
     from steadytorch.report.conv import render_conv, render_layer
     from steadytorch.report.documents import conv_document
     from steadytorch.tune.engines import conv as choose
+    from steadytorch.tune.engines import resolve_cuda
 
     budget_s = parse_duration(budget)
-    resolved = resolve_device(device)
+    resolved = resolve_cuda(device)
     facts = load_facts(resolved)
     shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
     loaded, candidate = options.load_with_transforms(workload, facts, quiet=True, **shape)

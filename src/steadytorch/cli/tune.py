@@ -132,11 +132,12 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
         if mode == "strict":
             raise PlanError(f"no stored plan for {name}: {reason}")
         console.print(Text(plain(reason), "dim"))
+    of = {"inputs": session.key.signature, "trains": session.workload.is_training}
     with Progress(console, session.options.budget_s) as progress:
         result = session.search(progress)
     if result.interrupted:
         render_trials(console, result.candidates, None)
-        options.write_json(json_path, tune_document(name, facts, result, None))
+        options.write_json(json_path, tune_document(name, facts, result, None, **of))
         click.echo("steady: interrupted; what was measured until then is above", err=True)
         sys.exit(INTERRUPTED)
     plan = session.keep(result, anew=mode == "tune")
@@ -146,5 +147,5 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
     if plan.candidate != result.chosen:
         console.print("  another process has stored a plan meanwhile, which stays")
     render_plan(console, plan, "Plan")
-    options.write_json(json_path, tune_document(name, facts, result, plan))
+    options.write_json(json_path, tune_document(name, facts, result, plan, **of))
     return plan

@@ -300,16 +300,18 @@ def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600
 
 
 def check_writable(path: Path) -> None:
-    """Writes a file without a name where `write_whole` would begin; nothing is left of it.
+    """Writes a small file without a name where `write_whole` would begin; nothing is left of it.
 
     Raises:
         OSError: `write_whole` could not write there either.
     """
-    if path.parent.exists():
+    if os.path.lexists(path.parent):
         with open_folder(path.parent):  # a link is refused
             pass
-    with tempfile.TemporaryFile(dir=next(each for each in path.parents if each.exists())):
-        pass
+    there = next(each for each in path.parents if each.exists())
+    with tempfile.TemporaryFile(dir=there) as file:
+        file.write(bytes(4096))  # a full disk has room for names
+        file.flush()
 
 
 def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None:

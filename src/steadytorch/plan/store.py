@@ -150,20 +150,20 @@ class Store:
         return self._write(key, payload, replace=True)
 
     def check(self, key: Key) -> None:
-        """Finds out whether a payload can be kept on disk; the one warning is logged if not.
+        """Logs the one warning now where a payload could not be kept on disk as things are.
 
-        For whoever is about to work for minutes on what is to be stored.
+        For whoever is about to work for minutes on what is to be stored. It is tried all the same.
 
         Args:
             key: of what is to be stored.
         """
-        path = self._path_of(key)
-        if path is not None and not self.trouble:
+        path, trouble = self._path_of(key), self.trouble
+        if path is not None and not trouble:
             try:
                 check_writable(path)
             except (OSError, ValueError) as error:
-                self._set_trouble(error)
-        self._warn()
+                trouble = self._cannot_be_written(error)
+        self._warn(trouble)
 
     def add(self, key: Key, payload: P) -> Found[P]:
         """Stores a payload, unless one is there: then that stays, and all who add agree on it.
@@ -195,18 +195,18 @@ class Store:
             except (OSError, ValueError) as error:
                 if isinstance(error, FileExistsError) and not replace:
                     raise
-                self._set_trouble(error)
+                self.trouble = self._cannot_be_written(error)
         self._in_memory[key.digest] = data
-        self._warn()
+        self._warn(self.trouble)
         return None
 
-    def _set_trouble(self, error: Exception) -> None:
-        self.trouble = f"{clean(self.root)} cannot be written: {why(error)}"
+    def _cannot_be_written(self, error: Exception) -> str:
+        return f"{clean(self.root)} cannot be written: {why(error)}"
 
-    def _warn(self) -> None:
-        if self.trouble and not self._warned:
+    def _warn(self, trouble: str) -> None:
+        if trouble and not self._warned:
             self._warned = True
-            logger.warning("plans are kept in memory only: %s", self.trouble)
+            logger.warning("plans are kept in memory only: %s", trouble)
 
     def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
         """All files of the store by name, the unusable ones with their problem. Nothing is moved.

@@ -10,11 +10,10 @@ from rich.text import Text
 
 from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.trial.dwell import effect_of
-from steadytorch.trial.verdict import CompareResult
 
 if TYPE_CHECKING:
     from steadytorch.report.pages.compare import CompareDocument
-    from steadytorch.trial.compare import CompareResult
+    from steadytorch.trial.verdict import CompareResult
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 

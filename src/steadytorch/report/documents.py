@@ -65,13 +65,24 @@ def _plan(plan: Plan | None) -> dict[str, Any] | None:
 
 
 def tune_document(
-    workload: str, facts: DeviceFacts, result: TuneResult, plan: Plan | None
+    workload: str,
+    facts: DeviceFacts,
+    result: TuneResult,
+    plan: Plan | None,
+    *,
+    inputs: str,
+    trains: bool,
 ) -> bytes:
-    """A search, with all samples; `plan` is None where the search was cut short."""
+    """A search, with all samples; `plan` is None where the search was cut short.
+
+    `inputs` are those searched for, as people read them; `trains` says whether it was for a
+    training step.
+    """
     fields = msgspec.to_builtins(result)
     fields["candidates"] = [_trial(trial) for trial in result.candidates]
     fields["chosen"] = [str(spec) for spec in result.chosen]
-    return _document("tune", workload, facts, {**fields, "plan": _plan(plan), "replayed": False})
+    fields |= {"inputs": inputs, "trains": trains, "plan": _plan(plan), "replayed": False}
+    return _document("tune", workload, facts, fields)
 
 
 def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
@@ -90,6 +101,8 @@ def replay_document(workload: str, facts: DeviceFacts, plan: Plan) -> bytes:
         "reference": evidence.reference,
         "seconds": evidence.search_s,
         "interrupted": False,
+        "inputs": plan.key.signature,
+        "trains": plan.trains is not None,
         "plan": _plan(plan),
         "replayed": True,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import stat
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,8 +167,9 @@ def _write(target: Path, text: str) -> None:
     from steadytorch.plan.files import write_whole
 
     try:
-        # A link stays one: the file that it leads to is replaced.
-        write_whole(target.resolve(), text.encode(), mode=0o666)
+        # A link stays one: the file that it leads to is replaced, for the same readers.
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+        write_whole(target.resolve(), text.encode(), mode=mode)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{plain(target)} cannot be written: {why}") from error

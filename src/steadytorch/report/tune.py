@@ -60,13 +60,24 @@ def _table(trials: Sequence[Trial], base_ns: float | None, chosen: Candidate | N
             "" if trial.peak_memory_bytes is None else size(trial.peak_memory_bytes),
             "" if trial.setup_s is None else seconds(trial.setup_s),
         )
-    table.caption = (
-        "Screening: the plan's own figures follow below, taken afresh. ±95 %: half-width of the "
-        "median's interval; tail: p99 above the median, or p90 (*) below 1,000 samples; error: "
-        "relative L2 against the reference."
+    table.caption = screened(
+        None if chosen is None else "the plan's own figures follow below, taken afresh"
     )
     table.caption_justify = "left"
     return table
+
+
+def screened(plan: str | None) -> str:
+    """How to read the table of candidates.
+
+    Args:
+        plan: where the plan's own figures are; None where no plan came of the search.
+    """
+    return (
+        f"Screening: {plan or 'no plan came of it'}. ±95 %: half-width of the median's interval; "
+        "tail: p99 above the median, or p90 (*) below 1,000 samples; error: relative L2 against "
+        "the reference."
+    )
 
 
 def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
@@ -107,11 +118,8 @@ def render_plan(console: Console, plan: Plan, heading: str) -> None:
 
 def _claims(plan: Plan, evidence: Evidence) -> list[str]:
     base, won, gain = evidence.baseline, evidence.winner, evidence.speedup
-    whom, of_step = (
-        ("the untouched workload", "")
-        if plan.trains is None
-        else ("an untouched step", " of a step")
-    )
+    trains = plan.trains is not None
+    whom, of_step = untouched(trains), " of a step" if trains else ""
     lines = []
     if not plan.candidate:
         lines.append(f"nothing was shown to be faster than {whom}")
@@ -128,7 +136,12 @@ def _claims(plan: Plan, evidence: Evidence) -> list[str]:
     return lines
 
 
-def gain_told(gain: Speedup | Gain, objective: str, whom: str = "the untouched workload") -> str:
+def untouched(trains: bool) -> str:
+    """What a plan is compared with."""
+    return "an untouched step" if trains else "the untouched workload"
+
+
+def gain_told(gain: Speedup | Gain, objective: str, whom: str) -> str:
     """How much faster a plan is, its interval where one may be claimed, and the claim."""
     interval = (
         "no interval"
@@ -165,7 +178,7 @@ def costs_told(
     base: Trial | Tried,
     reference: str,
     break_even_calls: int | None,
-    trains: bool = False,
+    trains: bool,
 ) -> list[str]:
     """What a plan costs beside the untouched workload: error, set-up and memory, a line each."""
     lines, call, of = [], "call", ""

@@ -50,7 +50,7 @@ def compare(
     """Gives a verdict between two workloads, or two results that `steady measure --json` saved.
 
     Workloads are timed live, see `compare_live`. Saved results are compared as they were taken, by
-    the medians of their processes, and none of the other arguments applies to them.
+    the medians of their processes; the other arguments are for workloads alone.
 
     Args:
         a: a workload, or the path of a saved result.
@@ -78,6 +78,11 @@ def compare(
         )
     if isinstance(a, Workload) or isinstance(b, Workload):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
+    if (candidates, processes, metric, device, seed) != (((), ()), 1, "latency", None, 0):
+        raise UsageError(
+            "candidates, processes, metric, device and seed are for live comparisons: saved "
+            "results are compared as taken"
+        )
     return compare_files(a, b)[0]
 
 

@@ -60,6 +60,11 @@ class _Measure(msgspec.Struct):
     processes: list[_Process]
 
 
+def _named(path: Path) -> str:
+    """A path in one line, whatever it is called."""
+    return str(path) if str(path).isprintable() else repr(str(path))
+
+
 def content_of(path: Path) -> bytes:
     """The content of a result's file; one of another nature, or too large, holds nobody up.
 
@@ -72,14 +77,14 @@ def content_of(path: Path) -> bytes:
         with open(descriptor, "rb") as file:
             content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{_named(path)} cannot be read: {error.strerror}") from error
     except ValueError as error:  # such as a name with a NUL
-        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"{_named(path)} cannot be read: {error}") from error
     if content is None:
-        raise UsageError(f"{path} is no regular file: name one that --json wrote")
+        raise UsageError(f"{_named(path)} is no regular file: name one that --json wrote")
     if len(content) > MOST_BYTES:
         raise UsageError(
-            f"{path} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
+            f"{_named(path)} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
         )
     return content
 
@@ -92,7 +97,7 @@ def kind_of(path: Path, content: bytes) -> str:
     """
     head = decoded(path, content, _Head)
     if head.schema != SCHEMA:
-        raise UsageError(f"{path} has schema {head.schema}, this version reads {SCHEMA}")
+        raise UsageError(f"{_named(path)} has schema {head.schema}, this version reads {SCHEMA}")
     return head.kind
 
 
@@ -106,7 +111,8 @@ def decoded(path: Path, content: bytes, form: type[T]) -> T:
         return msgspec.json.decode(content, type=form)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise UsageError(
-            f"{path} is not a saved result: {error}; name a file that --json wrote"
+            f"{_named(path)} is not a saved result: {error}; name a file that --json of this "
+            "version wrote"
         ) from error
 
 
@@ -120,13 +126,13 @@ def read_measure(path: Path) -> SavedMeasure:
     kind = kind_of(path, content)
     if kind != "measure":
         raise UsageError(
-            f"{path} holds a {kind!r} result: compare takes those of steady measure --json"
+            f"{_named(path)} holds a {kind!r} result: compare takes those of steady measure --json"
         )
     saved = decoded(path, content, _Measure)
     whole = [process for process in saved.processes if process.complete] or saved.processes
     medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):
-        raise UsageError(f"{path} holds medians that are no times: {medians}")
+        raise UsageError(f"{_named(path)} holds medians that are no times: {medians}")
     return SavedMeasure(saved.workload, saved.environment, medians)
 
 

@@ -18,6 +18,19 @@ OF_A_TRAINING_STEP = ("autocast", "cast_weights", "channels_last", "tf32")
 """Transforms under which a training step still has its gradients, and other engines."""
 
 
+def resolve_cuda(device: str) -> str:
+    """The device as `resolve_device` finds it, if engines of cuDNN run on it.
+
+    Raises:
+        UnsupportedError: it is not there, or no CUDA device.
+        UsageError: it is malformed.
+    """
+    resolved = resolve_device(device)
+    if not resolved.startswith("cuda"):
+        raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
+    return resolved
+
+
 def conv(
     workload: Workload,
     *,
@@ -48,9 +61,7 @@ def conv(
         UsageError: an argument is wrong, or a training step cannot be run under `candidate`.
     """
     seconds = parse_duration(budget)
-    resolved = resolve_device(device or str(workload.device))
-    if not resolved.startswith("cuda"):
-        raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
+    resolved = resolve_cuda(device or str(workload.device))
     for spec in candidate if workload.is_training else ():
         if spec.name not in OF_A_TRAINING_STEP:
             raise UsageError(

@@ -99,13 +99,18 @@ def contents(document: MeasureDocument) -> dict[str, Any]:
         "details": measure.details(document),
         "samples": _samples(document),
         "histogram": _histogram(document, shown),
-        "several": len(document.processes) > 1,
+        "several": _several(document),
         "figures": _figures(document, shown),
         "outliers": _outliers(all_outliers, document),
         "processes": _processes(document.processes),
-        "blocks": _blocks(shown),
-        "unknown": _unknown(shown),
+        "blocks": _blocks(shown, document),
+        "unknown": _unknown(shown, document),
     }
+
+
+def _several(document: MeasureDocument) -> bool:
+    """Whether figures may be of one process or of all."""
+    return len(document.processes) > 1
 
 
 def _samples(document: MeasureDocument) -> Plot:
@@ -153,7 +158,7 @@ def _figures(document: MeasureDocument, shown: Process) -> Table:
         "Median, interval and claim are of all processes; the rest is of the process whose median "
         "is the middle one."
     )
-    return table(["figure", "value"], rows, (0, 1), note if len(document.processes) > 1 else "")
+    return table(["figure", "value"], rows, (0, 1), note if _several(document) else "")
 
 
 def _interval(interval: tuple[float, float] | None, why: str | None) -> str:
@@ -177,7 +182,9 @@ def _outliers(found: Sequence[Sequence[Outlier]], document: MeasureDocument) -> 
         (cause, f"{count:,}", _tail(slowest[cause], document.median_ns))
         for cause, count in causes.most_common()
     ]
-    return table(["cause", "outliers", "the slowest"], rows)
+    of_all = "Of all processes; the slowest against the median of all."
+    note = of_all if _several(document) else ""
+    return table(["cause", "outliers", "the slowest"], rows, note=note)
 
 
 def _processes(processes: Sequence[Process]) -> Table:
@@ -195,7 +202,7 @@ def _processes(processes: Sequence[Process]) -> Table:
     return table([*headings, "peak memory", ""], rows, (8,))
 
 
-def _blocks(shown: Process) -> Table:
+def _blocks(shown: Process, document: MeasureDocument) -> Table:
     host, device = shown.host, shown.device
     rows: list[tuple[str, object]] = [
         ("the probe adds", None if host.overhead_ns is None else duration(host.overhead_ns)),
@@ -216,12 +223,16 @@ def _blocks(shown: Process) -> Table:
             ("other GPU processes", device.other_processes),
         ]
     told = [(label, "unknown" if value is None else value) for label, value in rows]
-    return table(["host and device", "value"], told, (0, 1))
+    return table(["host and device", "value"], told, (0, 1), _of_one(document))
 
 
-def _unknown(shown: Process) -> Table:
+def _of_one(document: MeasureDocument) -> str:
+    return "Of the process whose median is the middle one." if _several(document) else ""
+
+
+def _unknown(shown: Process, document: MeasureDocument) -> Table:
     rows = [(", ".join(names), why) for why, names in grouped(shown.unknown).items()]
-    return table(["not observed", "why"], rows, (0, 1))
+    return table(["not observed", "why"], rows, (0, 1), _of_one(document))
 
 
 def _collections(host: Host) -> str:

@@ -86,6 +86,8 @@ class TuneDocument(Document, frozen=True, kw_only=True):
     candidates: tuple[Tried, ...]
     not_applicable: dict[str, str]
     not_tried: dict[str, str]
+    inputs: str
+    trains: bool
     speedup: Gain | None
     break_even_calls: int | None
     reference: str
@@ -107,6 +109,11 @@ def contents(document: TuneDocument) -> dict[str, Any]:
         "headline": _headline(document),
         "remark": _remark(document),
         "costs": _costs(document),
+        "sides_title": (
+            "Untouched, as far as it was measured"
+            if document.plan is None
+            else "Untouched and winner, in the round that confirmed the choice"
+        ),
         "sides": _sides(baseline, winner, document),
         "candidates": _candidates(document),
         "picture_of": _picture(timed, document.chosen) if timed else None,
@@ -136,11 +143,16 @@ def _headline(document: TuneDocument) -> str:
     if document.interrupted or gain is None:
         return "the search was cut short: nothing is claimed"
     if not document.chosen:
-        return "nothing was shown to be faster than the untouched workload"
+        return f"nothing was shown to be faster than {_untouched(document)}"
     if gain.estimate is None:
         return "how much faster it is could not be told"
     objective = "latency" if document.plan is None else document.plan.objective
-    return f"{tune.name_of(document.chosen)}: {tune.gain_told(gain, objective)}"
+    told = tune.gain_told(gain, objective, _untouched(document))
+    return f"{tune.name_of(document.chosen)}: {told}"
+
+
+def _untouched(document: TuneDocument) -> str:
+    return tune.untouched(document.trains)
 
 
 def _remark(document: TuneDocument) -> str:
@@ -154,11 +166,18 @@ def _remark(document: TuneDocument) -> str:
 
 
 def _costs(document: TuneDocument) -> list[str]:
+    """What was searched for, and what the plan costs."""
+    step = "a training step on " if document.trains else ""
+    return [f"{step}{document.inputs}", *_price(document)]
+
+
+def _price(document: TuneDocument) -> list[str]:
     by_name = {each.transforms: each for each in document.candidates}
     won, base = by_name.get(document.chosen), by_name.get(())
     if won is None or base is None or not document.chosen or document.speedup is None:
         return []
-    return tune.costs_told(won, base, document.reference, document.break_even_calls)
+    paid = document.break_even_calls
+    return tune.costs_told(won, base, document.reference, paid, document.trains)
 
 
 def _sides(
@@ -194,11 +213,8 @@ def _candidates(document: TuneDocument) -> Table:
     base = next((c.median_ns for c in document.candidates if not c.transforms), None)
     rows = [_row(n, each, document, base, unit_ns) for n, each in enumerate(_ranked(document), 1)]
     headings = ["#", "candidate", "status", f"median, {unit}", "±95 %", "gain", "tail", "error"]
-    note = (
-        "Screening: the plan's own figures stand above, taken afresh. ±95 %: half-width of the "
-        "median's interval; tail: p99 above the median, or p90 (*) below 1,000 samples; error: "
-        "relative L2 against the reference."
-    )
+    plan = None if document.plan is None else "the plan's own figures stand above, taken afresh"
+    note = tune.screened(plan)
     return table([*headings, "memory", "set-up", "reason"], rows, (1, 2, 10), note)
 
 
@@ -306,7 +322,11 @@ def _facts(document: TuneDocument) -> Table:
         ("regime of the untouched workload", document.regime),
         (
             "set-up paid back after",
-            f"{paid:,} calls" if paid is not None else "never" if kept else None,
+            f"{paid:,} {'steps' if document.trains else 'calls'}"
+            if paid is not None
+            else "never"
+            if kept
+            else None,
         ),
         ("reference of the errors", document.reference),
         ("the search took", seconds(document.seconds)),
