@@ -16,11 +16,11 @@ MOST_POINTS = 20_000
 """Points in one picture: with more a browser is slow, and a screen has fewer columns."""
 MOST_ROWS = 2_000
 """Rows of one table: a page with more takes seconds to open."""
-BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY = (
-    *("#2b6cb0", "#dd7a1f", "#2f8f5b", "#c53d3d"),
-    *("#7a5bb5", "#8a5a44", "#c85a9a", "#8b949e"),
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY, TEAL, OLIVE = (
+    *("#2b6cb0", "#dd7a1f", "#2f8f5b", "#c53d3d", "#7a5bb5"),
+    *("#8a5a44", "#c85a9a", "#8b949e", "#1f9aa8", "#a8a12b"),
 )
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, PINK, GREY, "#1f9aa8", "#a8a12b")
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, PINK, GREY, TEAL, OLIVE)
 LEGEND = {
     "orientation": "h",
     "x": 0,

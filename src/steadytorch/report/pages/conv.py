@@ -148,13 +148,6 @@ def _picture(layers: Sequence[Convolution]) -> Plot:
         "barmode": "group",
         "bargap": 0.3,
         "yaxis": {"type": "category", "autorange": "reversed", "tickfont": {"size": 11}},
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 1.01,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
     }
     note = "One run of each, with what is fused into it; the numbers are those of the table."
     if len(shown) < len(timed):

@@ -12,11 +12,16 @@ import numpy as np
 from steadytorch.measure.measurement import Measurement
 from steadytorch.report.plots import (
     BLUE,
+    BROWN,
     GREEN,
     GREY,
     LEGEND,
+    OLIVE,
     ORANGE,
+    PINK,
     PURPLE,
+    RED,
+    TEAL,
     Plot,
     figure,
     lines_at,
@@ -30,7 +35,7 @@ _MOST_BORDERS = 50
 _WARM_UP = "warm-up, not used"
 _WIDE = 4.0
 """From this ratio of the slowest sample to the fastest a linear axis would flatten the rest."""
-_CAUSES = (ORANGE, "#c53d3d", PURPLE, GREEN, "#c85a9a", "#8a5a44", "#1f9aa8", "#a8a12b")
+_CAUSES = (ORANGE, RED, PURPLE, GREEN, PINK, BROWN, TEAL, OLIVE)
 
 
 def timeline(
@@ -117,7 +122,7 @@ def histogram(
     unit, unit_ns = unit_of(one.median_ns)
     marks = [("median", median_ns, BLUE, "solid"), ("p90", one.p90_ns, PURPLE, "dash")]
     if one.p99_ns is not None:
-        marks.append(("p99", one.p99_ns, "#c53d3d", "dash"))
+        marks.append(("p99", one.p99_ns, RED, "dash"))
     # Bins as wide as the rare slow samples reach would show the others as one bar.
     top = max(float(np.quantile(samples, 0.99)), *(at for _, at, _, _ in marks))
     counts, edges = np.histogram(samples, bins=_BINS, range=(min(samples), max(top, min(samples))))
