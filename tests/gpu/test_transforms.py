@@ -50,7 +50,6 @@ STACKS = {
         spec("inference_mode"),
         spec("cudnn_benchmark", limit=10),
         spec("cuda_graph"),
-        spec("gc_freeze"),
     ),
     "compiled stack": (
         spec("cast_weights", dtype="fp16"),

@@ -57,7 +57,12 @@ TRIALS = (
     trial(WINNER, median_ns=14.2e6, error=1.2e-7),
     trial(LONG, median_ns=15e6, median_ci_ns=None, p99_ns=40e6, error=3.4e-6),
     trial(spec("autocast"), median_ns=9e6, precision="bf16", allowed=False, reason="allow with X"),
-    trial(spec("gc_freeze"), median_ns=None, status="failed", reason="set-up: RuntimeError: no"),
+    trial(
+        spec("cudnn_deterministic"),
+        median_ns=None,
+        status="failed",
+        reason="set-up: RuntimeError: no",
+    ),
 )
 
 

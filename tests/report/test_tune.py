@@ -35,7 +35,7 @@ def test_without_a_choice_nothing_is_marked(screen):
 
 def test_untimed_candidates_give_their_reasons(screen):
     render_trials(screen.console, TRIALS, WINNER)
-    assert "gc_freeze: failed: set-up: RuntimeError: no" in screen.flat
+    assert "cudnn_deterministic: failed: set-up: RuntimeError: no" in screen.flat
     assert "allow with X" in screen.flat
 
 
@@ -46,7 +46,7 @@ def test_no_candidates_print_nothing(screen):
 
 def test_a_search_that_timed_nothing_shows_the_reasons_only(screen):
     render_trials(screen.console, [TRIALS[-1]], None)
-    assert screen.flat.strip() == "gc_freeze: failed: set-up: RuntimeError: no"
+    assert screen.flat.strip() == "cudnn_deterministic: failed: set-up: RuntimeError: no"
 
 
 def test_long_names_wrap_and_stay_whole(screen):

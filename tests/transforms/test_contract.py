@@ -29,7 +29,6 @@ STACK = order(
         COMPILED[0],
         TransformSpec("cast_weights", (("dtype", "bf16"),)),
         TransformSpec("fold_batch_norm"),
-        TransformSpec("gc_freeze"),
     ]
 )
 

@@ -22,7 +22,6 @@ STACK = order(
         TransformSpec("channels_last"),
         COMPILED,
         TransformSpec("autocast", (("dtype", "bf16"),)),
-        TransformSpec("gc_freeze"),
     ]
 )
 # Gradients are products of many roundings: twice what single outputs are allowed.
@@ -53,7 +52,7 @@ every_case = pytest.mark.parametrize("evidence", _cases(), indirect=True)
 
 def test_what_is_known_to_train_is_among_the_cases():
     names = {spec.name for case in _cases() for spec in case.values[0][1]}
-    assert names >= {"channels_last", "autocast", "compile", "threads", "gc_freeze"}
+    assert names >= {"channels_last", "autocast", "compile", "threads"}
     assert not names & {"inference_mode", "cast_weights", "fold_batch_norm"}
 
 

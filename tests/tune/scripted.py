@@ -29,7 +29,7 @@ FLOPS = 1_000_000
 """Operations that the profile of any scripted workload shows."""
 
 EAGER = TransformSpec("inference_mode")
-GC = TransformSpec("gc_freeze")
+DETERMINISTIC = TransformSpec("cudnn_deterministic")
 FOLD = TransformSpec("fold_batch_norm")
 LAYOUT = TransformSpec("channels_last")
 TF32 = TransformSpec("tf32")

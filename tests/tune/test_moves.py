@@ -193,7 +193,7 @@ def _attention(backend):
 
 def test_attention_layout_and_compiler_are_varied_first():
     attention = [_attention(backend) for backend in ("flash", "cudnn")]
-    others = [FOLD, single("cudnn_deterministic"), single("gc_freeze")]
+    others = [FOLD, single("cudnn_deterministic"), single("dense_mask")]
     available = [*others, BF16, LAYOUT, FROZEN, PLAIN, *attention, GRAPH]
     leader = (BF16, FROZEN, GRAPH)
     found = Moves(available, WORKLOAD, "bf16", "compute-bound").neighbours(leader)

@@ -21,7 +21,7 @@ from .moving import (
 )
 
 TRAINING = Workload.training(WORKLOAD.model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
-TRAINABLE = ("channels_last", "autocast", "tf32", "cudnn_engines", "threads", "gc_freeze")
+TRAINABLE = ("channels_last", "autocast", "tf32", "cudnn_engines", "threads")
 COMPILED = single("compile", mode="default", freezing=False)
 AUTOCAST = single("autocast", dtype="bf16")
 OF_TRAINING = [*(s for s in ALL if s.name in TRAINABLE), COMPILED]

@@ -170,7 +170,7 @@ from steadytorch.tune.session import Session
 sys.path.insert(0, sys.argv[2])
 from stored import evidence, small_model
 
-NAMES = ("inference_mode", "channels_last", "gc_freeze", "fold_batch_norm")
+NAMES = ("inference_mode", "channels_last", "threads", "fold_batch_norm")
 
 def child(number, barrier, answers):
     def search(self, watcher=None):

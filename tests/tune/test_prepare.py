@@ -1,9 +1,9 @@
 import pytest
 from scripted import (
+    DETERMINISTIC,
     EAGER,
     FLOPS,
     FOLD,
-    GC,
     LAYOUT,
     TF32,
     Act,
@@ -20,7 +20,7 @@ from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
 from steadytorch.tune.verdict import OutputError
 
-SINGLES = [(EAGER,), (FOLD,), (GC,), (LAYOUT,)]
+SINGLES = [(EAGER,), (FOLD,), (DETERMINISTIC,), (LAYOUT,)]
 
 
 class Diary(Notes):
@@ -128,15 +128,15 @@ def test_one_that_dies_takes_no_other_with_it():
 
 def test_the_watcher_hears_of_every_change_of_state():
     diary = Diary()
-    stage = Stage({(GC,): Act(faults={"verify": [died()]})})
-    _prepare(stage, [(EAGER,), (GC,)], slots=1, watcher=diary)
+    stage = Stage({(DETERMINISTIC,): Act(faults={"verify": [died()]})})
+    _prepare(stage, [(EAGER,), (DETERMINISTIC,)], slots=1, watcher=diary)
     assert diary.states == [
         ("untouched", "set-up", ""),
         ("untouched", "verified", ""),
         ("inference_mode", "set-up", ""),
         ("inference_mode", "verified", ""),
-        ("gc_freeze", "set-up", ""),
-        ("gc_freeze", "rejected", "verification: segmentation fault (SIGSEGV)"),
+        ("cudnn_deterministic", "set-up", ""),
+        ("cudnn_deterministic", "rejected", "verification: segmentation fault (SIGSEGV)"),
     ]
 
 
@@ -184,7 +184,7 @@ def test_the_second_try_is_alone_and_the_last():
         original()
 
     stage.exchange = watch
-    trials = preparation.prepare([(EAGER,), (FOLD,), (GC,)], 3, 60.0, 1)
+    trials = preparation.prepare([(EAGER,), (FOLD,), (DETERMINISTIC,)], 3, 60.0, 1)
     assert max(under_way) == 1
     assert [trial.status for trial in trials] == ["rejected", "ok", "ok"]
     assert preparation.retry == []
@@ -212,13 +212,13 @@ def no_waiting(monkeypatch):
 def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_waiting):
     stage = Stage()
     preparation = _prepared(stage)
-    preparation.begin([(EAGER,), (GC,)], 2, 60.0)
-    assert preparation.begun == ((EAGER,), (GC,))
+    preparation.begin([(EAGER,), (DETERMINISTIC,)], 2, 60.0)
+    assert preparation.begun == ((EAGER,), (DETERMINISTIC,))
     assert preparation.meanwhile(Elsewhere(50, "an answer"), 60.0) == "an answer"
     assert {trial.stage for trial in preparation.under_way} == {"timing"}
     before = len(stage.events)
     trials = preparation.prepare([], 2, 60.0, 1)
-    assert [trial.candidate for trial in trials] == [(EAGER,), (GC,)]
+    assert [trial.candidate for trial in trials] == [(EAGER,), (DETERMINISTIC,)]
     assert all(trial.ok for trial in trials)
     assert (len(stage.events), preparation.begun) == (before, ())
 
@@ -249,7 +249,7 @@ def test_each_has_the_time_that_it_was_begun_with():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "receive", watch)
-        trials = preparation.prepare([(GC,)], 2, 30.0, 1)
+        trials = preparation.prepare([(DETERMINISTIC,)], 2, 30.0, 1)
     assert [asked[trial.worker.name] for trial in trials] == [90.0, 30.0]
 
 

@@ -1,7 +1,7 @@
 """When the processes of a search start, and what the first of them are asked."""
 
 import pytest
-from scripted import EAGER, FOLD, GC, Notes, ScriptedWorker, Stage
+from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage
 
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune.prepare import Preparation
@@ -21,7 +21,7 @@ def test_processes_started_early_load_nothing_until_a_candidate_needs_them():
     preparation.baseline(lambda: 60.0)
     assert launched == [("reference", 0), ("trial-1", 0), ("trial-2", 0), ("trial-3", 0)]
     assert [method for method, _ in stage.events].count("load") == 2
-    trials = preparation.prepare([(EAGER,), (GC,), (FOLD,)], 3, 60.0, 1)
+    trials = preparation.prepare([(EAGER,), (DETERMINISTIC,), (FOLD,)], 3, 60.0, 1)
     assert [trial.worker.name for trial in trials] == ["trial-2", "trial-3", "trial-4"]
     assert [method for method, _ in stage.events].count("load") == 5
     assert all(trial.ok for trial in trials)
@@ -41,7 +41,7 @@ def test_another_takes_the_place_of_one_that_died_while_it_waited():
     preparation = Preparation(stage, "cpu", {}, Options(), Notes(), early=2)
     preparation.baseline(lambda: 60.0)
     stage.workers[2].alive = False
-    trials = preparation.prepare([(EAGER,), (GC,)], 2, 60.0, 1)
+    trials = preparation.prepare([(EAGER,), (DETERMINISTIC,)], 2, 60.0, 1)
     assert [trial.worker.name for trial in trials] == ["trial-3", "trial-4"]
     assert all(trial.ok for trial in trials)
 
@@ -86,7 +86,7 @@ def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow
     stage = Stage()
     preparation = Preparation(stage, device, {}, Options(), Notes(), early=2)
     preparation.baseline(lambda: 60.0)
-    preparation.prepare([(slow,), (GC,)], 2, 60.0, 1)
+    preparation.prepare([(slow,), (DETERMINISTIC,)], 2, 60.0, 1)
     assert len(stage.workers) == 4 + waiting
     (trial,) = preparation.prepare([(FOLD,)], 2, 60.0, 1)
     assert trial.worker is stage.workers[4]

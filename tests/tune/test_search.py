@@ -1,8 +1,8 @@
 import pytest
 from scripted import (
+    DETERMINISTIC,
     EAGER,
     FOLD,
-    GC,
     LAYOUT,
     MS,
     OWN_ERROR,
@@ -27,7 +27,7 @@ def _trial(result, *candidate):
 
 def _acts(**times_ms):
     """Acts of single transforms by name; combinations take as long as the untouched workload."""
-    specs = {spec.name: spec for spec in (EAGER, FOLD, GC, LAYOUT, TF32)}
+    specs = {spec.name: spec for spec in (EAGER, FOLD, DETERMINISTIC, LAYOUT, TF32)}
     return {(specs[name],): Act(time * MS) for name, time in times_ms.items()}
 
 
@@ -35,37 +35,39 @@ def _acts(**times_ms):
 
 
 def test_the_fastest_wins_and_its_speedup_is_the_ratio_of_times():
-    stage = Stage(_acts(inference_mode=9, gc_freeze=8, fold_batch_norm=9.5))
-    result = make_search(stage, [EAGER, GC, FOLD]).run()
-    assert result.chosen == (GC,)
+    stage = Stage(_acts(inference_mode=9, cudnn_deterministic=8, fold_batch_norm=9.5))
+    result = make_search(stage, [EAGER, DETERMINISTIC, FOLD]).run()
+    assert result.chosen == (DETERMINISTIC,)
     assert result.speedup.estimate == pytest.approx(1.25, rel=0.01)
     assert result.speedup.low < result.speedup.estimate < result.speedup.high
     assert (result.speedup.claim, result.speedup.verdict) == ("process", "faster")
 
 
 def test_the_best_combination_is_reached_from_its_parts():
-    stage = Stage(_acts(inference_mode=9, gc_freeze=9.5) | {(EAGER, GC): Act(6 * MS)})
-    assert make_search(stage, [EAGER, GC]).run().chosen == (EAGER, GC)
+    stage = Stage(
+        _acts(inference_mode=9, cudnn_deterministic=9.5) | {(EAGER, DETERMINISTIC): Act(6 * MS)}
+    )
+    assert make_search(stage, [EAGER, DETERMINISTIC]).run().chosen == (EAGER, DETERMINISTIC)
 
 
 def test_among_equally_fast_candidates_the_simplest_wins():
-    stage = Stage(_acts(inference_mode=8) | {(EAGER, GC): Act(8 * MS)})
-    result = make_search(stage, [EAGER, GC]).run()
+    stage = Stage(_acts(inference_mode=8) | {(EAGER, DETERMINISTIC): Act(8 * MS)})
+    result = make_search(stage, [EAGER, DETERMINISTIC]).run()
     assert result.chosen == (EAGER,)
-    assert _trial(result, EAGER, GC).status == "ok"
+    assert _trial(result, EAGER, DETERMINISTIC).status == "ok"
 
 
 def test_among_equally_fast_and_simple_candidates_the_one_with_least_memory_wins():
-    acts = _acts(inference_mode=8, gc_freeze=8)
-    acts[(GC,)].peak_bytes = 50 << 20
-    acts[(EAGER, GC)] = Act(12 * MS)
-    assert make_search(Stage(acts), [EAGER, GC]).run().chosen == (GC,)
+    acts = _acts(inference_mode=8, cudnn_deterministic=8)
+    acts[(DETERMINISTIC,)].peak_bytes = 50 << 20
+    acts[(EAGER, DETERMINISTIC)] = Act(12 * MS)
+    assert make_search(Stage(acts), [EAGER, DETERMINISTIC]).run().chosen == (DETERMINISTIC,)
 
 
 @pytest.mark.parametrize("time_ms", [10, 12])
 def test_the_untouched_workload_stays_where_nothing_is_faster(time_ms):
-    stage = Stage(_acts(inference_mode=time_ms, gc_freeze=time_ms))
-    result = make_search(stage, [EAGER, GC]).run()
+    stage = Stage(_acts(inference_mode=time_ms, cudnn_deterministic=time_ms))
+    result = make_search(stage, [EAGER, DETERMINISTIC]).run()
     assert result.chosen == ()
     assert result.winner == result.baseline
     assert (result.speedup.estimate, result.speedup.low) == (1.0, None)
@@ -81,7 +83,9 @@ def test_a_workload_to_which_nothing_applies_is_measured_and_stays():
 
 def test_the_same_seed_gives_the_same_search():
     def run():
-        result = make_search(Stage(_acts(inference_mode=9, gc_freeze=8)), [EAGER, GC, FOLD]).run()
+        result = make_search(
+            Stage(_acts(inference_mode=9, cudnn_deterministic=8)), [EAGER, DETERMINISTIC, FOLD]
+        ).run()
         return [trial.transforms for trial in result.candidates], result.winner, result.baseline
 
     assert run() == run()
@@ -89,9 +93,11 @@ def test_the_same_seed_gives_the_same_search():
 
 @pytest.mark.parametrize("objective", ["p99", "throughput"])
 def test_other_objectives_find_the_fastest_too(objective):
-    stage = Stage(_acts(inference_mode=9, gc_freeze=7))
-    result = make_search(stage, [EAGER, GC], Options(objective=objective, budget_s=600)).run()
-    assert result.chosen == (GC,)
+    stage = Stage(_acts(inference_mode=9, cudnn_deterministic=7))
+    result = make_search(
+        stage, [EAGER, DETERMINISTIC], Options(objective=objective, budget_s=600)
+    ).run()
+    assert result.chosen == (DETERMINISTIC,)
     assert result.winner.metric == ("period" if objective == "throughput" else "latency")
 
 
@@ -124,14 +130,16 @@ def test_the_same_precision_is_chosen_where_it_is_allowed():
 
 
 def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
-    acts = _acts(inference_mode=5, gc_freeze=8) | {(EAGER, GC): Act(5 * MS)}
-    acts[(EAGER,)].peak_bytes = acts[(EAGER, GC)].peak_bytes = 2 << 30
-    result = make_search(Stage(acts), [EAGER, GC], Options(max_memory_bytes=1 << 30)).run()
+    acts = _acts(inference_mode=5, cudnn_deterministic=8) | {(EAGER, DETERMINISTIC): Act(5 * MS)}
+    acts[(EAGER,)].peak_bytes = acts[(EAGER, DETERMINISTIC)].peak_bytes = 2 << 30
+    result = make_search(
+        Stage(acts), [EAGER, DETERMINISTIC], Options(max_memory_bytes=1 << 30)
+    ).run()
     rejected = _trial(result, EAGER)
     assert rejected.status == "rejected"
     assert rejected.reason == "peaks at 2.00 GiB, over the cap of 1.00 GiB"
     assert rejected.samples == 0
-    assert result.chosen == (GC,)
+    assert result.chosen == (DETERMINISTIC,)
 
 
 def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
@@ -153,20 +161,23 @@ def test_within_the_cap_nothing_is_said_of_the_untouched_workload():
 
 
 def test_a_wrong_candidate_is_rejected_with_its_error_and_never_timed():
-    stage = Stage(_acts(inference_mode=5, gc_freeze=8) | {(EAGER, GC): Act(12 * MS)})
+    stage = Stage(
+        _acts(inference_mode=5, cudnn_deterministic=8) | {(EAGER, DETERMINISTIC): Act(12 * MS)}
+    )
     stage.acts[(EAGER,)].error = OutputError(1e-2, 1e-2)
-    result = make_search(stage, [EAGER, GC]).run()
+    result = make_search(stage, [EAGER, DETERMINISTIC]).run()
     rejected = _trial(result, EAGER)
     assert (rejected.status, rejected.error, rejected.median_ns) == ("rejected", 1e-2, None)
     assert rejected.reason.startswith("relative error 1.0e-02 exceeds")
-    assert result.chosen == (GC,)
+    assert result.chosen == (DETERMINISTIC,)
 
 
 def test_a_workload_that_cannot_be_verified_stays_untouched():
     stage = Stage(
-        _acts(inference_mode=5, gc_freeze=5), reference=Reference(OWN_ERROR, "float64", False, True)
+        _acts(inference_mode=5, cudnn_deterministic=5),
+        reference=Reference(OWN_ERROR, "float64", False, True),
     )
-    result = make_search(stage, [EAGER, GC]).run()
+    result = make_search(stage, [EAGER, DETERMINISTIC]).run()
     assert result.chosen == ()
     reasons = {trial.reason for trial in result.candidates if trial.transforms}
     assert len(reasons) == 1

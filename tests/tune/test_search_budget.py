@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 from scripted import (
+    DETERMINISTIC,
     EAGER,
     FOLD,
-    GC,
     LAYOUT,
     MS,
     Act,
@@ -53,12 +53,13 @@ def test_a_deadline_before_the_untouched_workload_was_measured_is_a_small_budget
 
 def test_what_no_longer_fits_the_budget_is_named():
     stage = Stage({(EAGER,): Act(8 * MS, setup_s=40.0)})
-    result = make_search(stage, [EAGER, GC, FOLD], Options(budget_s=60), slots=1).run()
+    result = make_search(stage, [EAGER, DETERMINISTIC, FOLD], Options(budget_s=60), slots=1).run()
     assert result.chosen == (EAGER,)
     assert result.not_tried
     assert set(result.not_tried.values()) == {"the budget ended"}
     assert all(
-        label in {"gc_freeze", "fold_batch_norm"} or "+" in label for label in result.not_tried
+        label in {"cudnn_deterministic", "fold_batch_norm"} or "+" in label
+        for label in result.not_tried
     )
 
 
@@ -114,15 +115,21 @@ def test_beside_the_last_known_combinations_there_is_room_for_variations():
 
 @pytest.mark.parametrize("budget_s", [20, 40, 120])
 def test_the_search_does_not_outlast_its_budget(budget_s):
-    stage = Stage({(spec,): Act(9 * MS, setup_s=3.0) for spec in (EAGER, GC, FOLD, LAYOUT)})
-    result = make_search(stage, [EAGER, GC, FOLD, LAYOUT], Options(budget_s=budget_s)).run()
+    stage = Stage(
+        {(spec,): Act(9 * MS, setup_s=3.0) for spec in (EAGER, DETERMINISTIC, FOLD, LAYOUT)}
+    )
+    result = make_search(
+        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], Options(budget_s=budget_s)
+    ).run()
     assert result.seconds <= budget_s
 
 
 def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
-    stage = Stage({(spec,): Act(180 * MS) for spec in (EAGER, GC, LAYOUT)})
+    stage = Stage({(spec,): Act(180 * MS) for spec in (EAGER, DETERMINISTIC, LAYOUT)})
     stage.acts[()] = Act(200 * MS)
-    search = make_search(stage, [EAGER, GC, FOLD, LAYOUT], Options(budget_s=120), slots=8)
+    search = make_search(
+        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], Options(budget_s=120), slots=8
+    )
     ready, left = ScriptedWorker.ready, []
 
     def never(worker):

@@ -2,9 +2,9 @@
 
 import pytest
 from scripted import (
+    DETERMINISTIC,
     EAGER,
     FOLD,
-    GC,
     LAYOUT,
     MS,
     TF32,
@@ -70,7 +70,7 @@ def test_where_none_can_be_chosen_the_others_are_tried_and_it_is_said_why():
     )
 
 
-@pytest.mark.parametrize("available", [[EAGER, GC], [EAGER]])
+@pytest.mark.parametrize("available", [[EAGER, DETERMINISTIC], [EAGER]])
 def test_nobody_is_asked_where_the_transform_does_not_apply(available):
     def choose(prefix, seconds):
         raise AssertionError("engines were chosen for nothing")

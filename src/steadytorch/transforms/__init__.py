@@ -26,7 +26,6 @@ from steadytorch.transforms.cudnn_engines import CudnnEngines
 from steadytorch.transforms.dense_mask import DenseMask
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.transforms.gc_freeze import GcFreeze
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.linear_patches import LinearPatches
 from steadytorch.transforms.prefetch import Prefetch
@@ -105,7 +104,6 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(Threads),
     Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
     Entry(Prefetch),
-    Entry(GcFreeze),
 )
 
 _POSITIONS = {entry.name: position for position, entry in enumerate(REGISTRY)}

@@ -104,7 +104,6 @@ def _finding(
         fix="Call gc.collect() and gc.freeze() once after set-up, so that collections skip what "
         "lives on; or collect by hand between steps, with gc.disable() during them. Reference "
         "cycles made in every step are best removed.",
-        transforms=("gc_freeze",),
         check="`steady explain WORKLOAD` again with gc.freeze() after set-up",
         false_alarm="objects that only the test makes (logging, metrics) are collected too.",
     )
