@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module
 
 from steadytorch.runtime import benchmark_mode as switch
@@ -198,3 +200,164 @@ def test_another_model_is_a_change(model, training, change):
     assert training.changed()
     training.remember()
     assert not training.changed()
+
+
+# -- writes that raise no version -----------------------------------------------------------------
+
+
+def by_fused(kind, **settings):
+    def step(model):
+        optimizer = kind(model.parameters(), lr=0.1, fused=True, **settings)
+        model(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def of_statistics(model):
+    norm = model[1]
+    functional.batch_norm(torch.randn(8, 2), norm.running_mean, norm.running_var, training=True)
+
+
+def averaged(model):
+    source = [torch.randn_like(p) for p in model.parameters()]
+    for own, other in zip(model.parameters(), source, strict=True):
+        own.data.copy_(own.data.lerp(other, 0.1))
+
+
+UNCOUNTED = {
+    "fused Adam": by_fused(torch.optim.Adam),
+    "fused AdamW": by_fused(torch.optim.AdamW),
+    "fused SGD": by_fused(torch.optim.SGD),
+    "fused Adagrad": by_fused(torch.optim.Adagrad),
+    "statistics": of_statistics,
+    "average": averaged,
+    "data in place": lambda model: model[2].weight.data.add_(0.1),
+    "data by an operator": lambda model: exec("w.data += 1", {"w": model[0].weight}),
+    "foreach on data": lambda model: torch._foreach_add_([p.data for p in model.parameters()], 1.0),
+    "NumPy": lambda model: model[0].weight.detach().numpy().fill(3),
+    "DLPack": lambda model: torch.from_dlpack(model[0].weight.detach()).zero_(),
+    "storage": lambda model: model[0].weight.untyped_storage().fill_(1),
+    "an integer": lambda model: model[1].num_batches_tracked.data.add_(1),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_writes_that_raise_no_version_are_seen(model, weights, write):
+    UNCOUNTED[write](model)
+    assert weights.changed()
+    assert weights.rewritten()
+
+
+def test_a_partial_write_is_seen_by_one_of_the_next_looks():
+    model = nn.Linear(256, 256)
+    weights = Weights(model)
+    weights.remember()
+    model.weight.data[:64] += 1
+    assert weights.rewritten()
+    assert any(weights.changed() for _ in range(10_000))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.complex128, torch.int8])
+def test_every_width_of_elements_is_read(dtype):
+    model = nn.Module()
+    model.register_buffer("held", torch.ones(3, 5, dtype=dtype).t())
+    model.register_buffer("none", torch.ones(0, dtype=dtype))
+    weights = Weights(model)
+    weights.remember()
+    assert not weights.changed()
+    model.held.data.mul_(3)
+    assert weights.changed()
+
+
+def test_the_step_of_an_optimizer_over_other_tensors_is_no_change(weights):
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert not weights.changed()
+
+
+def test_a_step_that_moves_nothing_yet_counts(model, weights):
+    """On a GPU the write may not have happened when the values are looked at."""
+    torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+    assert weights.changed()
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_an_optimizer_may_be_compiled_beside_watched_weights(model, weights):
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    before, compiled = other.bias.detach().clone(), torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        compiled()
+    torch.testing.assert_close(other.bias, before - 0.2)
+    assert not weights.changed()
+
+
+# -- plain attributes -----------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.tensor, self.rate, self.name = torch.ones(2), 0.5, "plain"
+        self.table = {"inner": {"tensor": torch.ones(2)}, "rate": 1}
+        self.rows = [torch.ones(2), (torch.ones(2), [torch.ones(2)])]
+        self.window, self.chosen = deque([torch.ones(2)]), {1, 2}
+        self.loose = [nn.Linear(2, 2)]
+        self.layer.mask = torch.ones(2)
+
+
+PLAIN = {
+    "written": lambda m: m.tensor.mul_(3),
+    "written past its version": lambda m: m.tensor.data.mul_(3),
+    "written in a dictionary": lambda m: m.table["inner"]["tensor"].mul_(3),
+    "written in a list": lambda m: m.rows[0].mul_(3),
+    "written in a tuple in a list": lambda m: m.rows[1][0].mul_(3),
+    "written in a list in a tuple": lambda m: m.rows[1][1][0].mul_(3),
+    "written in a deque": lambda m: m.window[0].mul_(3),
+    "written in a layer of PyTorch's": lambda m: m.layer.mask.mul_(3),
+    "weights of a loose module": lambda m: m.loose[0].weight.data.mul_(3),
+    "a loose module's mode": lambda m: m.loose[0].eval(),
+    "replaced": lambda m: setattr(m, "tensor", torch.zeros(2)),
+    "a number": lambda m: setattr(m, "rate", 0.7),
+    "a string": lambda m: setattr(m, "name", "other"),
+    "a new attribute": lambda m: setattr(m, "scale", 2),
+    "a deleted one": lambda m: delattr(m, "rate"),
+    "a number in a dictionary": lambda m: m.table.update(rate=2),
+    "a new entry": lambda m: m.table["inner"].update(more=1),
+    "a longer list": lambda m: m.rows.append(1),
+    "an item replaced": lambda m: m.rows.__setitem__(0, torch.ones(2)),
+    "a set": lambda m: m.chosen.add(3),
+    "a deque": lambda m: m.window.append(1),
+    "forward": lambda m: setattr(m, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", PLAIN)
+def test_a_change_of_what_modules_hold_as_plain_attributes_is_seen(change):
+    model = Plain()
+    weights = Weights(model)
+    weights.remember()
+    assert not weights.changed()
+    PLAIN[change](model)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_weight_that_a_hook_computes_at_each_call_is_no_change():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.utils.weight_norm(Own(2, 2))
+    weights = Weights(model)
+    weights.remember()
+    model(torch.ones(1, 2))
+    assert not weights.changed()
+    model.weight_g.data.mul_(2)
+    assert weights.changed()

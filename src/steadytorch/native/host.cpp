@@ -6,9 +6,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <random>
 #include <vector>
 
 #include <c10/core/GradMode.h>
@@ -162,6 +165,107 @@ PyObject* traits(PyObject*, PyObject* tensors) try {
   return nullptr;
 }
 
+// An element of a tensor on the CPU: where it stands, how wide it is (at most 8 bytes), its bits.
+struct Sample {
+  std::uintptr_t address;
+  std::uint64_t width;
+  std::uint64_t bits;
+
+  std::uint64_t now() const {
+    std::uint64_t found = 0;
+    switch (width) {
+      case 4:
+        return *reinterpret_cast<const std::uint32_t*>(address);
+      case 2:
+        return *reinterpret_cast<const std::uint16_t*>(address);
+      case 1:
+        return *reinterpret_cast<const std::uint8_t*>(address);
+      default:
+        std::memcpy(&found, reinterpret_cast<const void*>(address), sizeof(found));
+        return found;
+    }
+  }
+};
+
+// Appends samples at random places of a tensor; none where it is not on the CPU or has no elements.
+void sample(const at::Tensor& tensor, std::uint64_t count, std::minstd_rand& random,
+            std::vector<Sample>& made) {
+  const auto width = std::min<std::uint64_t>(8, tensor.itemsize());
+  const bool is_even = width == 1 || width == 2 || width == 4 || width == 8;
+  if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided || tensor.is_nested() ||
+      tensor.numel() == 0 || !is_even || tensor.data_ptr() == nullptr) {
+    return;
+  }
+  for (std::uint64_t i = 0; i < std::min<std::uint64_t>(count, tensor.numel()); ++i) {
+    std::int64_t place = 0;
+    for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      place += static_cast<std::int64_t>(random() % tensor.size(dim)) * tensor.stride(dim);
+    }
+    Sample found{reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) + place * tensor.itemsize(),
+                 width, 0};
+    found.bits = found.now();
+    made.push_back(found);
+  }
+}
+
+// samples(tensors: tuple[Tensor, ...], count: int, seed: int) -> bytes: up to `count` elements of
+// each, with what stands there now.
+PyObject* samples(PyObject*, PyObject* const* given, Py_ssize_t number) try {
+  if (number != 3 || !PyTuple_CheckExact(given[0])) {
+    PyErr_SetString(PyExc_TypeError, "a tuple of tensors, a count and a seed are needed");
+    return nullptr;
+  }
+  const auto count = PyLong_AsUnsignedLong(given[1]), seed = PyLong_AsUnsignedLong(given[2]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  std::minstd_rand random(seed);
+  std::vector<Sample> made;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]); ++i) {
+    PyObject* object = PyTuple_GET_ITEM(given[0], i);
+    if (!THPVariable_CheckExact(object)) {
+      PyErr_SetString(PyExc_TypeError, "samples are of plain tensors");
+      return nullptr;
+    }
+    sample(THPVariable_Unpack(object), count, random, made);
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(made.data()),
+                                   made.size() * Py_ssize_t{sizeof(Sample)});
+} catch (const std::exception& error) {
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
+}
+
+// Whether the samples of one of the rounds, which take turns, are other values now. The memory that
+// they stand in must be known to be there.
+bool has_new_values(PyObject* rounds) {
+  const auto count = PyTuple_GET_SIZE(rounds);
+  if (count == 0) {
+    return false;
+  }
+  const auto time = std::chrono::steady_clock::now().time_since_epoch().count();
+  PyObject* round = PyTuple_GET_ITEM(rounds, static_cast<std::uint64_t>(time) / 64 % count);
+  const auto* samples = reinterpret_cast<const Sample*>(PyBytes_AS_STRING(round));
+  std::uint64_t difference = 0;
+  for (Py_ssize_t i = 0; i < PyBytes_GET_SIZE(round) / Py_ssize_t{sizeof(Sample)}; ++i) {
+    difference |= samples[i].now() ^ samples[i].bits;
+  }
+  return difference != 0;
+}
+
+bool are_rounds(PyObject* rounds) {
+  if (!PyTuple_CheckExact(rounds)) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rounds); ++i) {
+    PyObject* round = PyTuple_GET_ITEM(rounds, i);
+    if (!PyBytes_CheckExact(round) || PyBytes_GET_SIZE(round) % Py_ssize_t{sizeof(Sample)} != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool differ(PyObject* tensors, const char* known) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
     Trait before, now;
@@ -189,20 +293,21 @@ bool differs(PyObject* dictionary, PyObject* held) {
   return false;
 }
 
-// changed(tensors: tuple[Tensor, ...], traits: bytes, dictionaries: tuple[dict, ...],
-//         held: tuple[tuple, ...], attributes: tuple[dict, ...], modes: tuple[bool, ...]) -> bool
+// changed(tensors: tuple[Tensor, ...], traits: bytes, rounds: tuple[bytes, ...],
+//         dictionaries: tuple[dict, ...], held: tuple[tuple, ...], attributes: tuple[dict, ...],
+//         modes: tuple[bool, ...]) -> bool
 //
-// `held` has keys and values by turns, for each dictionary; `modes` what `attributes` had under
+// `rounds` are of `samples`, of these tensors; `held` has keys and values by turns, for each dictionary; `modes` what `attributes` had under
 // "training". Types are checked as deep as they must be for no call to crash: tensors were by
 // `traits`, and dictionaries are at each call, which takes no time that could be measured.
 PyObject* changed(PyObject*, PyObject* const* given, Py_ssize_t count) try {
-  if (count != 6) {
-    PyErr_SetString(PyExc_TypeError, "six arguments are needed");
+  if (count != 7) {
+    PyErr_SetString(PyExc_TypeError, "seven arguments are needed");
     return nullptr;
   }
-  PyObject *tensors = given[0], *known = given[1], *dictionaries = given[2], *held = given[3],
-           *attributes = given[4], *modes = given[5];
-  if (!PyTuple_CheckExact(tensors) || !PyBytes_CheckExact(known) ||
+  PyObject *tensors = given[0], *known = given[1], *rounds = given[2], *dictionaries = given[3],
+           *held = given[4], *attributes = given[5], *modes = given[6];
+  if (!PyTuple_CheckExact(tensors) || !PyBytes_CheckExact(known) || !are_rounds(rounds) ||
       !PyTuple_CheckExact(dictionaries) || !PyTuple_CheckExact(held) ||
       !PyTuple_CheckExact(attributes) || !PyTuple_CheckExact(modes) ||
       PyBytes_GET_SIZE(known) != PyTuple_GET_SIZE(tensors) * Py_ssize_t{sizeof(Trait)} ||
@@ -211,7 +316,8 @@ PyObject* changed(PyObject*, PyObject* const* given, Py_ssize_t count) try {
     PyErr_SetString(PyExc_TypeError, "arguments do not belong together");
     return nullptr;
   }
-  if (differ(tensors, PyBytes_AS_STRING(known))) {
+  // Addresses before values: memory that was freed must not be read.
+  if (differ(tensors, PyBytes_AS_STRING(known)) || has_new_values(rounds)) {
     Py_RETURN_TRUE;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dictionaries); ++i) {
@@ -250,6 +356,7 @@ PyMethodDef methods[] = {
     fast("key", key),
     fast("clear_key", clear_key),
     {"traits", traits, METH_O, nullptr},
+    fast("samples", samples),
     fast("changed", changed),
     {nullptr, nullptr, 0, nullptr},
 };

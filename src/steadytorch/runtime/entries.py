@@ -36,7 +36,7 @@ from steadytorch.workload.workload import Workload
 
 log = logging.getLogger("steadytorch")
 
-STALE = "weights changed since the plan was applied"
+STALE = "the model changed since the plan was applied"
 NOT_APPLIED = "the plan could not be applied"
 RESOLVING = "its plan is being looked for in another thread"
 TAKEN = "an executor is being built or checked in another thread"
@@ -170,7 +170,8 @@ class Entries:
     def retire_outdated(self) -> str:
         """The model itself serves from now on what was made from other weights; returns why."""
         # Not the model's, so the executor's own copy of them was written to: by a call.
-        reason = STALE if self.weights.changed() else KEEPS_STATE
+        changed = self.weights.rewritten() or self.weights.changed()
+        reason = STALE if changed else KEEPS_STATE
         if reason == STALE:
             self.warn(f"{STALE}; refresh() serves tuned again")
         for entry in list(self._by_signature.values()):

@@ -55,7 +55,7 @@ class _Watch:
 
     def fault(self) -> str | None:
         if self._state.changed():
-            return WRITES if self._weights.changed() else KEEPS_STATE
+            return WRITES if self._weights.rewritten() else KEEPS_STATE
         return DRAWS if self._draws is not None and self._draws.happened() else None
 
     def undo(self) -> None:
@@ -90,7 +90,7 @@ class FirstCall:
         own = State([model], keep=hooked, most=MOST_OWN_BYTES)
         others, draws = State(copies), Draws(self._device)
         result = run_tuned()
-        writes, changed, drawn = self._weights.changed(), own.changed(), draws.happened()
+        writes, changed, drawn = self._weights.rewritten(), own.changed(), draws.happened()
         if writes or (changed and not own.restorable):
             own.mend()
             return Outcome(result, True, WRITES if writes else KEEPS_STATE, True)
@@ -147,7 +147,7 @@ class OnTrial:
         if call.watch is not None:
             call.look()
         elif call.ran == ["tuned"]:
-            if self._weights.changed():  # by this call, once
+            if self._weights.rewritten():  # by this call, once
                 State(self._watched[0].modules[:1]).mend()
                 return Outcome(result, True, WRITES, True)
             if self._outdated is not None and self._outdated():

@@ -44,7 +44,7 @@ class State:
         self, modules: list[nn.Module], keep: bool = False, most: float = math.inf
     ) -> None:
         self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
-        self._before = [_attributes(module) for module in self._modules]
+        self._before = [kept_attributes(module) for module in self._modules]
         self._seen = [{name: _seen(v) for name, v in found.items()} for found in self._before]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
         self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
@@ -69,7 +69,7 @@ class State:
         """Puts back attributes, and the contents of tensors where it is `restorable`."""
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
-                for name in _attributes(module).keys() - before.keys():
+                for name in kept_attributes(module).keys() - before.keys():
                     del vars(module)[name]
                 vars(module).update(before)
                 for found in seen.values():
@@ -80,8 +80,11 @@ class State:
                 tensor.copy_(copy)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    # What PyTorch's own weight and spectral norms assign is computed anew at each call.
+def kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without those that PyTorch's hooks compute at each call.
+
+    Weight and spectral norm assign the weight that they compute.
+    """
     computed = {
         getattr(hook, "name", None)
         for hook in vars(module).get("_forward_pre_hooks", {}).values()
@@ -91,7 +94,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _differs(seen: dict[str, Any], module: nn.Module) -> bool:
-    now = _attributes(module)
+    now = kept_attributes(module)
     return now.keys() != seen.keys() or not all(
         _same(before, _seen(now[name])) for name, before in seen.items()
     )

@@ -1,158 +1,380 @@
-"""Telling whether a model is still the one that an executor was built from."""
+"""Detects that a model is no longer the one that an executor was built from."""
 
 from __future__ import annotations
 
+import ctypes
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
+from random import Random
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
+from steadytorch.runtime.state import kept_attributes
 from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
+SAMPLES = 256
+"""Elements compared at each look, at least one of each tensor."""
+MOST_PER_TENSOR = 16
+SAMPLES_HERE = 64
+"""The same in the interpreter, where an element takes some 0.1 us."""
+ROUNDS = 8
+"""Sets of positions, which looks take by turns: a partial write is found sooner or later."""
+
 _END = object()
+_CELLS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
+_OF_MODULES = frozenset(vars(nn.Module()))
+_watching: WeakSet[Weights] = WeakSet()
 
 
 class Weights:
-    """Tells whether weights, buffers, modules or hooks changed since they were last remembered.
+    """Detects changes of weights, buffers, attributes, modules and hooks since `remember`.
 
-    In-place edits (optimizer steps, `load_state_dict`, `copy_`) raise a tensor's version counter.
-    Moves and conversions give a tensor other storage without raising it. Its address tells, and,
-    since the memory of storage that was freed may be given out again, weak references to storages.
-    Replaced tensors and modules are other objects. What goes past PyTorch's counting leaves no
-    trace: writes through `.data`, through arrays of NumPy (`p.detach().numpy()`) and DLPack, to
-    `p.untyped_storage()`, to inference tensors, and by other processes to shared memory.
+    Four signs are compared at every look:
 
-    Every tensor is looked at, at every look: an edit announces itself nowhere else, and a sample of
-    them, or a hook of the optimizer, would let some pass. `native.host` does it at a fifth of
-    the interpreter's time, where a search has compiled it.
+    - Versions: in-place edits (`copy_`, `load_state_dict`, most optimizers) raise a counter.
+    - Addresses, and weak references to storages: moves and conversions give a tensor other memory
+      without raising its version, and freed memory may be handed out again.
+    - Values: fused optimizers, `.data`, NumPy and kernels write without raising any version. Some
+      elements of each tensor on the CPU are compared at each look; for a GPU see `device_samples`.
+    - Steps of optimizers over these tensors, announced by PyTorch's global hook.
+
+    Tensors, containers and values that modules of the user's own classes hold as plain attributes
+    count too, and so do tensors in containers, nested at will.
+
+    A write to a few elements of a large tensor that raises no version may stay unseen.
 
     Args:
         model: to be watched.
-        contents: whether to look at what is in the tensors, too. Training writes to them at every
-            step; of it only their being replaced counts, and what gradients are computed of.
+        contents: whether to look at values. Training writes them at every step; only replaced
+            tensors and what requires gradients count then.
 
     Attributes:
-        changed: a function of no arguments: whether any tensor was written to, moved or replaced
-            since, or a module replaced, hooked or switched between train and eval; hooks on all
-            modules of the process count too.
-        interpreted_for: why it takes the longer way, through the interpreter; empty where it does
-            not.
+        changed: whether anything changed since `remember`; for every served call.
+        rewritten: whether weights, buffers, modules, hooks or modes changed, plain attributes left
+            out; compares all samples, and is for the slow path.
+        interpreted_for: why the comparison runs in the interpreter, which takes longer; empty where
+            compiled code does it.
     """
 
     def __init__(self, model: nn.Module, contents: bool = True) -> None:
         self._model, self._contents = model, contents
         self._storages: list[Any] = []
+        self._announced: list[Any] = []
+        self._identities: frozenset[int] = frozenset()
         self.changed: Callable[[], bool] = lambda: False
+        self.rewritten: Callable[[], bool] = lambda: False
         self.interpreted_for = ""
 
     def remember(self) -> None:
         """Takes the present state as the unchanged one; needed once before `changed`."""
-        modules = list(self._model.modules())
+        own, all_held = _Held(self._model), _Held(self._model, plain=self._contents)
+        announced: list[Any] = []
+        replaced: list[Any] = []
+        self._announced, differ = announced, _interpreted
+        if self._contents:
+            self._identities = frozenset(map(id, own.tensors))
+            self._storages = [
+                *_storages(own.tensors, announced.append),
+                *_storages(all_held.tensors[len(own.tensors) :], replaced.append),
+            ]
+            _watching.add(self)
+            _announce_steps()
+            compiled, self.interpreted_for = load()
+            if compiled is not None and compiled.traits(tuple(all_held.tensors)) is not None:
+                differ = partial(_compiled, compiled)
+            elif compiled is not None:
+                self.interpreted_for = "weights that are no plain tensors"
+        rewritten = differ(own, self._contents, False)
+        changed = differ(all_held, self._contents, True)
+        self.rewritten = _with_others(rewritten, announced)
+        self.changed = _with_others(changed, announced, replaced)
+
+    def step_of(self, optimizer: Optimizer) -> None:
+        """Records a step of an optimizer, if it updates one of the tensors watched."""
+        groups = optimizer.param_groups
+        if not self._identities.isdisjoint(id(p) for group in groups for p in group["params"]):
+            self._announced.append(optimizer.__class__)
+
+
+def _announce_steps() -> None:
+    """Has PyTorch announce the steps of all optimizers, once per process."""
+    if not _hooked:
+        _hooked.append(register_optimizer_step_post_hook(_on_step))
+
+
+_hooked: list[Any] = []
+
+
+def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled step must not be recompiled for what is watched
+        return
+    for weights in list(_watching):
+        weights.step_of(optimizer)
+
+
+class _Held:
+    """What a model holds, as far as it is compared.
+
+    Args:
+        model: to be compared later.
+        plain: whether to include what stands in plain attributes.
+
+    Attributes:
+        tensors: all that count versions; parameters and buffers of the model first.
+        registries: dictionaries of parameters and buffers.
+        links: dictionaries of submodules and forward hooks.
+        modes: attributes of the modules that have a training mode.
+        attributes: attributes of modules of the user's own classes, and dictionaries in them.
+        sequences: other containers in attributes.
+    """
+
+    def __init__(self, model: nn.Module, plain: bool = False) -> None:
+        modules = list(model.modules())
+        self.attributes: list[dict[Any, Any]] = []
+        self.sequences: list[Any] = []
+        found: list[Tensor] = [*model.parameters(), *model.buffers()]
+        if plain:
+            walk = _Walk(modules)
+            found += walk.tensors
+            modules = walk.modules
+            self.attributes, self.sequences = walk.dictionaries, walk.sequences
+        self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
         # Those of scripted modules are not dictionaries, and are made anew at each access.
-        registries = [
+        self.registries = [
             registry
             for module in modules
             for registry in (module._parameters, module._buffers)
             if registry and isinstance(registry, dict)
         ]
-        links = [
-            found
+        self.links = [
+            linked
             for module in modules
-            for found in (module._modules, *(vars(module).get(name) for name in FORWARD))
-            if isinstance(found, dict)
+            for linked in (module._modules, *(vars(module).get(name) for name in FORWARD))
+            if isinstance(linked, dict)
         ]
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        attributes = [vars(m) for m in modules if "training" in vars(m)]
-        differs, freed = None, []
-        if self._contents:
-            self._storages = [ref(tensor.untyped_storage(), freed.append) for tensor in tensors]
-            compiled, self.interpreted_for = load()
-            if compiled is not None:
-                differs = _compiled(compiled, tensors, [*registries, *links], attributes)
-                self.interpreted_for = "" if differs else "weights that are no plain tensors"
-        self.changed = _with_others(
-            differs or _interpreted(tensors, self._contents, registries, links, attributes), freed
-        )
+        self.modes = [vars(m) for m in modules if "training" in vars(m)]
 
 
-def _with_others(differs: Callable[[], bool], freed: list[Any]) -> Callable[[], bool]:
-    """The comparison, that of hooks on all modules of the process, and whether storage was freed.
+class _Walk:
+    """Finds what modules hold outside of their registries: tensors, containers, other modules.
+
+    Args:
+        modules: where to begin.
+
+    Attributes:
+        modules: these, and those found in attributes.
+        tensors: plain attributes, and in containers.
+        dictionaries: attributes of the user's own modules, and dictionaries in them.
+        sequences: lists, sets and deques in them.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self.dictionaries: list[dict[Any, Any]] = []
+        self.sequences: list[Any] = []
+        self._seen: set[int] = set()
+        for module in modules:
+            self._module(module)
+
+    def _module(self, module: nn.Module) -> None:
+        for each in module.modules():
+            if id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            self.modules.append(each)
+            kept = kept_attributes(each)
+            # What PyTorch's hooks compute anew at each call changes at each call.
+            is_own = not type(each).__module__.startswith("torch.") and len(kept) == len(vars(each))
+            if is_own:
+                self.dictionaries.append(vars(each))
+            for name, value in kept.items():
+                if name not in _OF_MODULES:
+                    self._value(value, is_own)
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                self.tensors += [] if tensor is None else [tensor]
+
+    def _value(self, value: Any, is_own: bool) -> None:
+        if isinstance(value, Tensor):
+            self.tensors += [value] if _has_storage(value) else []
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+            if id(value) in self._seen:
+                return
+            self._seen.add(id(value))
+            if is_own and isinstance(value, dict):
+                self.dictionaries.append(value)
+            elif is_own and isinstance(value, (list, set, deque)):
+                self.sequences.append(value)
+            for item in list(value.values() if isinstance(value, dict) else value):
+                self._value(item, is_own)
+
+
+def _storages(tensors: list[Tensor], freed: Callable[[Any], None]) -> list[Any]:
+    """Weak references to storages, which call `freed` when one is."""
+    return [ref(tensor.untyped_storage(), freed) for tensor in tensors]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _with_others(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
+    """The comparison, that of hooks on all modules of the process, and what was announced.
 
     Args:
         differs: the comparison.
-        freed: has an item for each storage that was.
+        announced: have an item for each storage that was freed and each step of an optimizer.
     """
     before, after = ON_ALL
     on_all = hooks_on_all()
+    freed, replaced = announced[0], announced[-1]
 
     def changed() -> bool:
-        if freed:
+        if freed or replaced:
             return True
         return differs() or (hooks_on_all() if before or after else ()) != on_all
 
     return changed
 
 
-def _compiled(
-    module: Any,
-    tensors: list[Tensor],
-    dictionaries: list[dict[str, Any]],
-    attributes: list[dict[str, Any]],
-) -> Callable[[], bool] | None:
-    """The comparison by compiled code; None for others than plain tensors with a storage."""
-    traits = module.traits(tuple(tensors))
-    if traits is None:
-        return None
+def _compiled(module: Any, held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
+    """The comparison by compiled code; of plain tensors with a storage.
+
+    Args:
+        module: the compiled code.
+        held: what the model holds.
+        contents: true; the interpreter serves what trains.
+        by_turns: whether each look compares some samples only.
+    """
+    tensors = tuple(held.tensors)
+    each = min(MOST_PER_TENSOR, max(1, SAMPLES // max(1, len(tensors))))
+    rounds = tuple(module.samples(tensors, each, seed) for seed in range(1, ROUNDS + 1))
+    dictionaries = (*held.registries, *held.links, *held.attributes)
     # In the order of dictionaries, which that of hooks may not be.
-    held = tuple(tuple(chain.from_iterable(dict.items(found))) for found in dictionaries)
-    modes = tuple(found["training"] for found in attributes)
-    return partial(
+    parts = tuple(tuple(chain.from_iterable(dict.items(found))) for found in dictionaries)
+    modes = tuple(found["training"] for found in held.modes)
+    differs = partial(
         module.changed,
-        *(tuple(tensors), traits, tuple(dictionaries), held, tuple(attributes), modes),
+        *(tensors, module.traits(tensors), rounds if by_turns else (b"".join(rounds),)),
+        *(dictionaries, parts, tuple(held.modes), modes),
     )
+    return _with_sequences(differs, held.sequences)
 
 
-def _interpreted(
-    tensors: list[Tensor],
-    contents: bool,
-    registries: list[dict[str, Any]],
-    links: list[dict[str, Any]],
-    attributes: list[dict[str, Any]],
-) -> Callable[[], bool]:
-    """The same in Python; as a closure, it looks nothing up."""
-    flatten = chain.from_iterable
-    # With an end of its own, one more or one less is a difference too.
-    parts = (part for found in registries for part in (dict.keys(found), dict.values(found)))
-    rows: list[Iterable[Any]] = [*parts, (_END,)]
-    held = list(flatten(rows))
-    # Most modules have no children and no hooks. Compared as dictionaries, which is faster, and
-    # sound for values that are equal only to themselves.
-    empty, filled = [found for found in links if not found], [found for found in links if found]
-    linked = [dict(found) for found in filled]
-    written, trained = (tensors, []) if contents else ([], tensors)
-    version, place = attrgetter("_version"), Tensor.data_ptr
+def _with_sequences(differs: Callable[[], bool], sequences: list[Any]) -> Callable[[], bool]:
+    if not sequences:
+        return differs
+    items = [list(found) for found in sequences]
+
+    def changed() -> bool:
+        return differs() or not all(map(_holds, sequences, items))
+
+    return changed
+
+
+def _holds(container: Any, items: list[Any]) -> bool:
+    return len(container) == len(items) and all(map(is_, container, items))
+
+
+def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
+    """The same comparison in Python."""
+    structure = _structure(held, [] if contents else held.tensors)
+    written = held.tensors if contents else []
+    version, place, value = attrgetter("_version"), Tensor.data_ptr, attrgetter("value")
     versions, places = [*map(version, written)], [*map(place, written)]
-    gradients = [(tensor, tensor.requires_grad) for tensor in trained]
-    modes = [(found, found["training"]) for found in attributes]
+    number = max(ROUNDS, len(written) // SAMPLES_HERE + 1)
+    rounds = [_round(written, turn) for turn in range(number)]
+    own = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
+    clock = time.perf_counter_ns
 
     def differs() -> bool:
+        turn = clock() // 64 % number
         try:
             if [*map(version, written)] != versions or [*map(place, written)] != places:
                 return True
+            for some, cells, known in (rounds[turn],) if by_turns else rounds:
+                # Addresses once more, in one expression that no other thread interrupts: memory
+                # that was freed must not be read.
+                if not all(map(eq, chain(map(place, some), map(value, cells)), known)):
+                    return True
         except RuntimeError:  # one that has neither was swapped in
             return True
+        return structure() or not all(map(_has_items, held.attributes, own))
+
+    return _with_sequences(differs, held.sequences)
+
+
+def _structure(held: _Held, trained: list[Tensor]) -> Callable[[], bool]:
+    """Whether tensors, modules, hooks, modes or what requires gradients were replaced."""
+    flatten = chain.from_iterable
+    # With an end of its own, one more or one less is a difference too.
+    parts = (part for found in held.registries for part in (dict.keys(found), dict.values(found)))
+    rows: list[Iterable[Any]] = [*parts, (_END,)]
+    objects = list(flatten(rows))
+    # Most modules have no children and no hooks. Compared as dictionaries, which is faster, and
+    # sound for values that are equal only to themselves.
+    empty, filled = [d for d in held.links if not d], [d for d in held.links if d]
+    linked = [dict(found) for found in filled]
+    gradients = [(tensor, tensor.requires_grad) for tensor in trained]
+    modes = [(found, found["training"]) for found in held.modes]
+
+    def differs() -> bool:
         for tensor, needed in gradients:
             if tensor.requires_grad != needed:
                 return True
         for found, mode in modes:
             if found.get("training") is not mode:
                 return True
-        return not (all(map(is_, flatten(rows), held)) and not any(empty) and filled == linked)
+        return not (all(map(is_, flatten(rows), objects)) and not any(empty) and filled == linked)
 
     return differs
+
+
+def _has_items(dictionary: dict[Any, Any], items: list[Any]) -> bool:
+    now = chain.from_iterable(dict.items(dictionary))
+    return 2 * len(dictionary) == len(items) and all(map(is_, now, items))
+
+
+_Round = tuple[list[Tensor], list[Any], list[int]]
+"""Tensors, an element of each to be read where it stands, and their addresses and these values."""
+
+
+def _round(tensors: list[Tensor], turn: int) -> _Round:
+    """One of the sets of elements that looks compare by turns, in the interpreter."""
+    readable = [tensor for tensor in tensors if _is_readable(tensor)]
+    begin = turn * SAMPLES_HERE % max(1, len(readable))
+    some, random = (
+        [*readable, *readable][begin : begin + SAMPLES_HERE][: len(readable)],
+        Random(turn),
+    )
+    cells = [_cell(tensor, random) for tensor in some]
+    return some, cells, [*map(Tensor.data_ptr, some), *(cell.value for cell in cells)]
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested
+    return (
+        is_plain
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and tensor.data_ptr() != 0
+    )
+
+
+def _cell(tensor: Tensor, random: Random) -> Any:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    place = sum(random.randrange(size) * stride for size, stride in sizes)
+    kind = _CELLS[min(8, tensor.itemsize)]
+    return kind.from_address(tensor.data_ptr() + place * tensor.itemsize)
