@@ -117,6 +117,7 @@ class Entry:
         call: of the executor; None runs the model untouched.
         trial: watches the calls until the executor has proved itself.
         is_proved: whether it has.
+        begin: called before the executor, to prepare `outdated`; None where nothing is to prepare.
         outdated: whether a result may be that of other weights, asked after each call; None where
             the executor runs the model itself.
         is_replay: whether the executor replays a recording, so that grad mode does not matter.
@@ -133,6 +134,7 @@ class Entry:
     call: Callable[..., Any] | None = None
     trial: Any = None
     is_proved: bool = False
+    begin: Callable[[], None] | None = None
     outdated: Callable[[], bool] | None = None
     is_replay: bool = False
     is_padded: bool = False
@@ -248,6 +250,8 @@ def runner(detours: Detours) -> Run:
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs)
         try:
+            if (begin := entry.begin) is not None:
+                begin()
             if entry.is_replay or not is_grad_enabled():
                 result = call(*args, **kwargs)
             else:  # `without_gradients`, without a call

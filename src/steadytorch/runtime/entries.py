@@ -173,7 +173,7 @@ class Entries:
         changed = self.weights.rewritten() or self.weights.changed()
         reason = STALE if changed else KEEPS_STATE
         if reason == STALE:
-            self.warn(f"{STALE}; refresh() serves tuned again")
+            self.warn(f"{STALE}; refresh() serves tuned again", self.weights.lateness)
         for entry in list(self._by_signature.values()):
             if entry.outdated is not None:
                 entry.retire(reason)
@@ -281,6 +281,7 @@ class Entries:
         self._is_built = True
         entry.executor, entry.is_replay = executor, executor.static is not None
         entry.outdated = self._outdated(executor)
+        entry.begin = None if entry.outdated is None else self.weights.begin
         entry.trial = self._trial(executor, entry, candidate, args, kwargs)
         # Last, for other threads have the entry already.
         entry.call, entry.reason = executor.call, None

@@ -206,7 +206,8 @@ class TunedModule(StandIn):
             settings.TURNS.release()
 
     def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if entry.outdated is not None and self._entries.weights.changed():
+        weights = self._entries.weights
+        if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
         tuned = partial(without_gradients, entry.call or self._model, args, kwargs)
         untouched = partial(self._model, *args, **kwargs)

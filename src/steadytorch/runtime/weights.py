@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
+from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.state import kept_attributes
 from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
@@ -28,6 +29,8 @@ SAMPLES_HERE = 64
 """The same in the interpreter, where an element takes some 0.1 us."""
 ROUNDS = 8
 """Sets of positions, which looks take by turns: a partial write is found sooner or later."""
+
+LATE = "found after the fact: the last results may come from the weights of before"
 
 _END = object()
 _CELLS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
@@ -44,7 +47,7 @@ class Weights:
     - Addresses, and weak references to storages: moves and conversions give a tensor other memory
       without raising its version, and freed memory may be handed out again.
     - Values: fused optimizers, `.data`, NumPy and kernels write without raising any version. Some
-      elements of each tensor on the CPU are compared at each look; for a GPU see `device_samples`.
+      elements of each tensor on the CPU are compared at each look; for GPUs see `DeviceSamples`.
     - Steps of optimizers over these tensors, announced by PyTorch's global hook.
 
     Tensors, containers and values that modules of the user's own classes hold as plain attributes
@@ -61,6 +64,8 @@ class Weights:
         changed: whether anything changed since `remember`; for every served call.
         rewritten: whether weights, buffers, modules, hooks or modes changed, plain attributes left
             out; compares all samples, and is for the slow path.
+        begin: to be called before the work of a served call is enqueued; None where nothing has to
+            be done then.
         interpreted_for: why the comparison runs in the interpreter, which takes longer; empty where
             compiled code does it.
     """
@@ -72,7 +77,9 @@ class Weights:
         self._identities: frozenset[int] = frozenset()
         self.changed: Callable[[], bool] = lambda: False
         self.rewritten: Callable[[], bool] = lambda: False
+        self.begin: Callable[[], None] | None = None
         self.interpreted_for = ""
+        self._on_device = DeviceSamples(())
 
     def remember(self) -> None:
         """Takes the present state as the unchanged one; needed once before `changed`."""
@@ -97,6 +104,21 @@ class Weights:
         changed = differ(all_held, self._contents, True)
         self.rewritten = _with_others(rewritten, announced)
         self.changed = _with_others(changed, announced, replaced)
+        self._on_device = DeviceSamples(all_held.tensors if self._contents else ())
+        if self._on_device:
+            self._sample_devices()
+
+    def _sample_devices(self) -> None:
+        samples, rewritten, changed = self._on_device, self.rewritten, self.changed
+        self.begin = samples.begin
+        # Last, since memory that was freed must not be read.
+        self.rewritten = lambda: rewritten() or samples.differ_now()
+        self.changed = lambda: changed() or samples.changed()
+
+    @property
+    def lateness(self) -> str:
+        """What to add where a write was found after results had been handed out; else empty."""
+        return LATE if self._on_device.is_late else ""
 
     def step_of(self, optimizer: Optimizer) -> None:
         """Records a step of an optimizer, if it updates one of the tensors watched."""

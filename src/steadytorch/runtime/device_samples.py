@@ -1,0 +1,192 @@
+"""Compares samples of weights on GPUs with what they were, beside the work of served calls."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+"""Neighbouring elements compared of each tensor."""
+INTERVAL_NS = 500_000
+"""Least time between two comparisons: one costs the host some 10 us, 2 % of this."""
+SPIN_NS = 100_000
+"""Longest wait for a comparison on a stream that was idle when the call came."""
+_FIRST = -1
+"""Priority of the stream of comparisons: their blocks do not queue behind those of the model."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+class DeviceSamples:
+    """Finds writes to tensors on CUDA devices that raise no version.
+
+    A comparison is a CUDA graph of a few small kernels on a stream of its own, ordered behind what
+    the caller had enqueued when the call came. It sets a flag in page-locked memory. Where the
+    caller's stream was idle at the call, its answer is awaited, and a result computed from old
+    weights is never handed out; otherwise the flag is read by a later call.
+
+    Call `begin` before the work of a call is enqueued and `changed` after it.
+
+    Args:
+        tensors: to be watched, on any devices; those that are not on CUDA are left out.
+
+    Attributes:
+        is_late: whether a finding came after the result of its call was handed out.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        watched = [t for t in tensors if t.is_cuda and t.numel() and _is_dense(t)]
+        devices = dict.fromkeys(t.device for t in watched)
+        self._probes = [_Probe(d, [t for t in watched if t.device == d]) for d in devices]
+        self._compared_at = 0
+        self._is_due = False
+        self.is_late = False
+
+    def __bool__(self) -> bool:
+        return bool(self._probes)
+
+    def begin(self) -> None:
+        """Marks on the current streams where the next comparison begins, if one is due."""
+        now = time.perf_counter_ns()
+        if now - self._compared_at < INTERVAL_NS or torch.cuda.is_current_stream_capturing():
+            return
+        self._compared_at, self._is_due = now, True
+        for probe in self._probes:
+            probe.mark()
+
+    def changed(self) -> bool:
+        """Whether a comparison has found other values; the tensors must be where they were."""
+        if any(probe.flag.value for probe in self._probes):
+            self.is_late = True
+            return True
+        if not self._is_due:
+            return False
+        self._is_due = False
+        for probe in self._probes:
+            probe.compare()
+        return any(probe.flag.value for probe in self._probes)
+
+    def differ_now(self) -> bool:
+        """Whether values differ, by a comparison that is waited for."""
+        for probe in self._probes:
+            probe.mark()
+            probe.compare(wait=True)
+        return any(probe.flag.value for probe in self._probes)
+
+
+class _Probe:
+    """The comparison of tensors on one device.
+
+    Attributes:
+        flag: not zero once a comparison has found other values.
+    """
+
+    def __init__(self, device: torch.device, tensors: list[Tensor]) -> None:
+        self._device = device
+        self._marked = torch.cuda.Event()
+        self._compared = torch.cuda.Event()
+        self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.flag = ctypes.c_int32.from_address(self._pinned.data_ptr())
+        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            self._stream = torch.cuda.Stream(device, _FIRST)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                self._graph = self._recorded(tensors)
+
+    def _recorded(self, tensors: list[Tensor]) -> torch.cuda.CUDAGraph:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            block = _block(tensor)
+            by_type.setdefault(block.dtype, []).append(block)
+        gathers = [_Gather(blocks) for blocks in by_type.values()]
+        found = torch.zeros(1, dtype=torch.int32, device=self._device)
+
+        def compare() -> None:
+            # A finding stays: the next comparison must not take it back before it is read.
+            for gather in gathers:
+                found.bitwise_or_(gather.differs())
+            self._pinned.copy_(found, non_blocking=True)
+
+        compare()
+        torch.cuda.current_stream(self._device).synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            compare()
+        finally:
+            graph.capture_end()
+        # What the graph reads besides the weights lives as long as it does; the weights themselves
+        # must not be kept alive.
+        self._alive = [found, *(gather.release() for gather in gathers)]
+        return graph
+
+    def mark(self) -> None:
+        """Orders the next comparison behind what is enqueued now."""
+        self._marked.record(torch.cuda.current_stream(self._device))
+
+    def compare(self, wait: bool = False) -> None:
+        """Enqueues a comparison; waits for it where asked to, or the device had nothing to do."""
+        was_idle = self._marked.query()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._marked)
+            self._graph.replay()
+            self._compared.record(self._stream)
+        if wait:
+            self._compared.synchronize()
+        elif was_idle:
+            _spin(self._compared.query)
+
+
+class _Gather:
+    """Blocks of one element type gathered into one tensor, and what they were."""
+
+    def __init__(self, blocks: list[Tensor]) -> None:
+        self._blocks = blocks
+        sizes = [block.numel() for block in blocks]
+        self._now = torch.empty(sum(sizes), dtype=blocks[0].dtype, device=blocks[0].device)
+        self._slices = list(self._now.split(sizes))
+        self._copy()
+        self._then = self._now.clone()
+
+    def _copy(self) -> None:
+        torch._foreach_copy_(self._slices, self._blocks)
+
+    def differs(self) -> Tensor:
+        self._copy()
+        return (self._now != self._then).any().int()
+
+    def release(self) -> tuple[Tensor, Tensor]:
+        """Forgets the blocks; returns the tensors that a recorded comparison still uses."""
+        self._blocks = self._slices = []
+        return self._now, self._then
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory, in whatever order."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    axes = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    expected = 1
+    for stride, size in axes:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _block(tensor: Tensor) -> Tensor:
+    """Neighbouring elements from the middle of a dense tensor's memory, as integers."""
+    integer = _INTEGERS[tensor.itemsize]
+    count = min(BLOCK, tensor.numel())
+    begin = tensor.storage_offset() + (tensor.numel() - count) // 2
+    return tensor.detach().as_strided((count,), (1,), begin).view(integer)
+
+
+def _spin(is_done: Callable[[], bool]) -> None:
+    end = time.perf_counter_ns() + SPIN_NS
+    while not is_done() and time.perf_counter_ns() < end:
+        pass
