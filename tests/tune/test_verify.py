@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_scaled_outputs_are_rejected(linear, factor):
 
 
 def test_transposed_outputs_are_rejected(linear):
-    assert "relative error" in _verdict(linear, lambda x: linear.model(x).T)
+    assert "relative error" in _verdict(linear, lambda x: linear.model(x).T.contiguous())
 
 
 def test_a_single_wrong_element_is_rejected():
@@ -337,3 +338,66 @@ def test_tensors_within_objects_are_compared_too(mutate, reason):
     workload = Workload(Hiding(16, 16).eval(), torch.randn(16, 16))
     found = _verdict(workload, lambda x: mutate(workload.model(x)))
     assert found is None if reason is None else reason in found
+
+
+# -- strides and containers ----------------------------------------------------------------------
+
+
+def test_other_strides_are_rejected(linear):
+    reason = _verdict(linear, lambda x: linear.model(x).T.contiguous().T)
+    assert (
+        reason
+        == "an output is a tensor with strides (1, 16), expected a tensor with strides (16, 1)"
+    )
+
+
+def test_strides_of_dimensions_of_one_element_say_nothing():
+    workload = Workload(nn.Linear(16, 16).eval(), torch.randn(1, 16))
+    assert _verdict(workload, lambda x: workload.model(x).as_strided((1, 16), (1, 1))) is None
+
+
+class Collecting(nn.Module):
+    """Stores what it computes in containers of its caller's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch, features):
+        batch["scores"] = self.layer(batch["x"])
+        features.append(batch["scores"] + 1)
+        return batch["scores"].softmax(-1)
+
+
+@pytest.fixture
+def collecting():
+    return Workload(Collecting().eval(), ({"x": torch.randn(3, 4)}, []))
+
+
+def test_what_a_model_writes_to_containers_is_verified_and_left_to_it(collecting):
+    assert _verdict(collecting) is None
+    batch, features = collecting.inputs
+    assert (list(batch), features) == (["x"], [])
+
+
+LOSSES = {
+    "nothing written": lambda m, batch, features: m(dict(batch), list(features)),
+    "no entry": lambda m, batch, features: m(dict(batch), features),
+    "no item": lambda m, batch, features: m(batch, list(features)),
+    "twice": lambda m, batch, features: (m(batch, features), m(batch, features))[1],
+    "other values": lambda m, batch, features: (m(batch, features), batch["scores"].add_(1))[0],
+    "other strides": lambda m, batch, features: (
+        m(batch, features),
+        batch.update(scores=batch["scores"].T.contiguous().T),
+    )[0],
+    "another type": lambda m, batch, features: (
+        m(batch, features),
+        batch.update(scores=batch["scores"].double()),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_lost_on_the_way_to_a_container_is_rejected(collecting, loss):
+    mutant = partial(LOSSES[loss], collecting.model)
+    assert _verdict(collecting, lambda *given: mutant(*given)) is not None

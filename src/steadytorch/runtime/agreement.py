@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.transforms.ambient import UNREADABLE, ambient
-from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.signature import strides_of, tensors_of
 
 TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Relative L2 error per precision class: a few times the class's unit roundoff (2^-11 for tf32 and
@@ -86,7 +86,7 @@ def _rounds_to_tf32(module: nn.Module | None) -> bool:
     return any(settings[f"{op}.fp32_precision"] in ("tf32", UNREADABLE) for op in used)
 
 
-def disagreement(found: Any, expected: Any, bound: float) -> str | None:
+def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) -> str | None:
     """What tells a result from the untouched model's; None where they agree.
 
     Args:
@@ -95,6 +95,7 @@ def disagreement(found: Any, expected: Any, bound: float) -> str | None:
         bound: relative L2 error allowed per output, as from the function `bound`. A single error
             may reach `MAX_ERROR_FACTOR` times that, relative to the largest element; of integers
             and booleans this fraction may differ.
+        strides: whether those of tensors must be the same.
     """
     found_leaves, found_nesting = pytree.tree_flatten(found)
     expected_leaves, nesting = pytree.tree_flatten(expected)
@@ -102,15 +103,18 @@ def disagreement(found: Any, expected: Any, bound: float) -> str | None:
         return "nests its outputs in other containers than the untouched model"
     with torch.no_grad():
         for i, (out, ref) in enumerate(zip(found_leaves, expected_leaves, strict=True)):
-            fault = _leaf_fault(out, ref, bound)
+            fault = _leaf_fault(out, ref, bound, strides)
             if fault is not None:
                 return f"output {i} {fault}"
     return None
 
 
-def _leaf_fault(out: Any, ref: Any, bound: float) -> str | None:
+def _leaf_fault(out: Any, ref: Any, bound: float, strides: bool) -> str | None:
     if isinstance(ref, torch.Tensor):
-        return _form_fault(out, ref) or _value_fault(out, ref, bound)
+        fault = _form_fault(out, ref)
+        if fault is None and strides and strides_of(out) != strides_of(ref):
+            fault = f"has strides {out.stride()}, expected {ref.stride()}"
+        return fault or _value_fault(out, ref, bound)
     if type(out) is not type(ref):
         return f"is a {type(out).__name__}, expected a {type(ref).__name__}"
     if isinstance(ref, (float, complex)):

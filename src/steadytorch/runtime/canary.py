@@ -16,6 +16,7 @@ from steadytorch.measure.clock import Clock, HostClock
 from steadytorch.measure.race import LOOKS as RACE_LOOKS
 from steadytorch.measure.race import Judgement, judge
 from steadytorch.runtime.agreement import INCOMPARABLE, disagreement, memory_of
+from steadytorch.runtime.lending import answer_of
 
 LOOKS = RACE_LOOKS[:3]
 """Numbers of timed pairs at which a verdict may be given."""
@@ -200,14 +201,15 @@ class Canary:
             raise _Found("wrong: the tuned executor writes to its inputs")
         for result in results:
             self._compare(result, expected)
-        shared = memory_of(results[0]) & memory_of(results[1])
+        first, second = (memory_of(answer_of(result)) for result in results)
         # What the model itself hands out again, a weight or an input, is not the executor's buffer.
-        if shared - memory_of(expected) - memory_of(inputs) and not self._alias_outputs:
+        own = memory_of(answer_of(expected)) | memory_of(inputs)
+        if first & second - own and not self._alias_outputs:
             raise _Found("wrong: a later call overwrites the result of an earlier one")
         return results[1]
 
     def _compare(self, found: Any, expected: Any) -> None:
-        fault = disagreement(found, expected, self._bound)
+        fault = disagreement(answer_of(found), answer_of(expected), self._bound)
         if fault is not None:
             kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
             raise _Found(f"{kind}: {fault}")
@@ -285,7 +287,8 @@ def _no_wait() -> None:
 
 def _differ(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
     return any(
-        not torch.equal(now, then) and disagreement(now, then, 0.0) is not None  # NaN equals NaN
+        # NaN equals NaN.
+        not torch.equal(now, then) and disagreement(now, then, 0.0, strides=False) is not None
         for now, then in zip(tensors, saved, strict=True)
     )
 

@@ -23,8 +23,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from steadytorch.errors import UnsupportedError
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import EXACT, quick_key
+from steadytorch.runtime.lending import lending
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
@@ -121,6 +123,8 @@ class Entry:
         outdated: whether a result may be that of other weights, asked after each call; None where
             the executor runs the model itself.
         is_replay: whether the executor replays a recording, so that grad mode does not matter.
+        lends: whether the executor gets copies of the containers among the arguments, so that what
+            it writes to them reaches the caller with its result, or not at all.
         is_padded: whether calls are padded to another signature, which serves them.
         hits: calls that the executor answered.
         others: calls that the model answered.
@@ -137,6 +141,7 @@ class Entry:
     begin: Callable[[], None] | None = None
     outdated: Callable[[], bool] | None = None
     is_replay: bool = False
+    lends: bool = False
     is_padded: bool = False
     hits: Ticks = field(default_factory=Ticks)
     others: Ticks = field(default_factory=Ticks)
@@ -249,6 +254,8 @@ def runner(detours: Detours) -> Run:
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs)
+        if entry.lends:
+            call = lending(call)
         try:
             if (begin := entry.begin) is not None:
                 begin()
@@ -265,6 +272,11 @@ def runner(detours: Detours) -> Run:
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
         if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
+        if entry.lends:
+            try:
+                result = result.give_back()
+            except UnsupportedError as error:
+                return failed(entry, error, args, kwargs)
         entry.hits.tick()
         return result
 

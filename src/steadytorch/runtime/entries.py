@@ -31,6 +31,7 @@ from steadytorch.runtime.report import Serving
 from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import Candidate
+from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import signature
 from steadytorch.workload.workload import Workload
 
@@ -281,6 +282,7 @@ class Entries:
         self._is_built = True
         entry.executor, entry.is_replay = executor, executor.static is not None
         entry.outdated = self._outdated(executor)
+        entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
         entry.trial = self._trial(executor, entry, candidate, args, kwargs)
         # Last, for other threads have the entry already.

@@ -37,6 +37,7 @@ from steadytorch.runtime.dispatch import (
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
 from steadytorch.runtime.keys import key_function, quick_key
+from steadytorch.runtime.lending import lending
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Report, Tally
@@ -209,15 +210,21 @@ class TunedModule(StandIn):
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
-        tuned = partial(without_gradients, entry.call or self._model, args, kwargs)
-        untouched = partial(self._model, *args, **kwargs)
+        tuned, untouched = entry.call or self._model, self._model
+        if entry.lends:
+            tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
-            outcome: Outcome = entry.trial.answer(tuned, untouched, inputs)
+            outcome: Outcome = entry.trial.answer(
+                partial(without_gradients, tuned, args, kwargs),
+                partial(untouched, *args, **kwargs),
+                inputs,
+            )
+            result = outcome.result.give_back() if entry.lends else outcome.result
         except Exception as error:
             return self._failed(entry, error, args, kwargs)
         self._settle(entry, outcome)
-        return outcome.result
+        return result
 
     def _settle(self, entry: Entry, outcome: Outcome) -> None:
         if outcome.finding is not None:

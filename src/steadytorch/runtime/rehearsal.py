@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from steadytorch.errors import one_line
 from steadytorch.runtime.agreement import disagreement, wrong_size
 from steadytorch.runtime.executors import Executor
+from steadytorch.runtime.lending import lending
 from steadytorch.runtime.state import DRAWS, Draws, State
 from steadytorch.workload.signature import map_tensors, tensors_of
 
@@ -79,8 +80,9 @@ class Rehearsal:
         state = State([self._model, *self._executor.modules], keep=True)
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         try:
-            outputs = call(*args, **kwargs)
-            gradients = self._gradients(tensors_of(outputs))
+            made = lending(call)(*args, **kwargs)
+            outputs = made.result, made.written
+            gradients = self._gradients(tensors_of(made.result))
             after = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
             moved = {name: buffer - before[name] for name, buffer in after.items()}
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from steadytorch.runtime.dispatch import Entry
+from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module import TunedModule
 
 NO_GRADIENTS = "called without recording gradients"
@@ -52,7 +53,10 @@ class TrainedModule(TunedModule):
         if entry.call is None:  # retired by another thread
             return self._failed(entry, None, args, kwargs)
         try:
-            result = entry.call(*args, **kwargs)
+            if entry.lends:
+                result = lending(entry.call)(*args, **kwargs).give_back()
+            else:
+                result = entry.call(*args, **kwargs)
         except Exception as error:
             return self._failed(entry, error, args, kwargs)
         entry.hits.tick()

@@ -15,10 +15,12 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped,
 from steadytorch.transforms.conversion import (
     HALF_TYPES,
     HalfName,
+    cast,
     own_device,
     own_dtype,
 )
 from steadytorch.transforms.traits import decide, half_unsupported, not_float32
+from steadytorch.workload.containers import Lent, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -84,7 +86,11 @@ class AutocastModel(Scoped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; the conversion of outputs is outside of autocast."""
-        return map_tensors(self._out, super().__call__(*args, **kwargs))
+        if not holds_containers((*args, *kwargs.values())):
+            return map_tensors(self._out, super().__call__(*args, **kwargs))
+        lent = Lent((args, kwargs))
+        args, kwargs = lent.arguments
+        return lent.give_back(super().__call__(*args, **kwargs), self._out)
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor
+        return cast(tensor, self.outer) if tensor.dtype == self.dtype else tensor

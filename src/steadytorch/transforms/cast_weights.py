@@ -14,10 +14,9 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, own_dtype
+from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import decide, half_unsupported, hooked, no_copy, not_float32
-from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 _HOOKED = "the model has hooks, which would be given 16-bit tensors"
@@ -87,12 +86,8 @@ class CastModel(Converting):
     """
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, outer: torch.dtype) -> None:
-        super().__init__(inner, partial(to_type, dtype=dtype))
+        super().__init__(inner, partial(to_type, dtype=dtype), self._out)
         self.dtype, self.outer = dtype, outer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the inner model between the two conversions."""
-        return map_tensors(self._out, super().forward(*args, **kwargs))
-
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.outer) if tensor.dtype == self.dtype else tensor
+        return cast(tensor, self.outer) if tensor.dtype == self.dtype else tensor

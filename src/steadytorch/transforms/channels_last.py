@@ -35,8 +35,8 @@ def to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
 class ChannelsLast(Transform):
     """Weights of convolutions, and image inputs, in the channels-last layout.
 
-    Layers keep the layout of what they are given, so that it runs through the network. Outputs have
-    the same values and shapes as before; an image that is an output may be stored channels last.
+    Layers keep the layout of what they are given, so that it runs through the network. Images that
+    are outputs are stored in order again, unless the caller's own are channels last.
 
     Inference has a copy of the weights converted. In training the model itself is called, with
     converted images: convolutions convert their weights to the layout of what they are given, at
@@ -62,8 +62,10 @@ class ChannelsLast(Transform):
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yields the workload on a model that converts its inputs; nothing to undo."""
+        given = [t for t in tensors_of((workload.inputs, dict(workload.kwargs))) if _is_image(t)]
+        back = None if any(map(_is_last, given)) else _in_order
         if workload.is_training:
-            yield workload.with_model(Converting(workload.model, _strictly_last))
+            yield workload.with_model(Converting(workload.model, _strictly_last, back))
             return
         weights = {id(weight) for weight in _weights(workload.model)}
 
@@ -71,7 +73,7 @@ class ChannelsLast(Transform):
             return to_channels_last(tensor) if id(tensor) in weights else tensor
 
         copied = copy_with(workload.model, converted, apart=True)
-        yield workload.with_model(Converting(copied, to_channels_last))
+        yield workload.with_model(Converting(copied, to_channels_last, back))
 
 
 def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,6 +85,15 @@ def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
         return to_channels_last(tensor)
     flat = to_channels_last(tensor)
     return flat.as_strided(flat.shape, (flat.stride(0), 1, *flat.stride()[2:]))
+
+
+def _is_last(image: torch.Tensor) -> bool:
+    layout = _FORMATS[image.dim()]
+    return image.is_contiguous(memory_format=layout) and not image.is_contiguous()
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if _is_image(tensor) and _is_last(tensor) else tensor
 
 
 def _weights(module: nn.Module | None) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.conversion import cloned
 from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import Objection, capability_below, decide, hooked
 from steadytorch.workload.signature import map_tensors
@@ -251,4 +252,4 @@ class _Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return map_tensors(torch.clone, self.model(*args, **kwargs))
+        return map_tensors(cloned, self.model(*args, **kwargs))

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from steadytorch.workload.containers import Convert, Lent, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
-
-Convert = Callable[[torch.Tensor], torch.Tensor]
 
 HalfName = Literal["bf16", "fp16"]
 HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,23 +20,55 @@ HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 class Converting(nn.Module):
     """A model whose arguments are converted at every call: callers pass the original inputs.
 
+    What the inner model writes to a container among its arguments is converted back and written to
+    the caller's.
+
     Args:
         inner: the model.
-        convert: takes and returns a tensor.
+        convert: of the tensors among the arguments.
+        back: of the tensors that the model returns, or writes to the caller's containers.
     """
 
-    def __init__(self, inner: nn.Module, convert: Convert) -> None:
+    def __init__(self, inner: nn.Module, convert: Convert, back: Convert | None = None) -> None:
         super().__init__()
-        self.inner, self.convert = inner, convert
+        self.inner, self.convert, self.back = inner, convert, back
         self.training = inner.training
-
-    def converted(self, arguments: Any) -> Any:
-        """What the inner model is called with: tensors in containers, nested at will."""
-        return map_tensors(self.convert, arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model on converted arguments."""
-        return self.inner(*self.converted(args), **self.converted(kwargs))
+        if holds_containers((*args, *kwargs.values())):
+            lent = Lent((args, kwargs), self.convert)
+            return lent.give_back(_called(self.inner, lent.arguments), self.back)
+        result = _called(self.inner, map_tensors(self.convert, (args, kwargs)))
+        return result if self.back is None else map_tensors(self.back, result)
+
+
+def _called(model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = arguments
+    return model(*args, **kwargs)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts the element type and keeps the strides, also of a tensor with holes or overlaps."""
+    return _as_strided(tensor.to(dtype), tensor)
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor with its strides, also of one with holes or overlaps."""
+    return _as_strided(tensor.clone(), tensor)
+
+
+def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The values with the strides of another tensor of their shape; copied only to change them."""
+    if like.layout != torch.strided or values.stride() == like.stride():
+        return values
+    # An expanded dimension is stored once.
+    narrow, base = values, like
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0 and like.shape[dim] > 1:
+            narrow, base = narrow.narrow(dim, 0, 1), base.narrow(dim, 0, 1)
+    made = torch.empty_strided(base.shape, base.stride(), dtype=values.dtype, device=values.device)
+    return made.copy_(narrow).expand(like.shape)
 
 
 def own_dtype(workload: Workload) -> torch.dtype:

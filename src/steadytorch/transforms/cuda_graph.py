@@ -26,11 +26,13 @@ from steadytorch.transforms.static_buffers import (
     static_inputs,
 )
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
+from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 _WARMUP_CALLS = 3
 _WRITES_INPUTS = "the model writes to its inputs, which a replay would do to its copies of them"
+_WRITES_CONTAINERS = "the model writes to a container it is given, which a replay does not"
 
 
 class CudaGraph(Transform):
@@ -179,10 +181,14 @@ def _record(
         with torch.cuda.stream(pool.stream):
             before = _versions(static)
             # It may compile. Memory is not the pool's yet, so that other graphs go on.
+            lent = Lent(tuple(static))
+            args, kwargs = lent.arguments
             for _ in range(_WARMUP_CALLS):
-                model(*static.args, **static.kwargs)
+                model(*args, **kwargs)
             if _versions(static) != before:
                 raise UnsupportedError(_WRITES_INPUTS)
+            if lent.is_written():
+                raise UnsupportedError(_WRITES_CONTAINERS)
             try:
                 with pool.lock, _collector_paused():  # `link` may record as well
                     pool.follow()  # what proves links replays it, in memory that others use
@@ -192,7 +198,7 @@ def _record(
                         stream=pool.stream,
                         capture_error_mode="thread_local",
                     ):
-                        outputs = model(*static.args, **static.kwargs)
+                        outputs = model(*args, **kwargs)
                     pool.memory.look()
                     inputs, around = tensors_of(tuple(static)), pool.memory.around
                     linked = link(graph, replay, inputs, tensors_of(outputs), around)

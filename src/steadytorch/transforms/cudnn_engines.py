@@ -27,6 +27,7 @@ from steadytorch.transforms.traits import (
     decide,
     no_cuda,
 )
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _innermost(workload: Workload) -> Workload:
     """The workload of what conversions are around; they look at types, and have no graph."""
     model, arguments = workload.model, (workload.inputs, dict(workload.kwargs))
     while isinstance(model, Converting):
-        model, arguments = model.inner, model.converted(arguments)
+        model, arguments = model.inner, map_tensors(model.convert, arguments)
     inputs, kwargs = arguments
     return replace(workload, model=model, inputs=inputs, kwargs=kwargs)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide
+from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -64,9 +65,13 @@ class _Inferring(Scoped):
             return super().__call__(*args, **kwargs)
         kept = [*self.weights, *_inference_tensors((*args, *kwargs.values()))]
         found = super().__call__(*args, **kwargs)
-        if type(found) is Tensor and not kept:
+        may_write = holds_containers((*args, *kwargs.values()))
+        if type(found) is Tensor and not (kept or may_write):
             return _ordinary(found) if found.is_inference() else found
-        return Leaving(kept).changed(found)
+        leaving = Leaving(kept)
+        if may_write:  # what the model put there leaves with the caller
+            leaving.changed((args, kwargs))
+        return leaving.changed(found)
 
 
 def _inference_tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.transforms.conversion import cloned
 from steadytorch.workload.signature import map_tensors
 
 Feed = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -154,7 +156,7 @@ def results(outputs: Any, placers: Sequence[Placer | None] = ()) -> Results:
             )
     detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     if isinstance(outputs, torch.Tensor):
-        clone = detached[0].clone
+        clone = partial(cloned, detached[0])
         if placers and placers[0] is not None:
             return Results(placers[0], lambda placed: clone() if placed is None else placed)
         return Results(_nothing, lambda placed: clone())
@@ -179,7 +181,7 @@ def _nothing() -> None:
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    return cloned(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _mismatch(found: str) -> UsageError:

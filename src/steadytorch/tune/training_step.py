@@ -14,6 +14,7 @@ from steadytorch.tune.verify import (
     REPEATABLE,
     Arguments,
     Value,
+    call,
     copied,
     nesting,
     output_error,
@@ -81,9 +82,9 @@ def passes(workload: Workload, model: Any, arguments: Arguments) -> Passes:
     before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
     for parameter in parameters.values():
         parameter.grad = None
-    returned = model(*arguments[0], **arguments[1])
+    returned = call(model, arguments)
     outputs = copied(returned)
-    loss = workload.training_step.loss(returned)
+    loss = workload.training_step.loss(returned.result)
     loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
     moving = {n for n, b in after.items() if b.is_floating_point() and n in before}

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import as_tensor, memory_of
 from steadytorch.tune.verdict import OutputError, Reference, Verification, worst
-from steadytorch.workload.signature import CONSTANTS, map_tensors, tensors_of
+from steadytorch.workload.containers import Lent
+from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
 from steadytorch.workload.workload import Workload
 
 INPUT_SETS = 3
@@ -71,8 +72,19 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
     )
 
 
-def _call(model: Any, arguments: Arguments) -> Any:
-    return model(*arguments[0], **arguments[1])
+class Returned(NamedTuple):
+    """What a call gave: its result, and the arguments where it wrote to a container of theirs."""
+
+    result: Any
+    written: Any
+
+
+def call(model: Any, arguments: Arguments) -> Returned:
+    """Calls a model with containers of its own, so that no call sees what another wrote."""
+    lent = Lent(arguments)
+    args, kwargs = lent.arguments
+    result = model(*args, **kwargs)
+    return Returned(result, lent.arguments if lent.is_written() else None)
 
 
 def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -145,7 +157,7 @@ def nesting(tree: Any) -> list[str]:
 
 def _told(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return "a tensor"
+        return f"a tensor with strides {strides_of(leaf)}"
     return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)
 
 
@@ -155,12 +167,12 @@ def nesting_fault(found: list[str], own: list[str]) -> str | None:
         return "nests its outputs in other containers than the untouched workload"
     for one, other in zip_longest(found[1:], own[1:], fillvalue="missing"):
         if one != other:
-            return f"an output is {one:.40}, expected {other:.40}"
+            return f"an output is {one:.60}, expected {other:.60}"
     return None
 
 
 def _outputs(model: Any, arguments: Arguments) -> tuple[list[Value], list[str]]:
-    returned = _call(model, arguments)
+    returned = call(model, arguments)
     return copied(returned), nesting(returned)
 
 
@@ -217,7 +229,7 @@ def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -
     model = copy.deepcopy(workload.model)
     if isinstance(model, torch.nn.Module):
         model = model._apply(widen)  # Module.to would make complex weights real
-    return [copied(_call(model, map_tensors(widen, arguments))) for arguments in sets]
+    return [copied(call(model, map_tensors(widen, arguments))) for arguments in sets]
 
 
 @torch.no_grad()
@@ -234,7 +246,7 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
     for i, tensors in enumerate(data["sets"]):
         arguments = nested(workload, tensors)
         given = detached(tensors)
-        returned = _call(model, arguments)
+        returned = call(model, arguments)
         outputs = copied(returned)
         fault = form_fault(outputs, data["own"][i])
         if fault is None:
@@ -264,7 +276,7 @@ def _overwrites(
     if len(sets) > 1:
         return not equal(kept, values_of(first))
     # One input set only: a second call writes the same values, so memory is looked at instead.
-    again = _call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
+    again = call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
     return bool(memory_of(first) & memory_of(again))
 
 

@@ -40,6 +40,14 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that mean something: of dimensions longer than 1, and none of an empty tensor."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return ()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple([stride for size, stride in sizes if size > 1])
+
+
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One input: a tensor by its layout, anything else by its value.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import _set_grad_enabled
 
 from steadytorch.errors import UsageError
+from steadytorch.workload.containers import Lent, holds_containers
 from steadytorch.workload.feed import (
     Batch,
     Feed,
@@ -250,6 +251,9 @@ class Workload:
         """Gives what each step works on."""
         own = Batch(self.inputs, dict(self.kwargs))
         if self.feed is None:
+            if holds_containers((*self.inputs, *self.kwargs.values())):
+                # A model may write to them, and what one step writes is not the next one's input.
+                return lambda: Batch(*Lent((own.inputs, own.kwargs)).arguments)
             return lambda: own
         return self.feed.batches(own, self.device, self.is_training).__next__
 
