@@ -89,6 +89,7 @@ class Entries:
     Attributes:
         found: entry by key; read without a lock.
         weights: of the model, as they were when the first executor was built.
+        is_built: whether any executor was.
     """
 
     def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
@@ -96,7 +97,7 @@ class Entries:
         self.found: dict[Any, Entry] = {}
         self.weights = Weights(model, contents=not options.trains)
         self._by_signature: dict[Any, Entry] = {}
-        self._is_built = False
+        self.is_built = False
         self._lock = RLock()
         self._warned: set[str] = set()
 
@@ -168,6 +169,15 @@ class Entries:
         with self._lock:
             self._drop(lambda other: other is entry)
 
+    def forgives(self) -> bool:
+        """Whether nothing happened to the model but loads of the weights that it had."""
+        if not self.weights.is_forgiven():
+            return False
+        for entry in list(self._by_signature.values()):
+            if entry.outdated is not None and entry.executor is not None:
+                entry.outdated, entry.begin = self._outdated(entry.executor), self.weights.begin
+        return True
+
     def retire_outdated(self) -> str:
         """The model itself serves from now on what was made from other weights; returns why."""
         # Not the model's, so the executor's own copy of them was written to: by a call.
@@ -185,7 +195,7 @@ class Entries:
         with settings.TURNS, self._lock:
             entries, served = list(self._by_signature.values()), self.servings()
             self._drop(lambda entry: True)
-            self._is_built = False
+            self.is_built = False
         for entry in reversed(entries):
             executor, entry.executor = entry.executor, None
             entry.retire("closed")
@@ -262,7 +272,7 @@ class Entries:
     def _build(
         self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self._is_built:
+        if not self.is_built:
             self.weights.remember()
         elif self.weights.changed():  # to take these as unchanged would hide it from the others
             entry.reason = STALE
@@ -279,7 +289,7 @@ class Entries:
             entry.reason = KEEPS_STATE if kept else NOT_APPLIED
             self.warn(NOT_APPLIED, one_line(error))
             return
-        self._is_built = True
+        self.is_built = True
         entry.executor, entry.is_replay = executor, executor.static is not None
         entry.outdated = self._outdated(executor)
         entry.lends = holds_containers((*args, *kwargs.values()))

@@ -14,7 +14,7 @@ away. `Weights` says why nothing cheaper would do, and what cannot be seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ from steadytorch.workload.workload import without_gradients
 
 FAILED = "the tuned executor failed"
 KEYLESS = "these inputs have no signature"
+RELOADED = "weights were loaded that are those of before"
 SWITCHED = "the model was switched between train and eval"
 _OPTIONS = Options()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
@@ -263,6 +264,8 @@ class TunedModule(StandIn):
             return self._untouched("the padded call failed", args, kwargs, entry)
 
     def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        if self._entries.forgives():
+            return self._untouched(RELOADED, args, kwargs, entry)
         reason = self._entries.retire_outdated()
         if reason != STALE:
             self._stop(reason)
@@ -312,6 +315,10 @@ class TunedModule(StandIn):
     # -- life -----------------------------------------------------------------------------------
 
     def _why_off(self) -> str | None:
+        self.__dict__["_misfit"] = self._reason_to_be_off()
+        return self._misfit
+
+    def _reason_to_be_off(self) -> str | None:
         if settings.is_switched_off():
             return f"{settings.SWITCH} is off"
         return None if self._fits is None else self._fits(self._model)
@@ -323,6 +330,18 @@ class TunedModule(StandIn):
     def _switch_off(self, reason: str) -> None:
         if self._gate.off is None:
             self._stop(f"{reason} after the plan was applied; refresh() serves tuned again")
+
+    def _look_again(self, reason: str) -> None:
+        if self._entries.is_built:
+            weights = self._entries.weights
+            if weights.rewritten() or weights.changed():
+                self._switch_off(reason)
+        elif self._gate.off == self._misfit:  # nothing is built, and it may fit now, or no longer
+            self._gate.off = self._why_off()
+
+    def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
+        if self._entries.is_built and not self._entries.weights.expect(given, prefix):
+            self._switch_off("weights were loaded")
 
     def _free(self, reason: str) -> None:
         self._gate.off = reason

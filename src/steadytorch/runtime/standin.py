@@ -95,7 +95,15 @@ class StandIn(nn.Module):
         self.__class__ = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
 
     def _switch_off(self, reason: str) -> None:
-        """Is told what was done to the model through this module."""
+        """Ends the use of what was built from the model, because of what was done to it here."""
+        raise NotImplementedError
+
+    def _look_again(self, reason: str) -> None:
+        """Does the same where the model is another one than before; otherwise nothing."""
+        raise NotImplementedError
+
+    def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
+        """Is told of a state dict before it is loaded into the model."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -139,9 +147,9 @@ class StandIn(nn.Module):
         yield from self._model.named_modules(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Calls a function with each module of the model; executors built before end with it."""
-        self._switch_off("a function was applied to the model")
+        """Calls a function with each module of the model."""
         self._model.apply(fn)
+        self._look_again("a function was applied to the model")
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,17 +160,15 @@ class StandIn(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads into the model."""
-        self._weights_were_loaded()
+        self._expect_load(state_dict)
         return self._model.load_state_dict(state_dict, strict, assign)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """A parent's part of `load_state_dict`."""
-        self._weights_were_loaded()
-        self._model._load_from_state_dict(*args, **kwargs)
-
-    def _weights_were_loaded(self) -> None:
-        """Executors built before are not used again."""
-        self._switch_off("weights were loaded")
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """A parent's part of `load_state_dict`; the model's submodules are loaded after it."""
+        self._expect_load(state_dict, prefix)
+        self._model._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
         """Switches the model; a plan serves only the mode that it was applied in."""
@@ -170,8 +176,8 @@ class StandIn(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._switch_off("the model was moved or converted")
         self._model._apply(fn, recurse)
+        self._look_again("the model was moved or converted")
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class TrainedModule(TunedModule):
         super().refresh()
         self._entries.weights.remember()
 
-    def _weights_were_loaded(self) -> None:
+    def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         """Executors read from the model, and go on."""
 
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -78,6 +78,8 @@ class Weights:
         self.changed: Callable[[], bool] = lambda: False
         self.rewritten: Callable[[], bool] = lambda: False
         self.begin: Callable[[], None] | None = None
+        self._loads: Counter[int] = Counter()
+        self._moved: Callable[[Counter[int]], bool] = lambda loads: True
         self.interpreted_for = ""
         self._on_device = DeviceSamples(())
 
@@ -102,6 +104,8 @@ class Weights:
                 self.interpreted_for = "weights that are no plain tensors"
         rewritten = differ(own, self._contents, False)
         changed = differ(all_held, self._contents, True)
+        self._moved = _moved(all_held)
+        self._loads = Counter()
         self.rewritten = _with_others(rewritten, announced)
         self.changed = _with_others(changed, announced, replaced)
         self._on_device = DeviceSamples(all_held.tensors if self._contents else ())
@@ -119,6 +123,37 @@ class Weights:
     def lateness(self) -> str:
         """What to add where a write was found after results had been handed out; else empty."""
         return LATE if self._on_device.is_late else ""
+
+    def expect(self, given: Mapping[str, Any], prefix: str = "") -> bool:
+        """Takes note of a state dict that is about to be loaded; whether it is the model's own.
+
+        Loading one whose values are those of the model raises versions and changes nothing: see
+        `is_forgiven`.
+
+        Args:
+            given: the state dict.
+            prefix: of the model's names in it.
+        """
+        own = self._model.state_dict(keep_vars=True)
+        pairs = [(tensor, given.get(prefix + name)) for name, tensor in own.items()]
+        is_own = not (self.rewritten() or self.changed()) or self._is_only_loaded()
+        is_own = is_own and all(_is_same(tensor, other) for tensor, other in pairs)
+        self._loads.update(id(tensor) for tensor, _ in pairs if is_own)
+        return is_own
+
+    def is_forgiven(self) -> bool:
+        """Whether nothing happened but loads of the values that stood there; see `expect`.
+
+        Takes the present state as the unchanged one if so.
+        """
+        if not self._is_only_loaded():
+            return False
+        self.remember()
+        return True
+
+    def _is_only_loaded(self) -> bool:
+        is_announced = bool(self._announced)
+        return bool(self._loads) and not (is_announced or self._moved(self._loads))
 
     def step_of(self, optimizer: Optimizer) -> None:
         """Records a step of an optimizer, if it updates one of the tensors watched."""
@@ -335,6 +370,38 @@ def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bo
         return structure() or not all(map(_has_items, held.attributes, own))
 
     return _with_sequences(differs, held.sequences)
+
+
+def _is_same(tensor: Any, given: Any) -> bool:
+    """Whether a state dict has a tensor with these values; not so for extra state."""
+    if not (isinstance(tensor, Tensor) and isinstance(given, Tensor)):
+        return False
+    is_alike = tensor.dtype == given.dtype and tensor.device == given.device
+    return is_alike and torch.equal(tensor, given)
+
+
+def _moved(held: _Held) -> Callable[[Counter[int]], bool]:
+    """Makes a function that says whether more happened than so many loads of each tensor.
+
+    A load raises a tensor's version by one. What raises none shows in the samples.
+    """
+    structure = _structure(held, [])
+    items = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
+    sequences = _with_sequences(lambda: False, held.sequences)
+    tensors, turns = held.tensors, range(ROUNDS)
+    versions = [tensor._version for tensor in tensors]
+    samples = [_round(tensors, turn)[2] for turn in turns]
+
+    def moved(loads: Counter[int]) -> bool:
+        return (
+            structure()
+            or sequences()
+            or not all(map(_has_items, held.attributes, items))
+            or [t._version - loads[id(t)] for t in tensors] != versions
+            or [_round(tensors, turn)[2] for turn in turns] != samples
+        )
+
+    return moved
 
 
 def _structure(held: _Held, trained: list[Tensor]) -> Callable[[], bool]:

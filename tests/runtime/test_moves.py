@@ -1,0 +1,106 @@
+"""What is done to a model through its tuned module, or to a parent, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.entries import STALE
+from steadytorch.runtime.module import RELOADED, TunedModule
+
+from .conftest import CANDIDATES, always, answer, other_weights
+
+pytestmark = pytest.mark.usefixtures("host_way")
+
+NOTHING = {
+    "to": lambda tuned: tuned.to("cpu"),
+    "to dtype": lambda tuned: tuned.to(torch.float32),
+    "float": lambda tuned: tuned.float(),
+    "cpu": lambda tuned: tuned.cpu(),
+    "a parent's to": lambda tuned: nn.Sequential(tuned).to("cpu"),
+    "eval": lambda tuned: tuned.eval(),
+    "train and eval": lambda tuned: tuned.train().eval(),
+    "requires_grad_": lambda tuned: tuned.requires_grad_(False),
+    "apply": lambda tuned: tuned.apply(lambda module: None),
+    "zero_grad": lambda tuned: tuned.zero_grad(),
+    "the model's own to": lambda tuned: tuned.__wrapped__.to("cpu"),
+}
+LOADS = {
+    "its own": lambda tuned: tuned.load_state_dict(tuned.state_dict()),
+    "a copy": lambda tuned: tuned.load_state_dict(
+        {name: tensor.clone() for name, tensor in tuned.state_dict().items()}
+    ),
+    "twice": lambda tuned: [tuned.load_state_dict(tuned.state_dict()) for _ in range(2)],
+    "by a parent": lambda tuned: (lambda p: p.load_state_dict(p.state_dict()))(
+        nn.Sequential(tuned)
+    ),
+}
+
+
+@pytest.fixture
+def tuned(model, x):
+    tuned = TunedModule(model, always(CANDIDATES["all"]))
+    tuned(x)
+    return tuned
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_changes_nothing_leaves_the_plan_in_use(tuned, x, name):
+    NOTHING[name](tuned)
+    tuned(x)
+    assert tuned.report().calls == {"tuned": 2}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_loading_the_values_that_stand_there_costs_one_call(model, tuned, x, name):
+    LOADS[name](tuned)
+    for _ in range(2):
+        torch.testing.assert_close(tuned(x), answer(model, x))
+    assert tuned.report().calls == {"tuned": 2, f"untouched: {RELOADED}": 1}
+
+
+AFTER = {
+    "in place": lambda model: model.head.weight.detach().mul_(2),
+    "past the version": lambda model: model.head.weight.data.mul_(2),
+    "a hook": lambda model: model.head.register_forward_hook(lambda *given: given[2] * 2),
+    "a mode": lambda model: model.norm.train(),
+    "an attribute": lambda model: setattr(model, "scale", 2),
+    "a module": lambda model: setattr(model, "head", nn.Linear(4, 2)),
+    "a replaced parameter": lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(2))),
+    "other weights": lambda model: model.load_state_dict(other_weights(model)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("change", AFTER)
+def test_a_change_after_such_a_load_is_seen(model, tuned, x, load, change):
+    LOADS[load](tuned)
+    AFTER[change](model)
+    assert torch.equal(tuned(x), answer(model, x))
+    assert tuned.report().fallbacks == {STALE: 1}
+
+
+def test_other_values_end_the_use_of_the_plan(model, tuned, x):
+    tuned.load_state_dict(other_weights(model))
+    for _ in range(2):
+        assert torch.equal(tuned(x), answer(model, x))
+    assert tuned.report().off.startswith("weights were loaded after the plan was applied")
+
+
+def test_a_move_before_the_first_call_has_the_plan_compared_anew(model, x):
+    fits = []
+
+    def misfit(module):
+        fits.append(module.head.weight.dtype)
+        return None if fits[-1] is torch.float32 else "another type"
+
+    tuned = TunedModule(model, always(CANDIDATES["all"]), misfit)
+    tuned.double()
+    assert tuned.report().off == "another type"
+    tuned.float()
+    tuned(x)
+    assert tuned.report().calls == {"tuned": 1}
+    tuned.close()
+    tuned.to("cpu")
+    assert tuned.report().off == "closed"
