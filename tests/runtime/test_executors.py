@@ -41,14 +41,13 @@ class Extracts:
 KEEPING_TYPES = [
     *[name for name in CANDIDATES if name != "cast_weights"],
     pytest.param("compile", marks=pytest.mark.compiles),
-    pytest.param("frozen", marks=pytest.mark.compiles),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("name", KEEPING_TYPES)
 def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
-    compiled = {"compile": (TransformSpec("compile", (("mode", "default"),)),), "frozen": FROZEN}
+    compiled = {"compile": (TransformSpec("compile", (("mode", "default"),)),)}
     extracts = Extracts(model)
     executor = build(model, (x,), {}, {**CANDIDATES, **compiled}[name])
     for each in (x, x + 1):
@@ -57,6 +56,12 @@ def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
         (found,) = extracts.found
         torch.testing.assert_close(found, answer(model, each))
     executor.close()
+
+
+def test_code_that_would_freeze_what_hooks_know_is_refused(model, x):
+    Extracts(model)
+    with pytest.raises(UnsupportedError, match="would be frozen too"):
+        build(model, (x,), {}, FROZEN)
 
 
 def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model, x):

@@ -18,7 +18,7 @@ from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.runtime import entries
 from steadytorch.runtime.executors import build
-from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.module import RAISED, TunedModule
 from steadytorch.transforms.base import TransformSpec
 
 from .conftest import (
@@ -64,7 +64,7 @@ def test_inputs_that_the_model_refuses_do_not_disable_the_executor(serving):
     with pytest.raises(IndexError):
         tuned(bad)
     assert torch.equal(tuned(good), answer(embedding, good))
-    assert tuned.report().calls == {FAILED: 1, "tuned": 1}
+    assert tuned.report().calls == {RAISED: 1, "tuned": 1}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])

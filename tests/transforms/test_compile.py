@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import ClassVar
@@ -10,6 +11,7 @@ from torch import nn
 from torch._inductor import config
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import compile as compiling
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.compile import Compile, _options
@@ -265,3 +267,56 @@ def test_a_plain_callable_can_be_compiled_but_not_frozen(gpu):
     made = Workload(torch.relu, torch.ones(1))
     assert variant().applies_to(made, gpu) == Applicable()
     assert "plain callable" in variant(freezing=True).applies_to(made, gpu).reason
+
+
+# -- functions of the caller's in the model -------------------------------------------------------
+
+
+def _closure():
+    rate = [1.0]
+    return lambda *given: given[-1] * rate[0]
+
+
+class Callable:
+    def __call__(self, *given):
+        return None
+
+
+STEERED = {
+    "hook": lambda m: m.register_forward_hook(lambda *given: None),
+    "pre-hook": lambda m: m.register_forward_pre_hook(lambda *given: None),
+    "hook on a layer": lambda m: next(m.children()).register_forward_hook(_closure()),
+    "patched forward": lambda m: setattr(next(m.children()), "forward", _closure()),
+    "method": lambda m: setattr(m, "activation", Callable().__call__),
+    "callable object": lambda m: setattr(m, "activation", Callable()),
+    "partial": lambda m: setattr(
+        m, "activation", functools.partial(torch.add, other=torch.ones(1))
+    ),
+    "default": lambda m: setattr(m, "activation", eval("lambda x, rates=[1]: x")),
+}
+FIXED = {
+    "function": lambda m: setattr(m, "activation", torch.nn.functional.relu),
+    "built-in": lambda m: setattr(m, "activation", torch.relu),
+    "class": lambda m: setattr(m, "norm_layer", torch.nn.BatchNorm2d),
+    "partial of a class": lambda m: setattr(
+        m, "norm_layer", functools.partial(torch.nn.LayerNorm, eps=1e-6)
+    ),
+    "default": lambda m: setattr(m, "activation", eval("lambda x, rate=1: x")),
+}
+
+
+@pytest.mark.parametrize("name", STEERED)
+def test_what_users_functions_know_is_not_frozen(cpu, conv_workload, name):
+    STEERED[name](conv_workload.model)
+    freezing, plain = variant("default", freezing=True), variant("default", freezing=False)
+    assert "functions of its user's" in freezing.applies_to(conv_workload, cpu).reason
+    assert isinstance(plain.applies_to(conv_workload, cpu), Applicable)
+    with pytest.raises(UnsupportedError, match="frozen too"), freezing.applied(conv_workload):
+        pass
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_functions_without_a_state_may_be_frozen(cpu, conv_workload, name):
+    FIXED[name](conv_workload.model)
+    found = variant("default", freezing=True).applies_to(conv_workload, cpu)
+    assert isinstance(found, Applicable)

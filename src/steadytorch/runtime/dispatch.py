@@ -26,11 +26,11 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from steadytorch.errors import UnsupportedError
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import EXACT, quick_key
-from steadytorch.runtime.lending import lending
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
+from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import Signature, tensors_of
 
 NO_PLAN = "no plan for these inputs"
@@ -97,6 +97,10 @@ class Ticks:
         counter = itertools.count()
         self.tick = counter.__next__
         self._looks = 0
+        self._lock = Lock()
+
+    def after_fork(self) -> None:
+        """Makes the lock anew: a thread that is gone may have held it."""
         self._lock = Lock()
 
     def value(self) -> int:
@@ -233,12 +237,13 @@ class Detours(NamedTuple):
 
     Attributes:
         with_care: any call.
-        failed: one in which the executor raised, or (None) is gone meanwhile.
+        failed: one in which the executor raised, or (None) is gone meanwhile; with the copies of
+            containers that it worked on, if any.
         stale: one whose result may be that of other weights.
     """
 
     with_care: Serve
-    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any]], Any]
+    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
     stale: Run
 
 
@@ -253,30 +258,30 @@ def runner(detours: Detours) -> Run:
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = entry.call
         if call is None:  # retired by another thread
-            return failed(entry, None, args, kwargs)
-        if entry.lends:
-            call = lending(call)
+            return failed(entry, None, args, kwargs, None)
+        lent = Lent((args, kwargs)) if entry.lends else None
+        given, named = (args, kwargs) if lent is None else lent.arguments
         try:
             if (begin := entry.begin) is not None:
                 begin()
             if entry.is_replay or not is_grad_enabled():
-                result = call(*args, **kwargs)
+                result = call(*given, **named)
             else:  # `without_gradients`, without a call
                 _set_grad_enabled(False)
                 try:
-                    result = call(*args, **kwargs)
+                    result = call(*given, **named)
                 finally:
                     _set_grad_enabled(True)
         except Exception as error:
-            return failed(entry, error, args, kwargs)
+            return failed(entry, error, args, kwargs, lent)
         # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
         if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
-        if entry.lends:
+        if lent is not None:
             try:
-                result = result.give_back()
+                result = lent.give_back(result)
             except UnsupportedError as error:
-                return failed(entry, error, args, kwargs)
+                return failed(entry, error, args, kwargs, None)
         entry.hits.tick()
         return result
 

@@ -206,6 +206,13 @@ class Entries:
                 log.warning("a plan was not undone cleanly: %s", one_line(error))
         return served
 
+    def after_fork(self) -> None:
+        """Makes the lock anew: a thread that is gone may have held it."""
+        self._lock = RLock()
+        for entry in self._by_signature.values():
+            entry.hits.after_fork()
+            entry.others.after_fork()
+
     def servings(self) -> list[Serving]:
         """What is known of each signature, those with the most calls first."""
         found = [entry.serving() for entry in list(self._by_signature.values())]
@@ -256,7 +263,8 @@ class Entries:
         self, whole: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Builds the executor of an entry, unless another one is being built or checked."""
-        if not settings.TURNS.acquire(blocking=bool(settings.needed.alive)):
+        turns = settings.TURNS
+        if not turns.acquire(blocking=bool(settings.needed.alive)):
             return
         try:
             # Another thread may have come first, and another may have closed the module.
@@ -267,7 +275,7 @@ class Entries:
             self.forget(entry)
             raise
         finally:
-            settings.TURNS.release()
+            turns.release()
 
     def _build(
         self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -36,16 +36,20 @@ from steadytorch.runtime.dispatch import (
     runner,
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
+from steadytorch.runtime.faults import Raised, is_callers, noting
+from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Report, Tally
 from steadytorch.runtime.standin import StandIn
+from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import without_gradients
 
 FAILED = "the tuned executor failed"
+RAISED = "raised: an exception of the caller's own"
 KEYLESS = "these inputs have no signature"
 RELOADED = "weights were loaded that are those of before"
 SWITCHED = "the model was switched between train and eval"
@@ -104,6 +108,7 @@ class TunedModule(StandIn):
                 *[getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS],
             ],
         )
+        watch(self)
         self._gate.off = self._why_off()
         if self._gate.off is not None:
             log.warning("running untouched: %s", self._gate.off)
@@ -199,30 +204,36 @@ class TunedModule(StandIn):
         # Under flags the model would wait as well. A rehearsal puts buffers back, which must not be
         # those of a call that was made meanwhile.
         waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
-        if not settings.TURNS.acquire(blocking=bool(waits)):
+        turns = settings.TURNS
+        if not turns.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)
         try:
             on_trial = entry.call is not None and entry.trial is not None
             return (self._on_trial if on_trial else self._run)(entry, args, kwargs)
         finally:
-            settings.TURNS.release()
+            turns.release()
 
     def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
-        tuned, untouched = entry.call or self._model, self._model
+        tuned, untouched, own = entry.call or self._model, self._model, list[Exception]()
         if entry.lends:
             tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
             outcome: Outcome = entry.trial.answer(
                 partial(without_gradients, tuned, args, kwargs),
-                partial(untouched, *args, **kwargs),
+                noting(own, partial(untouched, *args, **kwargs)),
                 inputs,
             )
             result = outcome.result.give_back() if entry.lends else outcome.result
+        except Raised as raised:
+            self._tally.count(RAISED)
+            raise raised.error from None
         except Exception as error:
+            if error in own:
+                raise
             return self._failed(entry, error, args, kwargs)
         self._settle(entry, outcome)
         return result
@@ -271,9 +282,22 @@ class TunedModule(StandIn):
             self._stop(reason)
         return self._untouched(reason, args, kwargs, entry)
 
-    def _failed(self, entry: Entry, error: Exception | None, args: Any, kwargs: Any) -> Any:
+    def _failed(
+        self,
+        entry: Entry,
+        error: Exception | None,
+        args: Any,
+        kwargs: Any,
+        lent: Lent | None = None,
+    ) -> Any:
         if error is None:
             return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
+        executor = entry.executor
+        if executor is not None and is_callers(error, executor.modules, executor.is_live):
+            self._tally.count(RAISED)
+            if lent is not None:  # as far as the call went
+                lent.give_back()
+            raise error
         # Where the untouched model raises as well, it is the inputs that are at fault.
         answer = self._untouched(FAILED, args, kwargs, entry)
         entry.retire(FAILED)
@@ -342,6 +366,12 @@ class TunedModule(StandIn):
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         if self._entries.is_built and not self._entries.weights.expect(given, prefix):
             self._switch_off("weights were loaded")
+
+    def after_fork(self) -> None:
+        """Serves untouched in a forked child, see `forks`."""
+        self._entries.after_fork()
+        self._tally.after_fork()
+        self._gate.off = self._gate.off or FORKED
 
     def _free(self, reason: str) -> None:
         self._gate.off = reason

@@ -9,6 +9,7 @@ import torch
 
 from steadytorch.runtime.canary import Canary, Verdict
 from steadytorch.runtime.executors import Executor
+from steadytorch.runtime.faults import Raised, is_callers
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.copying import MOST_OWN_BYTES
@@ -139,8 +140,14 @@ class OnTrial:
 
         Raises:
             Exception: of the untouched model, or of the executor in a call that is no probe.
+            Raised: an exception that is the caller's.
         """
-        call = _Sides(run_tuned, run_untouched, self._watching, self._fault)
+        executor = self._watched[0]
+
+        def callers(error: Exception) -> bool:
+            return is_callers(error, executor.modules, executor.is_live)
+
+        call = _Sides(run_tuned, run_untouched, self._watching, self._fault, callers)
         result, verdict = self._canary.step(
             call.tuned, call.untouched, self._device, inputs, call.look
         )
@@ -175,6 +182,7 @@ class _Sides:
         run_untouched: the model's.
         watching: begins to watch.
         fault: found before, or None; then the executor does not run.
+        is_callers: whether an exception of the executor is for the caller, see `faults`.
 
     Attributes:
         ran: the sides that did, in order.
@@ -183,8 +191,14 @@ class _Sides:
     """
 
     def __init__(
-        self, run_tuned: Run, run_untouched: Run, watching: Callable[[], _Watch], fault: str | None
+        self,
+        run_tuned: Run,
+        run_untouched: Run,
+        watching: Callable[[], _Watch],
+        fault: str | None,
+        is_callers: Callable[[Exception], bool],
     ) -> None:
+        self._is_callers = is_callers
         self._run_tuned, self._run_untouched, self._watching = run_tuned, run_untouched, watching
         self.fault = fault
         self.watch: _Watch | None = None
@@ -195,7 +209,12 @@ class _Sides:
         if self.fault is not None:
             raise RuntimeError(self.fault)  # the canary lets the model answer
         self.ran.append("tuned")
-        return self._run_tuned()
+        try:
+            return self._run_tuned()
+        except Exception as error:
+            if self._is_callers(error):
+                raise Raised(error) from error
+            raise
 
     def untouched(self) -> Any:
         self.ran.append("untouched")

@@ -139,6 +139,10 @@ class Tally:
         self._saved_ns = 0.0
         self._lock = Lock()
 
+    def after_fork(self) -> None:
+        """Makes the lock anew: a thread that is gone may have held it."""
+        self._lock = Lock()
+
     def count(self, outcome: str) -> None:
         """One more call of an outcome that no executor counts."""
         with self._lock:

@@ -36,6 +36,13 @@ class _Needed:
 needed = _Needed()
 
 
+def after_fork() -> None:
+    """Lets go of what threads of the parent held; executors that it built do not run here."""
+    global TURNS
+    TURNS = RLock()
+    needed.alive = 0
+
+
 def is_switched_off() -> bool:
     """Whether the environment has everything run untouched."""
     return os.environ.get(SWITCH, "").strip().lower() == "off"
@@ -55,4 +62,4 @@ def setting_flags() -> Iterator[None]:
         yield
     finally:
         with TURNS:
-            needed.alive -= 1
+            needed.alive = max(0, needed.alive - 1)  # 0 already in a forked child

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import cloned
 from steadytorch.transforms.prebuilt import Task
-from steadytorch.transforms.traits import Objection, capability_below, decide, hooked
+from steadytorch.transforms.traits import Objection, capability_below, decide, hooked, steered
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -73,7 +74,8 @@ class Compile(Transform):
         no_weights = workload.module is None
         training_mode = workload.module is not None and workload.module.training
         freezing = self.parameters.freezing
-        freezable = not (no_weights or training_mode or workload.is_training)
+        is_steered, why_steered = steered(workload)
+        freezable = not (no_weights or training_mode or workload.is_training or is_steered)
         return decide(
             *_missing_compiler(facts),
             (
@@ -85,6 +87,7 @@ class Compile(Transform):
             (freezing and no_weights, "a plain callable has no weights to freeze"),
             (freezing and training_mode, "weights in training mode cannot be frozen"),
             (freezing and workload.is_training, "training changes frozen weights"),
+            (freezing and is_steered, why_steered),
             (autotunes and freezable and not freezing, "where weights can be frozen it freezes"),
         )
 
@@ -93,7 +96,13 @@ class Compile(Transform):
         """Yields the workload on the compiled model; on leaving drops what was compiled.
 
         What was compiled before, and is supplied (`prebuilt`), is taken instead.
+
+        Raises:
+            UnsupportedError: it is to freeze, and the model calls functions of its user's.
         """
+        is_steered, reason = steered(workload)
+        if self.parameters.freezing and is_steered:  # hooks of a stored plan's model may be new
+            raise UnsupportedError(reason)
         with ExitStack() as stack:
             task = Task(
                 workload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import msgspec
 import torch
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
 from steadytorch.transforms.traits import decide
 from steadytorch.workload.workload import Workload
@@ -28,6 +30,19 @@ class _ThreadSetting:
 
 
 _SETTING = _ThreadSetting()
+
+
+class _Process:
+    """Whether this process was forked, and OpenMP's threads are its parent's."""
+
+    is_forked = False
+
+
+def _in_child() -> None:
+    _Process.is_forked = True
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Threads(Transform):
@@ -67,7 +82,16 @@ class Threads(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that sets the count at each call and puts back what it found."""
+        """Yields a workload that sets the count at each call and puts back what it found.
+
+        Raises:
+            UnsupportedError: more threads in a forked process, where OpenMP may wait for ever.
+        """
+        if _Process.is_forked and self.parameters.count > torch.get_num_threads():
+            raise UnsupportedError(
+                f"{self.parameters.count} threads in a forked process may wait for ever: its "
+                "parent's are gone"
+            )
         setting = (_SETTING, "count", self.parameters.count)
 
         def scope() -> AbstractContextManager[Any]:

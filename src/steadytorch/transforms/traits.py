@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from types import BuiltinFunctionType, FunctionType
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable
 from steadytorch.transforms.hooks import hooks_of, hooks_on_all
-from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 
 PLAIN_CALLABLE = "the model is a plain callable, not an nn.Module"
@@ -65,6 +66,35 @@ def hooked(workload: Workload) -> Objection:
 def _is_hooked(module: nn.Module) -> bool:
     found = hooks_of(module)
     return any(not type(hook).__module__.startswith("torch.nn.utils") for hook in found)
+
+
+def steered(workload: Workload) -> Objection:
+    """Objects to functions of the caller's that a module calls: hooks, patched methods, closures.
+
+    What they close over reaches compiled code by way of the module that holds them, and freezing
+    takes all that comes from modules for constant.
+    """
+    model = workload.untouched
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = hooked(workload)[0] or any(map(_is_steered, modules))
+    return found, "the model calls functions of its user's, whose state would be frozen too"
+
+
+def _is_steered(module: nn.Module) -> bool:
+    return any(map(_has_state, vars(module).values()))
+
+
+def _has_state(value: object) -> bool:
+    """Whether a value is called, and may answer by more than its arguments and globals."""
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        is_fixed = value.__closure__ is None and all(isinstance(d, CONSTANTS) for d in defaults)
+        return not (is_fixed or value.__module__.startswith("torch."))
+    if isinstance(value, (nn.Module, type, BuiltinFunctionType, torch.Tensor)):
+        return False
+    if isinstance(value, functools.partial) and isinstance(value.func, type):
+        return False  # makes layers, as constructors keep it
+    return callable(value)
 
 
 def off_device(workload: Workload) -> Objection:
