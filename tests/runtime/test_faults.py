@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.faults import is_callers
-from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.module import RAISED, TunedModule
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms.base import TransformSpec
 
@@ -108,7 +108,7 @@ def test_an_exception_of_a_librarys_own_class_is_heard(stopping, x, name):
     with pytest.raises(StopForward):
         tuned(x * 1e12)
     tuned(x)
-    assert tuned.report().calls == {"tuned": 2}
+    assert tuned.report().calls == {"tuned": 2, RAISED: 1}
 
 
 @pytest.mark.parametrize(
