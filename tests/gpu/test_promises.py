@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from steadytorch.runtime import device_samples
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import STALE, Options
@@ -23,6 +24,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.filterwarnings("ignore"),  # the compiler's own, not ours
 ]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Tests beside this one share the GPU, which makes comparisons wait for their turn."""
+    monkeypatch.setattr(device_samples, "WAIT_NS", 10**9)
 
 
 def spec(name, **parameters):
@@ -115,7 +122,8 @@ def test_no_result_is_of_the_weights_of_before(model, x, name, write):
 
 
 @torch.no_grad()
-def test_a_write_behind_a_full_queue_is_found_though_late(model, x):
+def test_a_write_behind_a_full_queue_is_found_though_late(model, x, monkeypatch):
+    monkeypatch.setattr(device_samples, "WAIT_NS", 0)
     tuned = serve(model, "graph")
     for _ in range(3):
         tuned(x)

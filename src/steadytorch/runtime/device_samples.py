@@ -12,10 +12,13 @@ from torch import Tensor
 BLOCK = 16
 """Neighbouring elements compared of each tensor."""
 INTERVAL_NS = 5_000_000
-"""Least time between two comparisons. One was seen to make a call of ResNet-50 on an H100 take 29 us
-longer: 0.6 % of this."""
-SPIN_NS = 100_000
-"""Longest wait for a comparison on a stream that was idle when the call came."""
+"""Least time between two comparisons. One was seen to make a call of ResNet-50 take 29 us longer, on
+an H100: 0.6 % of this."""
+WAIT_NS = 3_000_000
+"""Longest wait for a comparison. The device works on the call meanwhile: the host loses no more than
+its lead. It is enough for what an average of all weights has enqueued before the call."""
+_SPIN_NS = 100_000
+_PAUSE_S = 20e-6
 _FIRST = -1
 """Priority of the stream of comparisons: their blocks do not queue behind those of the model."""
 
@@ -26,9 +29,9 @@ class DeviceSamples:
     """Finds writes to tensors on CUDA devices that raise no version.
 
     A comparison is a CUDA graph of a few small kernels on a stream of its own, ordered behind what
-    the caller had enqueued when the call came. It sets a flag in page-locked memory. Where the
-    caller's stream was idle at the call, its answer is awaited, and a result computed from old
-    weights is never handed out; otherwise the flag is read by a later call.
+    the caller had enqueued when the call came. It sets a flag in page-locked memory. The answer is
+    awaited for a while after the call's work was enqueued, and then a result computed from old
+    weights is not handed out. Behind a long queue the flag is read by a later call.
 
     Call `begin` before the work of a call is enqueued and `changed` after it.
 
@@ -130,16 +133,15 @@ class _Probe:
         self._marked.record(torch.cuda.current_stream(self._device))
 
     def compare(self, wait: bool = False) -> None:
-        """Enqueues a comparison; waits for it where asked to, or the device had nothing to do."""
-        was_idle = self._marked.query()
+        """Enqueues a comparison and waits for it, for as long as it takes or at most `WAIT_NS`."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._marked)
             self._graph.replay()
             self._compared.record(self._stream)
         if wait:
             self._compared.synchronize()
-        elif was_idle:
-            _spin(self._compared.query)
+        else:
+            _await(self._compared.query)
 
 
 class _Gather:
@@ -187,7 +189,8 @@ def _block(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((count,), (1,), begin).view(integer)
 
 
-def _spin(is_done: Callable[[], bool]) -> None:
-    end = time.perf_counter_ns() + SPIN_NS
-    while not is_done() and time.perf_counter_ns() < end:
-        pass
+def _await(is_done: Callable[[], bool]) -> None:
+    begin = time.perf_counter_ns()
+    while not is_done() and (waited := time.perf_counter_ns() - begin) < WAIT_NS:
+        if waited > _SPIN_NS:
+            time.sleep(_PAUSE_S)  # lets other threads run
