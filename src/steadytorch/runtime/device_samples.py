@@ -12,11 +12,11 @@ from torch import Tensor
 BLOCK = 16
 """Neighbouring elements compared of each tensor."""
 INTERVAL_NS = 5_000_000
-"""Least time between two comparisons. One was seen to make a call of ResNet-50 take 29 us longer, on
-an H100: 0.6 % of this."""
+"""Least time between two comparisons. One was seen to make a call of ResNet-50 take 29 us longer
+on an H100: 0.6 % of this."""
 WAIT_NS = 3_000_000
-"""Longest wait for a comparison. The device works on the call meanwhile: the host loses no more than
-its lead. It is enough for what an average of all weights has enqueued before the call."""
+"""Longest wait for a comparison. The device works on the call meanwhile: the host loses no more
+than its lead. It is enough for what an average of all weights has enqueued before the call."""
 _SPIN_NS = 100_000
 _PAUSE_S = 20e-6
 _FIRST = -1
