@@ -18,6 +18,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import PlanError
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.store import Found, Store
+from steadytorch.tune import optimize as optimizing
 from steadytorch.tune import session
 from steadytorch.tune.optimize import optimize
 
@@ -49,7 +50,8 @@ class Victim:
     def __init__(self, directory):
         torch.set_num_threads(1)  # there are several of these
         # To ask what machine this is takes a fifth of all, and no file changes it.
-        session.load_facts = plan_room.load_facts = cache(load_facts)
+        found = cache(load_facts)
+        session.load_facts = plan_room.load_facts = optimizing.load_facts = found
         torch.manual_seed(0)
         self.model, self.x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.ones(2, 3)
         self.expected = self.model(self.x).detach()
@@ -64,6 +66,7 @@ class Victim:
             served = self._optimized()
             served(self.x)
             assert served.report().hits == (content != b"")  # it looks where the files are put
+        assert list(self.store.entries())
         for each in (plan, msgspec.structs.replace(plan, trains="0" * 64)):
             each.apply(self.model)(self.x)
         for entry in transforms.REGISTRY:
@@ -97,7 +100,7 @@ class Victim:
             path.write_bytes(content)
         with self.listener as heard:
             found = self.store.get(self.key, Plan)
-        assert heard == []
+        assert heard == [], heard
         plan = self._loaded()
         if isinstance(found, Found):
             assert msgspec.structs.replace(found.payload, path=str(self.file)) == plan
@@ -120,7 +123,7 @@ class Victim:
                 plan = load_plan(self.file)
             except PlanError as error:
                 refused = str(error)
-        assert heard == []
+        assert heard == [], heard
         assert refused.isprintable()
         return plan
 
@@ -135,7 +138,7 @@ class Victim:
             assert torch.equal(out, self.expected)
             assert served.report().hits == 0
             assert not self.stored.exists()
-        assert heard == []
+        assert heard == [], heard
 
     def _is_close(self, out):
         return out.shape == self.expected.shape and torch.allclose(out, self.expected)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steadytorch.runtime.keys import full_key, key_function
+from steadytorch.errors import UsageError
+from steadytorch.runtime.keys import KeylessError, full_key, key_function, remember_keyless
 from steadytorch.workload.signature import signature
 
 X = torch.zeros(2, 3)
@@ -166,3 +167,45 @@ def test_a_call_is_clear_only_where_nothing_stands_between_it_and_its_operators(
     torch.func.grad(lambda x: seen.append((clear_key((x,), {}), None)) or x.sum())(X)
     assert seen == [(None, None), (None, None)]
     assert clear_key((X,), {}) == key((X,), {})
+
+
+# -- lazy bits, and arguments of no signature ----------------------------------------------------
+
+Z = torch.randn(2, 3, dtype=torch.complex64)
+LAZY = {"negative": Z.conj().imag, "conjugate": Z.conj()}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize(
+    "call", [lambda t: ((t,), {}), lambda t: ((X, [{"a": t}]), {}), lambda t: ((), {"a": t})]
+)
+def test_what_is_negated_or_conjugated_when_it_is_read_has_no_key(name, call, key):
+    args, kwargs = call(LAZY[name])
+    with pytest.raises(TypeError, match="negated or conjugated"):
+        key(args, kwargs)
+    with pytest.raises(TypeError, match="negated or conjugated"):
+        full_key(signature(args, kwargs), args, kwargs)
+    resolved = LAZY[name].resolve_conj().resolve_neg()
+    assert key(*call(resolved)) is not None
+
+
+def test_numbers_that_equal_nothing_are_one_signature(key):
+    nan = float("nan")
+    assert key((X, nan), {}) == key((X, float("nan")), {})
+    assert key((X, [nan]), {}) != key((X, [0.0]), {})
+    assert key((X, [-0.0]), {}) != key((X, [0.0]), {})
+    assert key((X, {"a": 1}), {}) != key((X, {"a": True}), {})
+    assert key((X, {1: 1}), {}) != key((X, {True: 1}), {})
+
+
+def test_a_class_without_a_signature_is_refused_without_another_look(key):
+    class Own:
+        pass
+
+    args = (X, Own())
+    with pytest.raises(UsageError) as raised:
+        key(args, {})
+    remember_keyless(args, {}, str(raised.value))
+    with pytest.raises(KeylessError, match="is a Own"):
+        key((X, [Own()]), {})
+    assert key((X,), {}) is not None

@@ -28,7 +28,8 @@ bool is_plain(PyObject* object) {
     return false;
   }
   const auto& tensor = THPVariable_Unpack(object);
-  return tensor.defined() && !tensor.is_nested() && tensor.layout() == c10::kStrided &&
+  // What is to be negated or conjugated when it is read goes the long way, where it is refused.
+  return tensor.defined() && !tensor.is_neg() && !tensor.is_conj() && !tensor.is_nested() && tensor.layout() == c10::kStrided &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 

@@ -139,6 +139,7 @@ def make_key(
     tolerance: float | None,
     max_memory_bytes: int | None,
     ambient: Mapping[str, object],
+    fingerprint: str | None = None,
 ) -> Key:
     """The key of the plan for `workload`, given inputs of `signature`, on the machine of `facts`.
 
@@ -154,6 +155,8 @@ def make_key(
         tolerance: accepted error, None for the default of the precision.
         max_memory_bytes: memory limit, None for none.
         ambient: process-wide settings; values enter as text.
+        fingerprint: `workload_fingerprint` of the workload where it is known, which takes
+            milliseconds to find.
 
     Raises:
         UsageError: the tolerance is infinite or not a number.
@@ -161,7 +164,7 @@ def make_key(
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"tolerance {tolerance} is not a finite number: pass one, such as 0.01")
     return Key(
-        workload=workload_fingerprint(workload),
+        workload=fingerprint or workload_fingerprint(workload),
         signature=_text(signature),
         inputs=_described_inputs(signature),
         objective=_text(objective),

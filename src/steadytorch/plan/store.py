@@ -103,6 +103,7 @@ class Store:
         url = os.environ.get(SECOND_STORE, "") if second is None else second
         self._second = RemoteStore(url) if url else None
         self._in_memory: dict[str, bytes] = {}
+        self._scanned: tuple[Any, list[Key]] = (None, [])
         self.trouble = "" if self.root else "there is no home directory"
         self._warned = False
 
@@ -308,9 +309,38 @@ class Store:
             return f"it stays there: {why(error)}"
         return f"moved to {target}"
 
+    def has_any(self, workload: str) -> bool:
+        """Whether there may be a plan for a workload, whatever its inputs and settings.
+
+        Args:
+            workload: its `workload_fingerprint`.
+        """
+        if self._second is not None or self._in_memory:
+            return True
+        keys = self._keys()
+        return len(keys) >= _SCAN_LIMIT or any(key.workload == workload for key in keys)
+
+    def _keys(self) -> list[Key]:
+        """Keys of the usable plans, of very many the first; read again when a folder changed."""
+        state = self._state()
+        if state is None or self._scanned[0] != state:
+            entries = islice(self.entries(), _SCAN_LIMIT)
+            self._scanned = state, [entry.key for entry in entries if entry.key]
+        return self._scanned[1]
+
+    def _state(self) -> list[tuple[str, int]] | None:
+        """The store's folders and when each was last written to; None if that cannot be read."""
+        try:
+            with os.scandir(self.root or os.devnull) as found:
+                folders = [f for f in found if _is_environment(f.name)]
+                return sorted((f.name, f.stat().st_mtime_ns) for f in folders)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError):
+            return None
+
     def _nearest(self, key: Key) -> Miss:
-        scanned = islice(self.entries(), _SCAN_LIMIT)
-        differing = nearest((entry.key for entry in scanned if entry.key), key)
+        differing = nearest(self._keys(), key)
         if not differing:
             return Miss("no plan is stored for this workload")
         return Miss(

@@ -6,6 +6,7 @@ Everything here that a served call passes through is written for speed. Counters
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
@@ -34,6 +35,8 @@ from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import Signature, tensors_of
 
 NO_PLAN = "no plan for these inputs"
+RECONSIDERED_S = 10.0
+"""Seconds after which it is asked again whether there is a plan for a model that had none."""
 NEEDS_GRADIENT = "gradients of the inputs are needed"
 NOT_FASTER = "nothing was faster than the untouched model"
 
@@ -74,6 +77,7 @@ class Resolution:
         origin: where the candidate comes from.
         again: is asked at each further call that this leaves untouched; True resolves anew.
         prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
+        for_all: whether it holds for all inputs, for `RECONSIDERED_S`.
     """
 
     candidate: Candidate | None
@@ -82,6 +86,7 @@ class Resolution:
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
+    for_all: bool = False
 
 
 Resolver = Callable[[Arrival], Resolution]
@@ -123,6 +128,7 @@ class Entry:
         call: of the executor; None runs the model untouched.
         trial: watches the calls until the executor has proved itself.
         is_proved: whether it has.
+        is_unserved: whether the model runs untouched, and will until it is resolved anew.
         begin: called before the executor, to prepare `outdated`; None where nothing is to prepare.
         outdated: whether a result may be that of other weights, asked after each call; None where
             the executor runs the model itself.
@@ -142,6 +148,7 @@ class Entry:
     call: Callable[..., Any] | None = None
     trial: Any = None
     is_proved: bool = False
+    is_unserved: bool = False
     begin: Callable[[], None] | None = None
     outdated: Callable[[], bool] | None = None
     is_replay: bool = False
@@ -218,13 +225,15 @@ class Gate:
 
     Attributes:
         off: the reason, or None.
+        until: when the reason is to be asked for anew, by `time.monotonic`.
         mode: train or eval, as the model was when executors were built.
     """
 
-    __slots__ = ("mode", "off")
+    __slots__ = ("mode", "off", "until")
 
     def __init__(self, mode: bool) -> None:
         self.off: str | None = None
+        self.until = math.inf
         self.mode = mode
 
 
@@ -240,11 +249,13 @@ class Detours(NamedTuple):
         failed: one in which the executor raised, or (None) is gone meanwhile; with the copies of
             containers that it worked on, if any.
         stale: one whose result may be that of other weights.
+        unserved: one of a signature that nothing serves, and nothing is to be asked about.
     """
 
     with_care: Serve
     failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
     stale: Run
+    unserved: Run
 
 
 def runner(detours: Detours) -> Run:
@@ -253,7 +264,7 @@ def runner(detours: Detours) -> Run:
     Args:
         detours: what answers otherwise.
     """
-    _, failed, stale = detours
+    failed, stale = detours.failed, detours.stale
 
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = entry.call
@@ -288,7 +299,7 @@ def runner(detours: Detours) -> Run:
     return run
 
 
-def fast_path(
+def fast_path(  # noqa: C901 - inlined for speed
     model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours, compiled: Any = None
 ) -> Serve:
     """The way of a call that nothing stands in: one look-up, one executor, no lock.
@@ -304,26 +315,21 @@ def fast_path(
         compiled: as `key_function` was given.
     """
     attributes, get, run = vars(model), found.get, runner(detours)
-    with_care = detours.with_care
+    with_care, unserved = detours.with_care, detours.unserved
     if "training" not in attributes:  # a scripted model
         return with_care
 
     def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if gate.off is not None:
+            return with_care(args, kwargs)
         try:
-            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-                a = args[0]
-                entry = get((a.shape, a.stride(), a.dtype, a.device, a.layout))
-                needs_gradient = a.requires_grad and is_grad_enabled()
-            else:
-                entry = get(quick_key(args, kwargs))
-                needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
+            entry = get(quick_key(args, kwargs))
+            needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
         except Exception:  # no signature
             return with_care(args, kwargs)
         if (
             entry is None
-            or not entry.is_proved
             or needs_gradient
-            or gate.off is not None
             or attributes["training"] is not gate.mode
             or needed.alive
             # `obstacle`, without calls: exporting shows in the stack.
@@ -332,9 +338,10 @@ def fast_path(
             or _len_torch_dispatch_stack()
             or peek_interpreter_stack() is not None
             or is_dynamo_compiling()
+            or not (entry.is_proved or entry.is_unserved)
         ):
             return with_care(args, kwargs)
-        return run(entry, args, kwargs)
+        return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     if compiled is None:
         return serve
@@ -342,18 +349,19 @@ def fast_path(
 
     def serve_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The compiler knows no `clear_key`, and must see that nothing of this is to be compiled.
+        if gate.off is not None:
+            return with_care(args, kwargs)
         if is_dynamo_compiling() or (key := clear_key(args, kwargs)) is None:
             return serve(args, kwargs)
         entry = get(key)
         if (
             entry is None
-            or not entry.is_proved
-            or gate.off is not None
+            or not (entry.is_proved or entry.is_unserved)
             or attributes["training"] is not gate.mode
             or needed.alive
             or forward_ad._current_level >= 0
         ):
             return with_care(args, kwargs)
-        return run(entry, args, kwargs)
+        return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     return serve_tensors

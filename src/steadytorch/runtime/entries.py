@@ -256,6 +256,8 @@ class Entries:
             entry.reason = TAKEN
         else:
             entry.reason = resolution.reason if resolution.candidate is None else NOT_FASTER
+        is_settled = not (resolution.candidate or resolution.again or entry.is_padded)
+        entry.is_unserved = is_settled and not (self._options.strict or self._options.trains)
         if not self._options.strict and (detail := entry.detail):
             self.warn(entry.reason, detail)
 

@@ -14,8 +14,10 @@ away. `Weights` says why nothing cheaper would do, and what cannot be seen.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,7 @@ from steadytorch.runtime import settings
 from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
     NO_PLAN,
+    RECONSIDERED_S,
     Detours,
     Entry,
     Gate,
@@ -38,7 +41,7 @@ from steadytorch.runtime.dispatch import (
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
 from steadytorch.runtime.forks import FORKED, watch
-from steadytorch.runtime.keys import key_function, quick_key
+from steadytorch.runtime.keys import KeylessError, key_function, quick_key, remember_keyless
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
@@ -96,7 +99,7 @@ class TunedModule(StandIn):
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
-        detours = Detours(self._with_care, self._failed, self._stale)
+        detours = Detours(self._with_care, self._failed, self._stale, self._known_miss)
         state["_run"] = runner(detours)
         compiled, _ = load()
         state["_key"] = key_function(compiled)
@@ -173,7 +176,7 @@ class TunedModule(StandIn):
         """
         self._free("refreshed")
         self._gate.mode = self._model.training
-        self._gate.off = self._why_off()
+        self._gate.off, self._gate.until = self._why_off(), math.inf
 
     def close(self) -> None:
         """Frees the executors; the untouched model serves from then on."""
@@ -183,7 +186,12 @@ class TunedModule(StandIn):
 
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not served the plain way, or not known to be."""
-        reason = self._gate.off or obstacle(args, kwargs)
+        off = self._gate.off
+        if off is not None:
+            if monotonic() < self._gate.until:
+                return self._untouched(off, args, kwargs)
+            self._gate.off, self._gate.until = None, math.inf
+        reason = obstacle(args, kwargs)
         if reason is not None:
             return self._untouched(reason, args, kwargs)
         if self._model.training is not self._gate.mode:
@@ -192,6 +200,9 @@ class TunedModule(StandIn):
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
         except Exception as error:
             return self._keyless(error, args, kwargs)
+        if entry.resolution.for_all and not self._entries.is_built:
+            self._gate.off, self._gate.until = entry.resolution.reason, monotonic() + RECONSIDERED_S
+            self._entries.forget(entry)
         answer = self._padded if entry.is_padded else self._from
         return answer(entry, args, kwargs)
 
@@ -305,6 +316,9 @@ class TunedModule(StandIn):
         return answer
 
     def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        if isinstance(error, KeylessError) and not self._options.strict:
+            return self._untouched(KEYLESS, args, kwargs)
+        remember_keyless(args, kwargs, one_line(error))
         if not self._options.strict:
             self._entries.warn(KEYLESS, one_line(error))
         return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {one_line(error)}")
@@ -316,6 +330,9 @@ class TunedModule(StandIn):
             detail = served.detail if self._options.strict else ""
             return self._missed(reason, args, kwargs, entry, detail)
         return self._untouched(reason, args, kwargs, entry)
+
+    def _known_miss(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
 
     def _missed(
         self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None, detail: str = ""
@@ -348,7 +365,7 @@ class TunedModule(StandIn):
         return None if self._fits is None else self._fits(self._model)
 
     def _stop(self, reason: str) -> None:
-        self._gate.off = reason
+        self._gate.off, self._gate.until = reason, math.inf
         self._entries.warn(reason)
 
     def _switch_off(self, reason: str) -> None:
@@ -360,8 +377,9 @@ class TunedModule(StandIn):
             weights = self._entries.weights
             if weights.rewritten() or weights.changed():
                 self._switch_off(reason)
-        elif self._gate.off == self._misfit:  # nothing is built, and it may fit now, or no longer
-            self._gate.off = self._why_off()
+        elif self._gate.off == self._misfit or self._gate.until < math.inf:
+            # Nothing is built, and a plan may fit now, or no longer.
+            self._gate.off, self._gate.until = self._why_off(), math.inf
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         if self._entries.is_built and not self._entries.weights.expect(given, prefix):
@@ -374,7 +392,7 @@ class TunedModule(StandIn):
         self._gate.off = self._gate.off or FORKED
 
     def _free(self, reason: str) -> None:
-        self._gate.off = reason
+        self._gate.off, self._gate.until = reason, math.inf
         self._tally.keep(self._entries.close())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
 from steadytorch.plan.bundle import compiles
+from steadytorch.plan.fingerprint import workload_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
@@ -25,6 +27,7 @@ from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
 from steadytorch.runtime.entries import Options as Serving
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
+from steadytorch.runtime.weights import Weights
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 from steadytorch.workload.signature import map_tensors
@@ -35,6 +38,7 @@ TRAINING = "the model is in training mode"
 SEARCHING = "its plan is being searched for"
 OCCUPIED = "another plan is being searched for, or its bundle made"
 FAILED = "the search for a plan failed"
+NO_PLAN_AT_ALL = "the store has no plan for this model"
 QUIET_S = 30.0
 """Seconds without a search before a bundle is made: signatures tend to be new one after another,
 and a search would have to wait for it."""
@@ -160,6 +164,7 @@ class PlanSource:
         self._alone = Lock()
         self._searched_at = 0.0
         self._found: dict[Any, Resolution] = {}
+        self._model: _Described | None = None
 
     def __call__(self, arrival: Arrival) -> Resolution:
         """What serves these inputs.
@@ -170,14 +175,28 @@ class PlanSource:
         if arrival.model.training:
             return Resolution(None, TRAINING)
         workload = Workload(arrival.model, arrival.args, arrival.kwargs)
+        if self._model is None or self._model.is_outdated(workload):
+            self._model = _Described(workload)
         try:
-            session = Session(workload, self._options, None, self._store)
+            session = Session(
+                workload,
+                self._options,
+                None,
+                self._store,
+                facts=self._model.facts,
+                fingerprint=self._model.fingerprint,
+                signature=arrival.signature,
+            )
         except SteadyError as error:
             return Resolution(None, NO_PLAN, str(error))
         plan, reason = session.look_up()
         if plan is not None:
             return plan.resolution(self._bundle)
-        return self._tuned(session) if self._mode == "tune" else Resolution(None, NO_PLAN, reason)
+        if self._mode == "tune":
+            return self._tuned(session)
+        if self._mode == "replay" and not self._store.has_any(session.key.workload):
+            return Resolution(None, NO_PLAN_AT_ALL, reason, for_all=True)
+        return Resolution(None, NO_PLAN, reason)
 
     def _tuned(self, session: Session) -> Resolution:
         key = session.key.digest
@@ -238,6 +257,26 @@ class PlanSource:
                 if time.monotonic() >= self._searched_at + QUIET_S:
                     session.keep_bundle(plan)
                     return
+
+
+class _Described:
+    """What of a key belongs to the model and the machine; finding it takes milliseconds.
+
+    Attributes:
+        facts: of the model's device.
+        fingerprint: of the model.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._weights = Weights(workload.model)
+        self._weights.remember()
+        self._device = workload.device
+        self.facts = load_facts(resolve_device(str(self._device)))
+        self.fingerprint = workload_fingerprint(workload)
+
+    def is_outdated(self, workload: Workload) -> bool:
+        """Whether the model or its device changed since."""
+        return self._device != workload.device or self._weights.changed()
 
 
 def _with_own_inputs(workload: Workload) -> Workload:

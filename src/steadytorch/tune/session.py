@@ -35,6 +35,7 @@ from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
+from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
@@ -49,6 +50,9 @@ class Session:
         options: what is asked.
         device: where to run, as a torch device string or `auto`; None for where the workload is.
         store: the plan store, or its folder; None for the default one.
+        facts: of the device, where they are known.
+        fingerprint: of the workload, where it is known.
+        signature: of its inputs, where it is known.
 
     Attributes:
         facts: of the device.
@@ -65,6 +69,10 @@ class Session:
         options: Options,
         device: str | None = None,
         store: Store | str | Path | None = None,
+        *,
+        facts: DeviceFacts | None = None,
+        fingerprint: str | None = None,
+        signature: Signature | None = None,
     ) -> None:
         if options.tolerance is not None and options.precision == "same":
             raise UsageError(
@@ -78,9 +86,9 @@ class Session:
             )
         self.workload, self.options = workload, options
         self._device = resolve_device(device or str(workload.device))
-        self.facts: DeviceFacts = load_facts(self._device)
+        self.facts: DeviceFacts = facts or load_facts(self._device)
         self._ambient = transforms.ambient()
-        self._signature = workload.signature().on(torch.device(self._device).type)
+        self._signature = (signature or workload.signature()).on(torch.device(self._device).type)
         self.key: Key = make_key(
             workload,
             self._signature,
@@ -90,6 +98,7 @@ class Session:
             tolerance=options.tolerance,
             max_memory_bytes=options.max_memory_bytes,
             ambient=self._ambient,
+            fingerprint=fingerprint,
         )
         self._store = store if isinstance(store, Store) else Store(store)
 

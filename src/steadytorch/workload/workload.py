@@ -171,8 +171,8 @@ class Workload:
     def device(self) -> torch.device:
         """Where it runs: the device of the first parameter, else of the first input, else CPU."""
         found: list[torch.device] = []
-        if self.module is not None:
-            found.extend(p.device for p in self.module.parameters())
+        if self.module is not None and (first := next(self.module.parameters(), None)) is not None:
+            found.append(first.device)
         if not found:
             map_tensors(lambda t: found.append(t.device) or t, (self.inputs, dict(self.kwargs)))
         return found[0] if found else torch.device("cpu")
