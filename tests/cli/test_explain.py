@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -158,3 +159,11 @@ def test_a_wrong_time_is_one_line(steady, option, time):
     ended = steady("explain", "tiny.py:small", option, time)
     assert ended.code == UsageError.exit_code
     assert f"{time!r} is not a time" in only_line(ended.err)
+
+
+def test_a_terminal_that_lacks_characters_gets_others(steady, trace, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    ended = steady("explain", trace)
+    assert (ended.code, ended.err) == (0, "")
+    assert b"@" in terminal.buffer.getvalue()

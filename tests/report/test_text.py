@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from steadytorch.report.charts import _BARS
+from steadytorch.report.ledger import _FILLS
 from steadytorch.report.text import (
     duration,
     percent_above,
     plain,
     print_indented,
+    printable_anywhere,
     seconds,
     unit_of,
 )
@@ -79,3 +85,27 @@ def test_a_paragraph_is_indented_wrapped_and_ends_without_blanks():
     screen = Screen(width=20)
     print_indented(screen.console, Text("one two three four five six [bold]"))
     assert screen.text.splitlines() == ["  one two three four", "  five six [bold]"]
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_an_encoding_lacks_is_replaced(monkeypatch, name):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, name, stream)
+    with printable_anywhere():
+        print("▁█ ±95 % é \udcff", file=stream)
+    assert stream.errors == "strict"
+    stream.flush()
+    assert stream.buffer.getvalue() == b"_@ +-95 % ? ?\n"
+
+
+def test_fills_of_a_chart_stay_distinct_in_ascii():
+    assert len(set(_FILLS.encode("ascii", "steadytorch.ascii"))) == len(_FILLS)
+    bars = _BARS.encode("ascii", "steadytorch.ascii")
+    assert len(set(bars)) == len(_BARS) == len(bars)
+
+
+def test_streams_without_an_encoding_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with printable_anywhere():
+        pass

@@ -14,7 +14,7 @@ import click
 
 from steadytorch import __version__
 from steadytorch.errors import SteadyError
-from steadytorch.report.text import plain
+from steadytorch.report.text import plain, printable_anywhere
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -79,7 +79,7 @@ def _show(error: click.ClickException) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code; every expected error is one clear line."""
-    with _ended_once():
+    with _ended_once(), printable_anywhere():
         _main(arguments)
 
 

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 @click.option(
     "--markdown",
     "markdown_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
-    help="Write a summary for a CI page.",
+    help="Write a summary for a CI page; - for standard output.",
 )
 @options.json_file
 @options.quiet

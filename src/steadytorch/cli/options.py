@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +24,21 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 
+STANDARD_OUTPUT = Path("-")
+_KEPT = "steadytorch.standard_output"
+
+
 def check_writable(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Refuses a file that cannot be written now rather than after minutes of work."""
+    """Refuses a file that cannot be written now rather than after minutes of work.
+
+    For `-` it keeps standard output for that document alone: all else goes to standard error.
+    """
     if path is None or ctx.resilient_parsing:
+        return path
+    if path == STANDARD_OUTPUT:
+        _keep_standard_output(ctx, parameter.opts[0])
         return path
     if not path.parent.is_dir():
         raise UsageError(
@@ -37,15 +49,40 @@ def check_writable(
     return path
 
 
+def _keep_standard_output(ctx: click.Context, option: str) -> None:
+    if _KEPT in ctx.meta:
+        raise UsageError(f"{option} -: another option writes to standard output; name a file")
+    try:
+        kept = os.dup(1)
+    except OSError as error:
+        raise UsageError(f"{option} - cannot be written: standard output is closed") from error
+    ctx.meta[_KEPT] = kept
+    ctx.with_resource(_all_on_standard_error(kept))
+
+
+@contextlib.contextmanager
+def _all_on_standard_error(kept: int) -> Iterator[None]:
+    """Redirects the descriptor as well as Python's stream: libraries print past Python too."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 device = click.option(
     "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to run."
 )
 json_file = click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, readable=False, path_type=Path),
+    type=click.Path(dir_okay=False, readable=False, allow_dash=True, path_type=Path),
     callback=check_writable,
-    help="Write the result as one JSON object.",
+    help="Write the result as one JSON object; - for standard output.",
 )
 quiet = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 store = click.option(
@@ -173,6 +210,29 @@ def write(option: str, path: Path | None, content: bytes) -> None:
     if path is None:
         return
     try:
-        path.write_bytes(content)
+        if path == STANDARD_OUTPUT:
+            _write_kept(content)
+        else:
+            path.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be written: {error.strerror}") from error
+
+
+def _write_kept(content: bytes) -> None:
+    with (
+        contextlib.suppress(BrokenPipeError),  # whoever reads has read enough
+        os.fdopen(os.dup(click.get_current_context().meta[_KEPT]), "wb") as output,
+    ):
+        output.write(content)
+
+
+@contextlib.contextmanager
+def file_for(option: str, path: Path) -> Iterator[Path]:
+    """The file to write for an option; of `-` a temporary one, copied to standard output."""
+    if path != STANDARD_OUTPUT:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="steadytorch-") as folder:
+        made = Path(folder) / "output"
+        yield made
+        write(option, path, made.read_bytes())

@@ -103,7 +103,7 @@ def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
 @click.argument(
     "path",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
 )
 @click.argument("plan_ids", metavar="[ID]...", nargs=-1)
@@ -111,12 +111,14 @@ def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
 def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
     """Writes plans to a FILE for another machine.
 
-    All of them by default.
+    All of them by default; FILE may be - for standard output.
     """
     from steadytorch.plan.exchange import export_plans
     from steadytorch.report.plans import render_exported
 
-    render_exported(options.console(False), export_plans(path, plan_ids, store), path)
+    with options.file_for("FILE", path) as target:
+        exported = export_plans(target, plan_ids, store)
+    render_exported(options.console(False), exported, path)
 
 
 @plans.command("import")

@@ -9,12 +9,20 @@ import click
 from steadytorch.cli import options
 
 
+def _kept_for_page(
+    ctx: click.Context, parameter: click.Parameter, path: Path | None
+) -> Path | None:
+    """Files are checked when they are written, see `report.html`."""
+    return options.check_writable(ctx, parameter, path) if path == options.STANDARD_OUTPUT else path
+
+
 @click.command()
 @click.argument("result", metavar="RESULT", type=click.Path(path_type=Path))
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="The page to write.  [default: RESULT with the ending .html]",
+    callback=_kept_for_page,
+    help="The page to write; - for standard output.  [default: RESULT with the ending .html]",
 )
 @options.quiet
 def report(result: Path, output: Path | None, quiet: bool) -> None:
@@ -26,6 +34,10 @@ def report(result: Path, output: Path | None, quiet: bool) -> None:
     from steadytorch.report.html import report as written
     from steadytorch.report.text import plain
 
+    if output is not None and output == options.STANDARD_OUTPUT:
+        with options.file_for("--output", output) as page:
+            written(result, page)
+        return
     page = written(result, output)
     if not quiet:
         click.echo(f"{plain(page)}, {size(page.stat().st_size)}")

@@ -18,6 +18,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from steadytorch.errors import SteadyError
 from steadytorch.process.messages import Raised, Reply, Request, decode_request, encode
 
 _PR_SET_PDEATHSIG = 1
@@ -97,7 +98,7 @@ def describe(error: BaseException) -> Raised:
         or "cannot allocate memory" in lowered
     )
     return Raised(
-        type(error).__name__,
+        "" if isinstance(error, SteadyError) else type(error).__name__,
         text[:4000],
         "".join(traceback.format_exception(error))[-8000:],
         out_of_memory,

@@ -18,7 +18,7 @@ class Raised(msgspec.Struct, frozen=True):
     """An exception in the worker, as text: it may be of a type that only the worker can import.
 
     Attributes:
-        type: class name.
+        type: class name; empty for an error of this project, whose message says it all.
         message: `str` of the exception.
         traceback: the formatted traceback.
         out_of_memory: whether it was a failed allocation, on the device or the host.

@@ -157,7 +157,7 @@ class Worker:
         reason = (
             "out of memory"
             if raised.out_of_memory
-            else f"{raised.type}: {first_line}".rstrip(": ")[:300]
+            else f"{raised.type}: {first_line}".strip(": ")[:300]
         )
         raise WorkerFault(fault, reason, raised.traceback, raised)
 

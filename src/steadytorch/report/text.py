@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +14,39 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
+
+_ASCII = {
+    **dict(zip("▁▂▃▄▅▆▇█▓▒░", "_.:-=+#@%*~", strict=True)),
+    **dict(zip("▏▎▍▌▋▊▉", "||||@@@", strict=True)),
+    "±": "+-",
+    "…": "...",
+    "µ": "u",
+}
+"""Stands for what a terminal's encoding lacks; all else becomes a question mark."""
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_ASCII.get(char, "?") for char in lacking), error.end
+
+
+codecs.register_error("steadytorch.ascii", _in_ascii)
+
+
+@contextlib.contextmanager
+def printable_anywhere() -> Iterator[None]:
+    """Has standard output and error replace characters that their encoding lacks."""
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, io.TextIOWrapper)]
+    before = [(stream, stream.errors) for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="steadytorch.ascii")
+    try:
+        yield
+    finally:
+        for stream, errors in before:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                stream.reconfigure(errors=errors)
 
 
 def plain(text: object) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from steadytorch import transforms
 from steadytorch.device.recorder import Recorder
-from steadytorch.errors import UsageError
+from steadytorch.errors import SteadyError, UsageError
 from steadytorch.measure.overhead import probe_overhead
 from steadytorch.measure.sampler import (
     Sampler,
@@ -33,7 +33,7 @@ from steadytorch.transforms.base import TransformSpec, applied_in_order
 from steadytorch.trial.counting import counted_of, counting, noted
 from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.trial.series import Series
-from steadytorch.workload import travel
+from steadytorch.workload import operators, travel
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
@@ -61,7 +61,7 @@ def save_payload(workload: Workload, directory: Path) -> None:
     """
     try:
         travel.save(workload, directory / PAYLOAD)
-    except OSError:
+    except (OSError, SteadyError):
         raise
     except Exception as error:
         held = "it holds" if workload.feed is None else "it holds, its loader included,"
@@ -128,7 +128,7 @@ def own_errors() -> Iterator[None]:
     try:
         yield
     except StepError as error:
-        raise error.__cause__ or error from None
+        raise operators.explained(error.__cause__ or error) from None
 
 
 class WorkloadHandler:

@@ -23,6 +23,7 @@ import cloudpickle
 
 from steadytorch.errors import SteadyError, UsageError
 from steadytorch.workload.sources import PREFIXES, did_you_mean
+from steadytorch.workload.travel import find_anew
 from steadytorch.workload.workload import Workload
 
 _RETURNS = "a factory returns a Workload, or a tuple (model, inputs)"
@@ -200,13 +201,7 @@ def _only_from(directory: Path, module: ModuleType) -> bool:
     if not file or not Path(file).resolve().is_relative_to(directory):
         return False
     root = module.__name__.partition(".")[0]
-    return _places(_search(root)) != _places(getattr(sys.modules.get(root), "__spec__", None))
-
-
-def _search(root: str) -> ModuleSpec | None:
-    """What an import of a top-level name would find, were it not imported yet."""
-    finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
-    return next((spec for f in finders if (spec := f.find_spec(root, None))), None)
+    return _places(find_anew(root)) != _places(getattr(sys.modules.get(root), "__spec__", None))
 
 
 def _places(spec: ModuleSpec | None) -> tuple[str, ...]:

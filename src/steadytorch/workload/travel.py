@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import pickle
 import sys
 import types
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import cloudpickle
 import torch
 from cloudpickle import cloudpickle as rebuild
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
+from steadytorch.errors import UsageError
+from steadytorch.workload import operators
 from steadytorch.workload.workload import Workload
+
+_SAVING = Lock()
 
 
 def save(workload: Workload, path: Path) -> None:
     """Writes a workload so that `load` can open it in a process that cannot import its model.
 
+    Custom operators of the script travel along, since models also call them by name alone.
+
     Raises:
         Exception: it holds what cannot be pickled, such as an open file; the pickler says what.
     """
-    torch.save(workload, path, pickle_module=_Cloudpickle)
+    with _SAVING, _by_value():
+        own = list(filter(_can_pickle, operators.of_scripts(_is_importable)))
+        torch.save(((_Libraries(), own), workload), path, pickle_module=_Cloudpickle)
 
 
 def load(path: Path) -> Workload:
@@ -32,7 +47,7 @@ def load(path: Path) -> Workload:
     For a worker process: code that came by value is given a module of its name in `sys.modules`,
     `__main__` included, because `torch.compile` looks up the globals of inlined functions there.
     """
-    return torch.load(path, weights_only=False, pickle_module=_Pickle)
+    return torch.load(path, weights_only=False, pickle_module=_Pickle)[1]
 
 
 def modules_of(workload: Workload) -> list[str]:
@@ -61,6 +76,57 @@ def _home(name: str) -> types.ModuleType | None:
     return home
 
 
+def find_anew(name: str) -> ModuleSpec | None:
+    """What an import of a top-level module would find if it were not imported yet."""
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    return next((spec for f in finders if (spec := f.find_spec(name, None))), None)
+
+
+@contextlib.contextmanager
+def _by_value() -> Iterator[None]:
+    """Within the block, code that a worker process cannot import is pickled by value.
+
+    That is the script itself in a process that it spawned (`__mp_main__`), and modules that were
+    made by hand or loaded from a file.
+    """
+    before = cloudpickle.list_registry_pickle_by_value()
+    try:
+        yield
+    finally:
+        _importable.clear()
+        for name in cloudpickle.list_registry_pickle_by_value() - before:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+_importable: dict[str, bool] = {}
+"""Top-level modules met while a workload is saved: whether a worker process can import them."""
+
+
+def _is_importable(name: str) -> bool:
+    root = name.partition(".")[0]
+    if root not in _importable:
+        _importable[root] = root != "__main__" and find_anew(root) is not None
+    return _importable[root]
+
+
+def _take_along(name: str) -> None:
+    """Has a module's code pickled by value if a worker process cannot import it.
+
+    Raises:
+        UsageError: it is compiled code.
+    """
+    module = sys.modules.get(name)
+    if name == "__main__" or not isinstance(module, types.ModuleType) or _is_importable(name):
+        return
+    file = getattr(module, "__file__", None) or ""
+    if file.endswith(tuple(EXTENSION_SUFFIXES)):
+        folder = Path(file).parent
+        raise UsageError(
+            f"a worker process cannot import the extension module {name}: put {folder} on sys.path"
+        )
+    cloudpickle.register_pickle_by_value(module)
+
+
 def _can_import(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -85,15 +151,42 @@ def _make_module(name: str, contents: dict[str, Any]) -> types.ModuleType:
     return home
 
 
+class _Libraries:
+    """Loads, where it is unpickled, the libraries of operators that this process has loaded."""
+
+    def __reduce__(self) -> Any:
+        return operators.load_libraries, (set(torch.ops.loaded_libraries),)
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Names modules whose type is their own, as `torch.backends.cudnn` is."""
+    """Pickles by value what a worker process cannot import.
+
+    Modules whose type is their own, as `torch.backends.cudnn` is, are pickled by name.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        if isinstance(obj, CustomOpDef | OpOverload | OpOverloadPacket):
+            return operators.reduced(obj, _is_importable)
+        if isinstance(obj, types.ModuleType):
             name = getattr(obj, "__name__", None)
             if isinstance(name, str) and sys.modules.get(name) is obj:
-                return importlib.import_module, (name,)
+                if type(obj) is not types.ModuleType:
+                    return importlib.import_module, (name,)
+                _take_along(name)
+        elif isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType):
+            name = getattr(obj, "__module__", None)
+            if isinstance(name, str):
+                _take_along(name)
         return super().reducer_override(obj)
+
+
+def _can_pickle(operator: CustomOpDef) -> bool:
+    """Whether an operator can travel: the workload may well do without one that cannot."""
+    try:
+        _Pickler(io.BytesIO()).dump(operator)
+    except Exception:
+        return False
+    return True
 
 
 class _Cloudpickle:
