@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format types gpu-test bench clean
+.PHONY: demo test test-slow lint format types gpu-test bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/steady demo
 
 test: $(VENV)/installed-dev  # what must have the machine to itself, then a file per core
 	$(BIN)/python -m pytest -m alone
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone and not torture"
+
+test-slow: $(VENV)/installed-dev  # thousands of combinations of models, plans and callers
+	$(BIN)/python -m pytest -n auto -m torture tests/torture
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -36,7 +36,7 @@ FLOORS = {
     "__init__": 9,
     "__main__": 9,
 }
-OTHERS = {"benchmarks", "gpu", "examples"}
+OTHERS = {"benchmarks", "gpu", "examples", "torture"}
 """Folders of tests that mirror no room."""
 # The version stands in the package itself, and importing it imports nothing else.
 VERSION = ("steadytorch", "__version__")

@@ -82,6 +82,23 @@ def test_each_call_writes_once(detector, name, canary):
     tuned.close()
 
 
+def test_building_writes_nothing(x):
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, box):
+            box.pop("once")
+            return self.convolution(x)
+
+    tuned = TunedModule(Taking().eval(), always((TransformSpec("cudnn_engines"),)))
+    for _ in range(2):
+        box = {"once": 1}
+        tuned(x, box)
+        assert box == {}
+
+
 def test_a_stale_answer_writes_nothing(detector):
     tuned = TunedModule(detector, always(CANDIDATES["channels_last"]))
     with torch.no_grad():

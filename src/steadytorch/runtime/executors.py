@@ -17,6 +17,7 @@ from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Candidate, Scoped, Transform
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.prebuilt import Source, supplied
+from steadytorch.workload.containers import Lent
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
@@ -73,7 +74,9 @@ def build(
     parts = [transforms.create(spec) for spec in candidate]
     stack = ExitStack()
     step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
-    workload = Workload(model, args, kwargs, training_step=step)
+    # Transforms may run the model, which may write to containers that its caller passed.
+    own_args, own_kwargs = Lent((args, dict(kwargs))).arguments
+    workload = Workload(model, own_args, own_kwargs, training_step=step)
     grad = torch.is_grad_enabled()
     try:
         # In the caller's inference mode, tensors that are made here could not be written to later.

@@ -1,0 +1,197 @@
+"""Combinations of models, candidates and what callers do, each compared with the untouched model.
+
+Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m torture tests/torture -k one` runs one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from steadytorch.device.facts import load_facts
+from steadytorch.runtime.dispatch import Resolution
+from steadytorch.runtime.entries import Options
+from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms import all_variants, conflict, order
+from steadytorch.transforms.base import Applicable, Candidate
+from steadytorch.transforms.precision import precision_of
+from steadytorch.workload.workload import Workload
+
+from .actions import ACTIONS, CHANGES
+from .compare import difference, seen
+from .models import BODIES, OUTPUTS, WRITES, Case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHEAP, COMPILED = 2400, 40
+"""Combinations; those that compile take seconds each."""
+BLOCK = 100
+CALLS = 3
+"""Calls before each action and after the last one."""
+MOST_ACTIONS = 2
+SLICE = 60
+"""Combinations that run with every test."""
+
+
+class Draw(NamedTuple):
+    """One combination, by its seed."""
+
+    seed: int
+    body: str
+    output: str
+    write: str
+    candidate: Candidate
+    actions: tuple[str, ...]
+    canary: bool
+    last: bool
+
+    def __str__(self) -> str:
+        plan = " + ".join(map(str, self.candidate))
+        return (
+            f"seed {self.seed}: {self.body}, returns {self.output}, writes {self.write}, "
+            f"{'channels last input, ' if self.last else ''}{plan}, "
+            f"canary {self.canary}, {' then '.join(self.actions)}"
+        )
+
+
+def _transforms(compiles: bool) -> list[Any]:
+    found = [t for t in all_variants(load_facts(DEVICE)) if t.name != "prefetch"]
+    return [t for t in found if t.name != "compile"] if not compiles else found
+
+
+def drawn(seed: int, compiles: bool = False) -> Draw:
+    """The combination of a seed."""
+    random, transforms = Random(seed), _transforms(compiles)
+    plan: Candidate = ()
+    while not plan or conflict(plan):
+        some = random.sample(transforms, random.choice((1, 1, 2, 3)))
+        if compiles:
+            some = [t for t in some if t.name != "compile"]
+            some += [random.choice([t for t in transforms if t.spec.name == "compile"][:2])]
+        plan = order([t.spec for t in some])
+    return Draw(
+        seed,
+        random.choice(list(BODIES)),
+        random.choice(list(OUTPUTS)),
+        random.choice(["nothing", *WRITES]),
+        plan,
+        tuple(random.choices(list(ACTIONS), k=random.randint(1, MOST_ACTIONS))),
+        random.random() < 0.5,
+        random.random() < 0.2,
+    )
+
+
+def _input(draw: Draw, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw.seed * 100 + step)
+    x = torch.randn(2, 3, 8, 8, generator=generator).to(DEVICE)
+    return x.contiguous(memory_format=torch.channels_last) if draw.last else x
+
+
+def run(draw: Draw) -> tuple[str | None, int, int]:
+    """Goes through a combination.
+
+    Returns:
+        Where the tuned module differed from the untouched one, None if nowhere; how many calls it
+        served tuned, and how many it made.
+    """
+    torch.manual_seed(draw.seed)
+    model = Case(draw.body, draw.output, draw.write).to(DEVICE).eval()
+    model.body.scale = model.body.scale.to(DEVICE)
+    model.body.table = {"k": model.body.table["k"].to(DEVICE)}
+    model.body.rows = [model.body.rows[0].to(DEVICE)]
+    twin = copy.deepcopy(model)
+    resolution = Resolution(draw.candidate)
+    tuned: Any = TunedModule(model, lambda a: resolution, options=Options(canary=draw.canary))
+    plain: Any = twin
+    precision, calls = precision_of(draw.candidate), 0
+    make = WRITES[draw.write][0]
+    try:
+        for action in (*draw.actions, "nothing"):
+            for _ in range(CALLS):
+                x, calls = _input(draw, calls), calls + 1
+                torch.manual_seed(calls)
+                with torch.no_grad():
+                    expected = seen(plain, x.clone(memory_format=torch.preserve_format), make())
+                torch.manual_seed(calls)
+                with torch.no_grad():
+                    found = seen(tuned, x, make())
+                if (fault := difference(found, expected, precision)) is not None:
+                    return f"call {calls}: {fault}", tuned.report().hits, calls
+            plain = ACTIONS[action](plain, twin)
+            tuned = ACTIONS[action](tuned, model)
+        return None, tuned.report().hits, calls
+    finally:
+        tuned.close()
+
+
+def _applies(draw: Draw) -> bool:
+    facts = load_facts(DEVICE)
+    workload = Workload(Case(draw.body, "tensor", "nothing").eval(), torch.ones(2, 3, 8, 8))
+    by_spec = {t.spec: t for t in all_variants(facts)}
+    return all(
+        isinstance(by_spec[spec].applies_to(workload, facts), Applicable) for spec in draw.candidate
+    )
+
+
+def check(seeds: range, compiles: bool = False) -> None:
+    """Goes through the combinations of these seeds; fails with those that differ."""
+    faults, served = [], Counter[str]()
+    for seed in seeds:
+        draw = drawn(seed, compiles)
+        fault, hits, _ = run(draw)
+        if fault is not None:
+            faults.append(f"{draw}\n    {fault}")
+        if _applies(draw):
+            served["applies"] += 1
+            served["served"] += hits > 0
+    print(f"{len(seeds)} combinations, {dict(served)}")
+    assert not faults, f"{len(faults)} of {len(seeds)} differ:\n" + "\n".join(faults)
+    assert served["served"] >= 0.5 * served["applies"], "too few were served tuned"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_slice_of_all():
+    check(range(SLICE))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(SLICE, SLICE + CHEAP, BLOCK))
+def test_combinations(first):
+    check(range(first, first + BLOCK))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(100_000, 100_000 + COMPILED, 10))
+def test_combinations_that_compile(first):
+    check(range(first, first + 10), compiles=True)
+
+
+@pytest.mark.torture
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif("TORTURE_SEED" not in os.environ, reason="TORTURE_SEED names one combination")
+def test_one():
+    seed = int(os.environ["TORTURE_SEED"])
+    check(range(seed, seed + 1), compiles=seed >= 100_000)
+
+
+def test_every_change_is_a_change():
+    """Else the suite would not see what it misses."""
+    x = torch.randn(2, 3, 8, 8)
+    for name, act in CHANGES.items():
+        torch.manual_seed(0)
+        model = Case("depthwise", "tuple", "nothing").eval()
+        with torch.no_grad():
+            before = model(x)
+            after = act(model, model)(x)
+        assert not all(
+            torch.allclose(a, b, rtol=1e-2) for a, b in zip(before, after, strict=True)
+        ), name
