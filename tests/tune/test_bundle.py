@@ -95,7 +95,7 @@ def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "WARNING:steadytorch" in line]
     assert len(said) == 2, done.stderr
-    assert "weights changed" in said[0]
+    assert "the model changed" in said[0]
     assert said[1].endswith("compiled anew: its package was made of other weights or attributes")
 
 
