@@ -63,20 +63,22 @@ SIGNATURES = {
         "-> 'Iterable[BatchT]'"
     ),
     "compare": (
-        "(a: 'Workload | str | Path', b: 'Workload | str | Path', *, "
+        "(a: 'Workload | tuple[Any, Any] | str | Path', "
+        "b: 'Workload | tuple[Any, Any] | str | Path', *, "
         "candidates: 'tuple[Candidate, Candidate]' = ((), ()), processes: 'int' = 1, "
         "metric: 'str' = 'latency', device: 'str | None' = None, seed: 'int' = 0, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'CompareResult'"
     ),
     "conv": (
-        "(workload: 'Workload', *, candidate: 'Candidate' = (), budget: 'str | float' = '60s', "
+        "(workload: 'Workload | tuple[Any, Any]', *, candidate: 'Candidate' = (), "
+        "budget: 'str | float' = '60s', "
         "deterministic: 'bool' = False, device: 'str | None' = None, "
         "store: 'Store | str | Path | None' = None, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'ConvReport'"
     ),
     "doctor": "(device: 'str' = 'auto') -> 'CheckUp'",
     "explain": (
-        "(subject: 'Workload | str | Path', *, device: 'str | None' = None, "
+        "(subject: 'Workload | tuple[Any, Any] | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
         "candidate: 'Candidate' = (), "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'Explanation'"
@@ -104,7 +106,7 @@ SIGNATURES = {
         "-> 'list[Imported]'"
     ),
     "reverify": (
-        "(plan: 'Plan', workload: 'Workload', *, device: 'str | None' = None, "
+        "(plan: 'Plan', workload: 'Workload | tuple[Any, Any]', *, device: 'str | None' = None, "
         "processes: 'int' = 5, seed: 'int' = 0, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'Reverified'"
     ),
@@ -119,7 +121,8 @@ SIGNATURES = {
         "device: 'str' = 'cpu', train: 'bool' = False, seed: 'int' = 0) -> 'Workload'"
     ),
     "measure": (
-        "(workload: 'Workload', *, processes: 'int' = 1, budget: 'str | float' = '20s', "
+        "(workload: 'Workload | tuple[Any, Any]', *, processes: 'int' = 1, "
+        "budget: 'str | float' = '20s', "
         "device: 'str | None' = None, candidate: 'Candidate' = (), "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'MeasureResult'"
     ),
@@ -129,7 +132,8 @@ SIGNATURES = {
         "causes: 'Mapping[int, str] | None' = None) -> 'Measurement'"
     ),
     "tune": (
-        "(workload: 'Workload', *, objective: 'str' = 'latency', precision: 'str' = 'same', "
+        "(workload: 'Workload | tuple[Any, Any]', *, objective: 'str' = 'latency', "
+        "precision: 'str' = 'same', "
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "

@@ -22,6 +22,9 @@ def raising():
 def unfit():
     return nn.Linear(64, 8).eval(), torch.ones(2, 63)
 
+def meta():
+    return nn.Linear(64, 8).to("meta").eval(), torch.ones(2, 64)
+
 def slow():
     class Slow(nn.Module):
         def forward(self, x):

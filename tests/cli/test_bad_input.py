@@ -208,3 +208,10 @@ def test_an_unwritable_store_costs_the_store_only(steady_process, folder):
     assert found["plan"]["path"] is None
     assert found["plan"]["id"] in ended.stdout
     assert "in memory only" in ended.stdout
+
+
+@pytest.mark.parametrize("command", ["measure", "tune", "explain"])
+def test_a_model_without_values_is_one_line(steady, command):
+    ended = steady(command, "tiny.py:meta", "--device", "cpu")
+    assert ended.code == 2
+    assert "parameter 'weight' is on the meta device" in only_line(ended.err)

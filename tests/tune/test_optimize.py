@@ -176,3 +176,9 @@ def test_a_resolver_that_breaks_leaves_the_model_untouched(model, x, tmp_path, m
     monkeypatch.setattr(module_under_test, "Session", broken)
     tuned = optimize(model, store=tmp_path)
     assert equal(tuned, model, x)
+
+
+def test_inputs_in_the_place_of_the_mode_are_told_from_a_mode():
+    with pytest.raises(UsageError, match=r"got a Tensor: .* optimize\(model\)\(inputs\)") as caught:
+        optimize(nn.Linear(4, 4), torch.ones(300, 4))
+    assert "\n" not in str(caught.value)

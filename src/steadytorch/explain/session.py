@@ -35,7 +35,7 @@ MOST_LINES = 50
 
 
 def explain(
-    subject: Workload | str | Path,
+    subject: Workload | tuple[Any, Any] | str | Path,
     *,
     device: str | None = None,
     budget: str | float = "20s",
@@ -51,8 +51,8 @@ def explain(
     is raised as `KeyboardInterrupt`.
 
     Args:
-        subject: a workload, or the path of a Chrome trace of PyTorch's profiler, `.json` or
-            `.json.gz`.
+        subject: a workload, its `(model, inputs)`, or the path of a Chrome trace of PyTorch's
+            profiler, `.json` or `.json.gz`.
         device: where to run a workload; None for where it is.
         budget: time for sampling and profiling, such as `20s`; starting comes on top.
         steps: how many steps to profile at the most, 1 to 1,000.
@@ -76,7 +76,9 @@ def explain(
         return _explained(_case(trace, facts=facts), facts, Path(subject).name)
     # PyTorch takes seconds to load, and a trace file is read without it.
     from steadytorch.explain.capture import capture
+    from steadytorch.workload.given import workload_of
 
+    subject = workload_of(subject)
     target = resolve_device(device or str(subject.device))
     facts = load_facts(target)
     seen = capture(

@@ -24,6 +24,7 @@ from steadytorch.trial.saved import compare_files
 from steadytorch.trial.series import Series
 from steadytorch.trial.verdict import CompareResult, Effect, Side
 from steadytorch.trial.worker import save_payload
+from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 METRICS = ("latency", "period")
@@ -37,8 +38,8 @@ Contender = tuple[Workload, Candidate, str]
 
 
 def compare(
-    a: Workload | str | Path,
-    b: Workload | str | Path,
+    a: Workload | tuple[Any, Any] | str | Path,
+    b: Workload | tuple[Any, Any] | str | Path,
     *,
     candidates: tuple[Candidate, Candidate] = ((), ()),
     processes: int = 1,
@@ -53,7 +54,7 @@ def compare(
     the medians of their processes; the other arguments are for workloads alone.
 
     Args:
-        a: a workload, or the path of a saved result.
+        a: a workload, its `(model, inputs)`, or the path of a saved result.
         b: what is compared with it, likewise.
         candidates: the transforms to run each workload with; none for both as they are.
         processes: fresh pairs of processes; three or more support a claim for the machine.
@@ -66,17 +67,18 @@ def compare(
         UsageError: one is saved and the other is not, a workload fails before anything was timed,
             a file holds no measurement or one of another machine, or an argument is wrong.
     """
-    if isinstance(a, Workload) and isinstance(b, Workload):
+    if not isinstance(a, str | Path) and not isinstance(b, str | Path):
+        one, other = workload_of(a), workload_of(b)
         return compare_live(
-            (a, candidates[0], a.name),
-            (b, candidates[1], b.name),
+            (one, candidates[0], one.name),
+            (other, candidates[1], other.name),
             processes=processes,
             metric=metric,
             device=device,
             seed=seed,
             progress=progress,
         )
-    if isinstance(a, Workload) or isinstance(b, Workload):
+    if not isinstance(a, str | Path) or not isinstance(b, str | Path):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
     if (candidates, processes, metric, device, seed) != (((), ()), 1, "latency", None, 0):
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from steadytorch.quantities import parse_duration
 from steadytorch.transforms.base import Candidate
 from steadytorch.trial.series import Series
 from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
+from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.trial.worker:WorkloadHandler"
@@ -127,7 +129,7 @@ class MeasureResult(msgspec.Struct, frozen=True):
 
 
 def measure(
-    workload: Workload,
+    workload: Workload | tuple[Any, Any],
     *,
     processes: int = 1,
     budget: str | float = "20s",
@@ -141,7 +143,7 @@ def measure(
     as `KeyboardInterrupt`.
 
     Args:
-        workload: what to measure; it is not run in this process.
+        workload: what to measure, or its `(model, inputs)`; it is not run in this process.
         processes: how many; three or more support a claim for the machine.
         budget: time for sampling in all, such as `20s`; starting and warming up come on top.
         device: where to run; None for where the workload is.
@@ -154,6 +156,7 @@ def measure(
     if processes < 1:
         raise UsageError(f"cannot measure in {processes} processes: give 1 or more")
     seconds = parse_duration(budget) / processes
+    workload = workload_of(workload)
     target = resolve_device(device or str(workload.device))
     done: list[ProcessMeasurement] = []
     failed, interrupted = None, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
@@ -12,6 +13,7 @@ from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.transforms.base import Candidate
 from steadytorch.tune.conv import ConvReport, choose_and_keep
+from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 OF_A_TRAINING_STEP = ("autocast", "cast_weights", "channels_last", "tf32")
@@ -32,7 +34,7 @@ def resolve_cuda(device: str) -> str:
 
 
 def conv(
-    workload: Workload,
+    workload: Workload | tuple[Any, Any],
     *,
     candidate: Candidate = (),
     budget: str | float = "60s",
@@ -47,8 +49,9 @@ def conv(
     faster; what is chosen is kept in the plan store for next time.
 
     Args:
-        workload: what to choose for; it is not run in this process. Of a training step each pass
-            is a layer of its own: forward, the gradient by the input and by the weight.
+        workload: what to choose for, or its `(model, inputs)`; it is not run in this process. Of a
+            training step each pass is a layer of its own: forward, the gradient by the input and
+            by the weight.
         candidate: transforms under which the engines are to run: element type and layout decide.
         budget: time for choosing, such as `"60s"` or seconds.
         deterministic: whether to take only engines that always give the same bits.
@@ -61,6 +64,7 @@ def conv(
         UsageError: an argument is wrong, or a training step cannot be run under `candidate`.
     """
     seconds = parse_duration(budget)
+    workload = workload_of(workload)
     resolved = resolve_cuda(device or str(workload.device))
     for spec in candidate if workload.is_training else ():
         if spec.name not in OF_A_TRAINING_STEP:

@@ -102,6 +102,11 @@ def optimize(
     """
     if isinstance(model, TunedModule):
         raise UsageError("optimize takes the untouched model, got a tuned one: pass what it wraps")
+    if not isinstance(mode, str):
+        raise UsageError(
+            f"optimize takes the mode as text, got a {type(mode).__name__}: pass inputs to the "
+            "module that it returns, as in optimize(model)(inputs)"
+        )
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
     module = as_module(model)

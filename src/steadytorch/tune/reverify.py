@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from steadytorch.tune.session import Session
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
 from steadytorch.tune.verify import INPUT_SETS
 from steadytorch.workload import bundled
+from steadytorch.workload.given import workload_of
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.signature import Leaf
 from steadytorch.workload.workload import Workload
@@ -87,7 +88,7 @@ def _as_typed(leaf: Leaf) -> str:
 
 def reverify(
     plan: Plan,
-    workload: Workload,
+    workload: Workload | tuple[Any, Any],
     *,
     device: str | None = None,
     processes: int = PROCESSES,
@@ -101,7 +102,8 @@ def reverify(
 
     Args:
         plan: what to look at.
-        workload: what it was tuned for; not run in this process, and not changed.
+        workload: what it was tuned for, or its `(model, inputs)`; not run in this process,
+            and not changed.
         device: where to run; None for the kind of device that it is keyed by.
         processes: rounds, each in fresh processes; three or more support a claim about time.
         seed: of inputs and of the order of blocks.
@@ -114,6 +116,7 @@ def reverify(
     """
     if processes < 1:
         raise UsageError(f"cannot verify in {processes} processes: give 1 or more")
+    workload = workload_of(workload)
     target = resolve_device(device or plan.key.device)
     options = _options_of(plan, seed)
     here = Session(workload, options, target).key

@@ -35,6 +35,7 @@ from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
+from steadytorch.workload.given import with_values, workload_of
 from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
@@ -79,6 +80,7 @@ class Session:
                 f"tolerance {options.tolerance} with precision same: that class is bound by the "
                 "untouched workload's own error; name a lower --precision to use a tolerance"
             )
+        with_values(workload)
         if not workload.is_training and (norm := _updating_norm(workload)) is not None:
             raise UsageError(
                 f"{workload.name} is in training mode, where each call updates the statistics of "
@@ -282,7 +284,7 @@ def _located(plan: Plan, path: Path | None) -> Plan:
 
 
 def tune(
-    workload: Workload,
+    workload: Workload | tuple[Any, Any],
     *,
     objective: str = "latency",
     precision: str = "same",
@@ -299,7 +301,8 @@ def tune(
     """Finds, verifies and stores the fastest steady plan for a workload.
 
     Args:
-        workload: what to tune. It is not run in this process, and not changed.
+        workload: what to tune, or its `(model, inputs)`. It is not run in this process, and not
+            changed.
         objective: `latency`, `p99` or `throughput`.
         precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
@@ -331,8 +334,8 @@ def tune(
         seed=seed,
     )
     if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
-    session = Session(workload, options, device, store)
+        raise UsageError(f"unknown mode {mode!r:.60}: choose one of {', '.join(MODES)}")
+    session = Session(workload_of(workload), options, device, store)
     plan = _found_or_searched(session, mode, watcher)
     if bundle:
         session.keep_bundle(plan)

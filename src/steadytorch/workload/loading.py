@@ -12,6 +12,7 @@ from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.workload import bundled, factories, sources
+from steadytorch.workload.given import with_values
 from steadytorch.workload.supervised import supervised
 from steadytorch.workload.workload import Workload
 
@@ -75,7 +76,7 @@ def load_workload(
         generator = torch.Generator().manual_seed(seed)
         if _is_factory(spec):
             workload = factories.call_factory(spec, batch, train)
-            return _with_inputs(workload, layouts, generator).to(target)
+            return with_values(_with_inputs(workload, layouts, generator)).to(target)
         workload = _with_inputs(_named(spec, batch, generator), layouts, generator)
         if train:
             if spec.startswith("transformers:"):
