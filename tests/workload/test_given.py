@@ -9,8 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import steadytorch as steady
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.tune.select import Options
-from steadytorch.tune.session import Session
 from steadytorch.workload.given import with_values, workload_of
 from steadytorch.workload.workload import Workload
 
@@ -105,7 +103,7 @@ def test_a_tensor_without_values_is_named(kind):
         workload_of(workload)
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="cannot be run"):
-        Session(workload, Options())
+        steady.tune(workload)
 
 
 def test_a_loss_without_values_is_named():

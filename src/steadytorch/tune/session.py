@@ -35,7 +35,7 @@ from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
-from steadytorch.workload.given import with_values, workload_of
+from steadytorch.workload.given import workload_of
 from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
@@ -80,7 +80,6 @@ class Session:
                 f"tolerance {options.tolerance} with precision same: that class is bound by the "
                 "untouched workload's own error; name a lower --precision to use a tolerance"
             )
-        with_values(workload)
         if not workload.is_training and (norm := _updating_norm(workload)) is not None:
             raise UsageError(
                 f"{workload.name} is in training mode, where each call updates the statistics of "
