@@ -175,6 +175,13 @@ def test_what_cannot_be_called_is_a_misuse_that_is_named(plan, thing):
         plan.apply(thing)
 
 
+def test_a_tuned_module_is_a_misuse_that_is_named(plan, model):
+    with pytest.raises(
+        UsageError, match=r"got a tuned one: pass what it wraps, model\.__wrapped__"
+    ):
+        plan.apply(plan.apply(model))
+
+
 def test_a_function_runs_untouched_and_it_is_said_why(plan, model, x):
     assert "no nn.Module" in reason_untouched(plan.apply(lambda x: model(x)), model, x)
 

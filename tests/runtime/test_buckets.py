@@ -284,3 +284,11 @@ def test_threads_get_their_own_rows():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_sizes_in_outputs_stay_sizes():
+    def model(x):
+        return x * 2, torch.Size([7])
+
+    _, size = _check({"batch": [4]}, model, torch.ones(3, 5))
+    assert type(size) is torch.Size

@@ -131,6 +131,48 @@ def test_one_finite_number_can_be_compared(other):
     assert _verdict(_not_finite(torch.full((3,), NAN), other)) is None
 
 
+@pytest.mark.parametrize(
+    ("convert", "kind"),
+    [("to_sparse", "sparse_coo"), ("to_mkldnn", "_mkldnn")],
+)
+def test_outputs_that_are_not_dense_are_refused_with_the_reason(convert, kind):
+    workload = Workload(lambda x: (x.sum(), getattr(x, convert)()), torch.eye(4))
+    assert _verdict(workload) == (
+        f"cannot be verified: output 1 is {kind}, and only dense tensors are compared"
+    )
+
+
+def test_sparse_inputs_are_verified_as_they_are():
+    sparse = torch.eye(4).to_sparse()
+    weight = torch.randn(4, 4)
+    workload = Workload(lambda x: torch.sparse.mm(x, weight.to(x.dtype)), sparse)
+    assert _verdict(workload) is None
+    assert "relative error" in _verdict(workload, lambda x: 2 * workload.model(x))
+
+    def writes(x):
+        out = workload.model(x)
+        x._values().zero_()
+        return out
+
+    assert _verdict(workload, writes) == "writes to its inputs"
+
+
+class Items(list):
+    pass
+
+
+class Fields(dict):
+    pass
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Items([x]), lambda x: Fields(x=x)])
+def test_what_subclasses_of_containers_hold_is_compared(linear, wrap):
+    workload = Workload(lambda x: (x.sum(), wrap(linear.model(x))), linear.inputs)
+    assert _verdict(workload) is None
+    wrong = _verdict(workload, lambda x: (x.sum(), wrap(2 * linear.model(x))))
+    assert "relative error" in wrong
+
+
 def test_empty_outputs_pass():
     assert _verdict(_not_finite(torch.empty(0))) is None
 

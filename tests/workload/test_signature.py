@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import msgspec
 import pytest
@@ -116,6 +116,42 @@ def test_tensors_are_converted_and_the_structure_is_kept(value):
     found = map_tensors(double, given)
     assert type(found) is type(given)
     assert pytree.tree_map(lambda t: t.item() / 2, found) == value
+
+
+class Listed(list):
+    pass
+
+
+KEPT = [
+    *(torch.ones(2, 3).max(0), torch.ones(2, 2).double().slogdet(), torch.Size([2, 3])),
+    *((torch.Size([2]), torch.ones(1)), [torch.Size([])], {"shape": torch.Size([4])}),
+    *(OrderedDict(shape=torch.Size([4])), Pair(torch.Size([1]), torch.ones(1))),
+    *(defaultdict(list, a=torch.ones(1)), deque([torch.ones(1)], maxlen=3)),
+    *(Listed([1]), {"b": torch.ones(1), "a": torch.ones(1)}),
+]
+
+
+@pytest.mark.parametrize("value", KEPT, ids=lambda value: type(value).__name__)
+def test_types_of_containers_survive(value):
+    def types(tree):
+        if isinstance(tree, dict):
+            return type(tree), [(key, types(held)) for key, held in tree.items()]
+        if isinstance(tree, tuple | list | deque):
+            return type(tree), [types(held) for held in tree]
+        return type(tree)
+
+    found = map_tensors(double, value)
+    assert types(found) == types(value)
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+    assert getattr(found, "default_factory", None) == getattr(value, "default_factory", None)
+
+
+def test_sizes_survive_in_a_whole_graph():
+    def step(x):
+        return map_tensors(double, (x, [x.shape]))
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert type(compiled(torch.ones(2, 3))[1][0]) is torch.Size
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 2.5, "mode"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import load_facts, resolve_device
-from steadytorch.errors import PlanError
+from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.bundle import compiles, source
 from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import (
@@ -188,8 +188,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 it. It is code, which runs: see `plan.bundle` for what is accepted.
 
         Raises:
-            UsageError: `model` cannot be called.
+            UsageError: `model` cannot be called, or is a tuned module already.
         """
+        if isinstance(model, TunedModule):
+            raise UsageError(
+                "apply takes the untouched model, got a tuned one: pass what it wraps, "
+                "model.__wrapped__; optimize(model) serves several plans at once"
+            )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
         options = Options(alias_outputs, trains=trains)

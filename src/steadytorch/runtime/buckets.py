@@ -16,7 +16,7 @@ from steadytorch.errors import UnsupportedError, UsageError, one_line
 from steadytorch.runtime.agreement import bound, disagreement
 from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
 from steadytorch.transforms.copying import copy_with
-from steadytorch.workload.signature import map_tensors, signature, tensors_of
+from steadytorch.workload.signature import is_size, map_tensors, signature, tensors_of
 
 VERIFYING = "its bucket is being verified"
 MOST_REMEMBERED = 1000
@@ -256,8 +256,8 @@ def _apart(model: Any) -> Any:
 
 def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple[_Cut, ...]:
     """Which output dimensions went from `size[0]` to `size[1]` when that input dimension did."""
-    leaves, nesting = pytree.tree_flatten(expected)
-    found_leaves, found_nesting = pytree.tree_flatten(found)
+    leaves, nesting = pytree.tree_flatten(expected, is_leaf=is_size)
+    found_leaves, found_nesting = pytree.tree_flatten(found, is_leaf=is_size)
     if found_nesting != nesting:
         raise _Refused("padding changes how the outputs are nested")
     cuts = []
@@ -290,7 +290,7 @@ def _whole(outputs: Any) -> Any:
 
 
 def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
-    leaves, nesting = pytree.tree_flatten(outputs)
+    leaves, nesting = pytree.tree_flatten(outputs, is_leaf=is_size)
     whole = list(leaves)
     for leaf, dim, name in cuts:
         size, bucket = sizes[name]

@@ -8,6 +8,7 @@ the errors alone (`verdict`). What trains is looked at in `verify_training`.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import zip_longest
@@ -53,7 +54,7 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
     generator = torch.Generator().manual_seed(seed)
 
     def redraw(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or not _is_dense(tensor):
             return tensor.clone()
         host = tensor.detach().cpu()
         if host.is_floating_point() and not host.any():
@@ -126,8 +127,8 @@ def values_of(tree: Any) -> list[Value]:
 def _leaves(tree: Any) -> list[Any]:
     """Tensors and constants in nested containers, and in fields of other objects.
 
-    What a container is not, a dataclass or a cache say, converts nobody: what it holds is compared
-    as it is.
+    Transforms leave other objects alone, such as dataclasses, caches, and subclasses of containers;
+    what they hold is compared as it is.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -147,7 +148,10 @@ def _leaves(tree: Any) -> list[Any]:
 def _fields_of(thing: Any) -> list[Any]:
     if is_dataclass(thing):
         return [getattr(thing, field.name, None) for field in fields(thing)]
-    return [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    held = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    if isinstance(thing, dict):
+        return [*thing.keys(), *thing.values(), *held]
+    return [*thing, *held] if isinstance(thing, (list, tuple, deque)) else held
 
 
 def nesting(tree: Any) -> list[str]:
@@ -285,11 +289,8 @@ def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
 
     Number, shapes, types and devices, and where they are not finite.
     """
-    if not any(isinstance(value, torch.Tensor) for value in own):
-        return "cannot be verified: the untouched workload returns no tensor to compare"
-    values = list(map(as_tensor, own))
-    if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
-        return "cannot be verified: the untouched workload returns no finite number to compare"
+    if (reason := _incomparable(own)) is not None:
+        return f"cannot be verified: {reason}"
     if len(outputs) != len(own):
         return f"returns {len(outputs)} values, the untouched workload returns {len(own)}"
     for i, pair in enumerate(zip(outputs, own, strict=True)):
@@ -309,9 +310,32 @@ def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
     return None
 
 
+def _incomparable(own: list[Value]) -> str | None:
+    """Why nothing can be compared with what the untouched workload returns."""
+    if not any(isinstance(value, torch.Tensor) for value in own):
+        return "the untouched workload returns no tensor to compare"
+    for i, value in enumerate(own):
+        if not _is_dense(value):
+            kind = str(as_tensor(value).layout).removeprefix("torch.")
+            return f"output {i} is {kind}, and only dense tensors are compared"
+    values = list(map(as_tensor, own))
+    if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
+        return "the untouched workload returns no finite number to compare"
+    return None
+
+
+def _is_dense(value: Value) -> bool:
+    return not isinstance(value, torch.Tensor) or value.layout == torch.strided
+
+
+def _dense(value: Value) -> torch.Tensor:
+    tensor = as_tensor(value)
+    return tensor if _is_dense(tensor) else tensor.to_dense()
+
+
 def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
     """Whether they are the same, tensors in each element; NaN equals NaN."""
-    pairs = (map(as_tensor, pair) for pair in zip(before, after, strict=True))
+    pairs = (map(_dense, pair) for pair in zip(before, after, strict=True))
     return all(
         torch.equal(a, b)
         or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
@@ -324,7 +348,7 @@ def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
     found = OutputError(0.0, 0.0)
     for pair in zip(outputs, reference, strict=True):
         out, ref = map(as_tensor, pair)
-        if ref.numel() == 0:
+        if ref.numel() == 0 or not _is_dense(ref):  # refused by its form
             continue
         if ref.is_complex():
             out, ref = torch.view_as_real(out), torch.view_as_real(ref)

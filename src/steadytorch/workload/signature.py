@@ -23,7 +23,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if tree is None or isinstance(tree, (bool, int, float, str)):
+    if tree is None or isinstance(tree, (bool, int, float, str, torch.Size)):
         return tree
     kind = type(tree)
     if kind is tuple:
@@ -32,7 +32,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return [map_tensors(function, item) for item in tree]
     if kind is dict:
         return {key: map_tensors(function, item) for key, item in tree.items()}
-    return pytree.tree_map_only(torch.Tensor, function, tree)
+    return pytree.tree_map_only(torch.Tensor, function, tree, is_leaf=is_size)
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a `torch.Size`, which PyTorch's pytree gives back as a plain tuple."""
+    return isinstance(value, torch.Size)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
