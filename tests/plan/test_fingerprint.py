@@ -268,6 +268,12 @@ def test_differences_are_told_with_both_values_and_counted(key: Key) -> None:
     assert told([]) == ""
 
 
+def test_a_workload_is_told_by_twelve_digits_and_in_words(key: Key) -> None:
+    found = told(differing_fields(replace(key, workload="ab" * 32), key))
+    ids = f"workload was {'ab' * 6}, is {key.workload[:12]}"
+    assert found == f"{ids} (its layers or their code differ)"
+
+
 def test_values_are_told_far_enough_to_differ(key: Key) -> None:
     strides = "[64, 3, 224, 224] float32 strides [150528, 50176, 224, 1] on "
     old, new = (replace(key, inputs={"[0]": strides + device}) for device in ("cpu", "cuda"))

@@ -216,9 +216,16 @@ def _is_near(stored: Key, asked: Key) -> bool:
 
 
 def told(differing: Sequence[Difference], most: int = 4) -> str:
-    """The first of them with both values, as a clause for people; empty where there are none."""
-    shown = "; ".join(f"{d.field} was {d.old!s:.120}, is {d.new!s:.120}" for d in differing[:most])
+    """The first differences with both values, as a clause for people; empty without any."""
+    shown = "; ".join(map(_in_words, differing[:most]))
     return shown + (f"; and {len(differing) - most} more" if len(differing) > most else "")
+
+
+def _in_words(difference: Difference) -> str:
+    field, old, new = difference
+    if field == "workload":  # hashes, which say only that they differ
+        return f"workload was {old!s:.12}, is {new!s:.12} (its layers or their code differ)"
+    return f"{field} was {old!s:.120}, is {new!s:.120}"
 
 
 def _flat(key: Key) -> dict[str, Any]:
