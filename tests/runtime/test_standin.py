@@ -351,3 +351,72 @@ def test_copies_have_the_special_methods_of_their_models():
         assert len(other) == 2
         assert repr(other) == repr(tuned)
     assert repr(tuned).startswith("TunedModule(\n  (0): Linear(")
+
+
+# -- the model's class --------------------------------------------------------------------------
+
+
+class Pretrained(nn.Module):
+    """What libraries look for before they save a model with its configuration."""
+
+    def save_pretrained(self) -> str:
+        return type(self).__name__
+
+
+class Classifier(Pretrained):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def test_it_is_an_instance_of_the_models_class_and_of_its_own():
+    tuned = TunedModule(Classifier().eval(), always(()))
+    assert isinstance(tuned, Pretrained)
+    assert isinstance(tuned, TunedModule)
+    assert not isinstance(tuned, nn.Linear)
+    assert tuned.__class__ is Classifier
+    assert tuned.save_pretrained() == "Classifier"
+    assert "save_pretrained" in dir(tuned)
+    assert type(tuned) is TunedModule
+    assert repr(tuned).startswith("TunedModule(")
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda tuned: pickle.loads(pickle.dumps(tuned))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_keep_both_classes(copied):
+    tuned = TunedModule(Classifier().eval(), always(()))
+    made = copied(tuned)
+    assert type(made) is TunedModule
+    assert isinstance(made, Classifier)
+    assert torch.equal(made(torch.ones(1, 3)), tuned(torch.ones(1, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace", "ignore:.*deprecated")
+def test_compilers_take_it_for_what_it_is():
+    model = Classifier().eval()
+    tuned, x = TunedModule(model, always(())), torch.ones(1, 3)
+    assert torch.equal(torch.compile(tuned, backend="eager")(x), model(x))
+    scripted = torch.jit.trace(model, x)
+    assert isinstance(TunedModule(scripted, always(())), torch.jit.ScriptModule)
+
+
+def test_a_class_that_is_set_is_the_models():
+    model = Classifier().eval()
+    tuned = TunedModule(model, always(()))
+    tuned.__class__ = type("Other", (Classifier,), {})
+    assert type(model).__name__ == "Other"
+    assert type(tuned) is TunedModule
+    assert tuned.report().off == (
+        "its class was changed after the plan was applied; refresh() serves tuned again"
+    )
+
+
+def test_a_function_lends_no_class():
+    tuned = TunedModule(as_module(torch.neg), always(()))
+    assert tuned.__class__ is TunedModule

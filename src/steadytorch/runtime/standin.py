@@ -74,7 +74,30 @@ def as_module(model: Any) -> nn.Module:
     return Function(model)
 
 
-class StandIn(nn.Module):
+class _Posing:
+    """Answers `isinstance` for the class of the model, as libraries ask before they save it.
+
+    `type` tells the wrapper. A class of its own because `super()` needs `__class__` elsewhere.
+    """
+
+    def _switch_off(self, reason: str) -> None:
+        """Ends the use of what was built from the model, because of what was done to it here."""
+        raise NotImplementedError
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleVariableOverride]
+        model = self.__dict__.get("_model")
+        return type(self) if model is None or isinstance(model, Function) else model.__class__
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        """Changes the model's class, as parametrizations do."""
+        model = self.__dict__["_model"]
+        model.__class__ = kind
+        self._switch_off("its class was changed")
+
+
+class StandIn(_Posing, nn.Module):
     """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
 
     Of containers it has length, items and iteration too: its class is then one of its own, with the
@@ -92,11 +115,8 @@ class StandIn(nn.Module):
             state[registry] = getattr(model, registry)
         state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
-        self.__class__ = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
-
-    def _switch_off(self, reason: str) -> None:
-        """Ends the use of what was built from the model, because of what was done to it here."""
-        raise NotImplementedError
+        kind = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
+        object.__dict__["__class__"].__set__(self, kind)
 
     def _look_again(self, reason: str) -> None:
         """Does the same where the model is another one than before; otherwise nothing."""
@@ -129,6 +149,10 @@ class StandIn(nn.Module):
             return
         delattr(self._model, name)
         self._switch_off(f"{name} was deleted")
+
+    def _get_name(self) -> str:
+        """What `repr` calls it."""
+        return type(self).__name__
 
     def _copy_hooks(self, made: StandIn, memo: dict[int, Any]) -> None:
         """Gives a deep copy of this module copies of its own hooks."""
