@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steadytorch.runtime.module import TunedModule
-from steadytorch.runtime.standin import as_module
+from steadytorch.runtime.standin import StandIn, as_module
 
 from .conftest import (
     CANDIDATES,
@@ -420,3 +420,67 @@ def test_a_class_that_is_set_is_the_models():
 def test_a_function_lends_no_class():
     tuned = TunedModule(as_module(torch.neg), always(()))
     assert tuned.__class__ is TunedModule
+
+
+# -- other methods ------------------------------------------------------------------------------
+
+
+class Generator(Classifier):
+    def generate(self, x, steps: int = 2):
+        """Runs itself some times."""
+        for _ in range(steps):
+            self(x)
+        return self._private()
+
+    def _private(self):
+        return "done"
+
+
+def test_calls_of_other_methods_are_reported_as_untouched():
+    model = Generator().eval()
+    tuned, x = TunedModule(model, always(())), torch.ones(1, 3)
+    assert tuned.generate(x) == tuned.generate(x, steps=1) == "done"
+    tuned(x)
+    tuned._private()
+    report = tuned.report()
+    assert report.methods == {"generate": 2}
+    assert sum(report.calls.values()) == 1
+    assert "other methods of the model, which run untouched: generate (2)" in str(report)
+
+
+def test_looking_at_a_method_is_no_call_of_it():
+    model = Generator().eval()
+    tuned = TunedModule(model, always(()))
+    assert hasattr(tuned, "generate")
+    assert tuned.generate == tuned.generate
+    assert tuned.generate.__self__ is model
+    assert tuned.generate.__doc__ == "Runs itself some times."
+    assert inspect.signature(tuned.generate) == inspect.signature(model.generate)
+    assert inspect.ismethod(tuned.generate)
+    assert pickle.loads(pickle.dumps(tuned.generate))(torch.ones(1, 3)) == "done"
+    assert tuned.report().methods == {}
+
+
+def test_a_method_that_raises_is_counted_and_raises():
+    tuned = TunedModule(Generator().eval(), always(()))
+    with pytest.raises(TypeError, match="missing 1 required"):
+        tuned.generate()
+    assert tuned.report().methods == {"generate": 1}
+
+
+def test_compiled_methods_are_the_models():
+    tuned = TunedModule(Generator().eval(), always(()))
+
+    def step(x):
+        return tuned.save_pretrained()
+
+    assert torch.compile(step, backend="eager")(torch.ones(1)) == "Generator"
+
+
+def test_no_method_is_looked_up_to_serve_a_call(monkeypatch):
+    tuned = TunedModule(Generator().eval(), always(()))
+    seen = []
+    monkeypatch.setattr(StandIn, "__getattr__", lambda self, name: seen.append(name))
+    tuned(torch.ones(1, 3))
+    tuned(torch.ones(1, 3))
+    assert seen == []

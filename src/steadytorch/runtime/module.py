@@ -18,9 +18,11 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from steadytorch.errors import PlanError, one_line
 from steadytorch.native.host import load
@@ -384,6 +386,9 @@ class TunedModule(StandIn):
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         if self._entries.is_built and not self._entries.weights.expect(given, prefix):
             self._switch_off("weights were loaded")
+
+    def _noted(self, method: MethodType) -> MethodType:
+        return method if is_compiling() else self._tally.noted(method)
 
     def after_fork(self) -> None:
         """Serves untouched in a forked child, see `forks`."""

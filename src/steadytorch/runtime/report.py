@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from threading import Lock
+from types import MethodType
+from typing import Any
 
 import msgspec
 
@@ -83,6 +86,8 @@ class Report(msgspec.Struct, frozen=True):
         interpreted_for: why looking for changes of the weights goes through Python's interpreter,
             and takes five times as long; empty where it does not, where nothing was looked at yet,
             and for training, which looks at less.
+        methods: calls of the model's other methods, such as `generate`, by name. They run
+            untouched, and so does all that they call.
     """
 
     calls: dict[str, int]
@@ -91,6 +96,7 @@ class Report(msgspec.Struct, frozen=True):
     convolutions: dict[str, str] = {}
     saved_before_ns: float = 0.0
     interpreted_for: str = ""
+    methods: dict[str, int] = {}
 
     @property
     def hits(self) -> int:
@@ -119,6 +125,9 @@ class Report(msgspec.Struct, frozen=True):
         if self.off is not None:
             lines.append(f"off: {self.off}")
         lines += [f"  {count:,} untouched: {why}" for why, count in self.fallbacks.items()]
+        if self.methods:
+            named = ", ".join(f"{name} ({count:,})" for name, count in self.methods.items())
+            lines.append(f"  other methods of the model, which run untouched: {named}")
         lines += [f"  {each}" for each in self.signatures]
         return "\n".join(lines + self._missed())
 
@@ -136,6 +145,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()
+        self._methods: Counter[str] = Counter()
+        self._noting: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._saved_ns = 0.0
         self._lock = Lock()
 
@@ -147,6 +158,25 @@ class Tally:
         """One more call of an outcome that no executor counts."""
         with self._lock:
             self._calls[outcome] += 1
+
+    def noted(self, method: MethodType) -> MethodType:
+        """The method of a model as one whose calls are counted."""
+        function = method.__func__
+        found = self._noting.get(function)
+        if found is None:
+            found = self._noting[function] = self._counting(function)
+        return MethodType(found, method.__self__)
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @wraps(function)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._methods[name] += 1
+            return function(*args, **kwargs)
+
+        return counting
 
     def keep(self, freed: Iterable[Serving]) -> None:
         """Has executors that are freed in the reports to come."""
@@ -167,11 +197,11 @@ class Tally:
         """
         served = tuple(signatures)
         with self._lock:
-            calls, saved_ns = +self._calls, self._saved_ns
+            calls, methods, saved_ns = +self._calls, dict(self._methods), self._saved_ns
         tuned = sum(each.hits for each in served) + calls.pop(TUNED, 0)
         found = {TUNED: tuned, **calls} if tuned else dict(calls)
         missed = missed_convolutions(served)
-        return Report(found, served, off, missed, saved_ns, interpreted_for)
+        return Report(found, served, off, missed, saved_ns, interpreted_for, methods)
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:

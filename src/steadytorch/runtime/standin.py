@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Mapping
 from functools import cache, update_wrapper
+from types import FunctionType, MethodType
 from typing import Any, Self
 
 from torch import nn
@@ -127,11 +128,19 @@ class StandIn(_Posing, nn.Module):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not the wrapper's own is the model's."""
+        """Whatever is not the wrapper's own is the model's; calls of its methods are noted."""
         model = self.__dict__.get("_model")
         if model is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(model, name)
+        found = getattr(model, name)
+        is_method = type(found) is MethodType and isinstance(found.__func__, FunctionType)
+        if is_method and found.__self__ is model and not name.startswith("_"):
+            return self._noted(found)
+        return found
+
+    def _noted(self, method: MethodType) -> MethodType:
+        """A method of the model whose calls are counted."""
+        raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets it on the model, whose numbers it may change, unless it is the wrapper's own."""
