@@ -1,4 +1,4 @@
-"""Ctrl-C at a real terminal, at several moments of a search, and SIGTERM."""
+"""Ctrl-C at a real terminal, at several moments of a search, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import time
 
 import psutil
 import pytest
+
+from steadytorch.cli import _ended_once
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CTRL_C = b"\x03"
@@ -46,7 +48,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", "TMPDIR": str(self.scratch)},
             start_new_session=True,
         )
-        self.text = ""
+        self.text, self._is_open = "", True
 
     def wait_for(self, pattern):
         """Reads until the pattern is on the screen."""
@@ -84,12 +86,19 @@ class Terminal:
                 found.append(words)
         return found
 
+    def hang_up(self):
+        """Closes the terminal's window."""
+        os.close(self._theirs)
+        os.close(self._ours)
+        self._is_open = False
+
     def close(self):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
+        if self._is_open:
+            os.close(self._ours)
+            os.close(self._theirs)
 
 
 @pytest.fixture
@@ -169,15 +178,15 @@ def test_an_interrupt_while_the_workload_loads(terminal, folder):
     assert not (folder / "out.json").exists()
 
 
-# -- SIGTERM ------------------------------------------------------------------------------------
+# -- SIGTERM and SIGHUP -------------------------------------------------------------------------
 
 
-def _check_end_by_signal(terminal):
-    assert terminal.wait() == 143
+def _check_end_by_signal(terminal, code=143, said="terminated"):
+    assert terminal.wait() == code
     assert terminal.workers() == []
     assert list(terminal.scratch.glob("steadytorch-*")) == []
     assert "Traceback" not in terminal.text
-    assert terminal.text.count("steady: terminated") == 1
+    assert terminal.text.count(f"steady: {said}") == 1
 
 
 @pytest.mark.parametrize("moment", ["the untouched workload", "known-strong combinations"])
@@ -202,11 +211,36 @@ def test_so_does_one_whose_workload_loads(terminal, folder):
     _check_end_by_signal(running)
 
 
-def test_a_measurement_that_is_terminated_leaves_nothing(terminal):
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
+)
+def test_a_measurement_that_is_ended_leaves_nothing(terminal, number, code, said):
     running = terminal("measure", "tiny.py:small", "--budget", "10m")
     running.wait_for("process 1 of 1")
-    running.process.terminate()
-    _check_end_by_signal(running)
+    running.process.send_signal(number)
+    _check_end_by_signal(running, code, said)
+
+
+def test_a_search_whose_terminal_is_closed_leaves_nothing(terminal):
+    running = terminal("tune", "tiny.py:small", "--budget", "5m", "--store", "plans")
+    running.wait_for("the untouched workload")
+    running.hang_up()
+    assert running.process.wait(PATIENCE_S) == 129
+    assert running.workers() == []
+    assert list(running.scratch.glob("steadytorch-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signals_that_are_ignored_stay_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _ended_once():
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 # -- measure ------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,8 +20,7 @@ from steadytorch.errors import SteadyError
 from steadytorch.report.text import plain, printable_anywhere
 
 INTERRUPTED = 130
-TERMINATED = 143
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _COMMANDS = {
     "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
@@ -56,7 +58,8 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog="Exit codes: 0 done; 1 the answer is a failed gate or verification; 2 bad usage or "
-    "input; 3 this machine cannot do it; 130 interrupted, partial results kept; 143 terminated.",
+    "input; 3 this machine cannot do it; 130 interrupted, partial results kept; 143 terminated; "
+    "129 hung up.",
 )
 @click.version_option(__version__, prog_name="steady")
 def steady() -> None:
@@ -84,12 +87,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class _Terminated(BaseException):
-    """By SIGTERM. No SystemExit: that may also come from a workload."""
+    """By a signal, SIGTERM or SIGHUP. Not SystemExit: that may also come from a workload."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextmanager
 def _ended_once() -> Iterator[None]:
-    """Makes the first Ctrl-C or SIGTERM count, and others not disturb the clearing up after it."""
+    """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
+
+    Signals that are ignored already stay so, as `nohup` wants it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -97,15 +107,30 @@ def _ended_once() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         for each in _ENDING:
             signal.signal(each, signal.SIG_IGN)
-        raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        _drop_terminal()
+        raise _Terminated(number)
 
-    found = {each: signal.signal(each, end) for each in _ENDING}
+    heeded = [each for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    found = {each: signal.signal(each, end) for each in heeded}
     try:
         yield
     finally:
         for each, before in found.items():
             if signal.getsignal(each) is end:
                 signal.signal(each, signal.SIG_DFL if before is None else before)
+
+
+def _drop_terminal() -> None:
+    """Sends output nowhere if its terminal is gone: writing there raises."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def _main(arguments: list[str] | None) -> None:
@@ -128,7 +153,8 @@ def _main(arguments: list[str] | None) -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("steady: interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except _Terminated:
-        click.echo("steady: terminated", err=True)
-        sys.exit(TERMINATED)
+    except _Terminated as by:
+        said = "hung up" if by.number == signal.SIGHUP else "terminated"
+        click.echo(f"steady: {said}", err=True)
+        sys.exit(128 + by.number)
     sys.exit(code if isinstance(code, int) else 0)
