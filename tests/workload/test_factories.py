@@ -336,3 +336,36 @@ def factory(batch=2):
     save(workload, folder.path / "workload.pt")
     step = load(folder.path / "workload.pt").step_function()
     assert step() > step()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from .layers import LAYER\ndef factory(): return LAYER, torch.ones(1, 3)",
+        "def factory():\n    from .layers import LAYER\n    return LAYER, torch.ones(1, 3)",
+    ],
+    ids=["at import", "when called"],
+)
+def test_relative_imports_in_a_file_name_the_way_out(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, code: str
+):
+    for name in ("steady_outer/__init__.py", "steady_outer/inner/__init__.py"):
+        folder.write("", name)
+    folder.write("LAYER = nn.Linear(3, 1)", "steady_outer/inner/layers.py")
+    path = folder.write(code, "steady_outer/inner/model.py")
+    way_out = "name steady_outer.inner.model:factory"
+    with pytest.raises(UsageError) as caught:
+        call_factory(f"{path}:factory", None, False)
+    assert message(caught).splitlines()[0].endswith(f"for relative imports: {way_out}")
+    monkeypatch.chdir("steady_outer")
+    with pytest.raises(UsageError) as caught:
+        call_factory(f"{path}:factory", None, False)
+    assert message(caught).splitlines()[0].endswith(f"{way_out} and start in {folder.path}")
+    monkeypatch.chdir(folder.path)
+    assert call_factory("steady_outer.inner.model:factory", None, False).inputs[0].shape == (1, 3)
+
+
+def test_other_failed_imports_are_left_as_they_are(folder: Folder):
+    with pytest.raises(UsageError) as caught:
+        folder.call("from torch import no_such_thing\ndef factory(): pass")
+    assert "relative imports" not in message(caught)

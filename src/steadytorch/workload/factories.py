@@ -56,7 +56,8 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
         raise UsageError(f"no such file: {source} (of {spec!r}, seen from {os.getcwd()})")
     short = f"{path.name}:{name}" if is_file else spec
     directory = path.resolve().parent if is_file else Path.cwd()
-    with _importable(directory), _reported(short):
+    way_out = _as_module(path.resolve(), name) if is_file else ""
+    with _importable(directory), _reported(short, way_out):
         module = _import_file(path.resolve()) if is_file else _import_module(source, spec)
         factory = _find(module, name)
         result = factory(**_arguments(factory, short, batch))
@@ -212,9 +213,23 @@ def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
     return tuple(os.path.abspath(path) for path in paths)
 
 
+def _as_module(path: Path, name: str) -> str:
+    """How to name a file's factory so that relative imports work in it."""
+    parts, folder = [path.stem], path.parent
+    while not parts[1:] or (folder / "__init__.py").is_file():
+        parts, folder = [folder.name, *parts], folder.parent
+    start = "" if folder == Path.cwd() else f" and start in {folder}"
+    return f"a file has no package for relative imports: name {'.'.join(parts)}:{name}{start}"
+
+
 @contextlib.contextmanager
-def _reported(spec: str) -> Iterator[None]:
-    """Turns what the user's code raises into a message that shows where."""
+def _reported(spec: str, way_out: str = "") -> Iterator[None]:
+    """Turns what the user's code raises into a message that shows where.
+
+    Args:
+        spec: what the user named.
+        way_out: what to do where a relative import fails.
+    """
     try:
         yield
     except SteadyError:
@@ -225,6 +240,8 @@ def _reported(spec: str) -> Iterator[None]:
         raise UsageError(f"{place}: {error.msg}{text}") from error
     except (Exception, SystemExit) as error:
         lines = [f"{spec} raised {type(error).__name__}: {error}".strip(": ")[:2000]]
+        if isinstance(error, ImportError) and "relative import" in str(error) and way_out:
+            lines[0] = f"{lines[0]}: {way_out}"
         raise UsageError("\n".join(lines + _frames(error))) from error
 
 
