@@ -43,7 +43,7 @@ class DeviceSamples:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        watched = [t for t in tensors if t.is_cuda and t.numel() and _is_dense(t)]
+        watched = [t for t in tensors if t.device.type == "cuda" and t.numel() and _is_dense(t)]
         devices = dict.fromkeys(t.device for t in watched)
         self._probes = [_Probe(d, [t for t in watched if t.device == d]) for d in devices]
         self._compared_at = 0
