@@ -90,6 +90,11 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
             _cudnn_frontend,
             f"pip install '{CUDNN_EXTRA}'; choosing convolution engines needs it",
         ),
+        "writes to weights": (
+            _weight_writes,
+            "pass verify_every=1000 to optimize or apply; every 1000th call is then checked "
+            "against the untouched model",
+        ),
     }
     return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
 
@@ -100,6 +105,12 @@ def _observe(name: str, probe: Callable[[], str], remedy: str) -> Observation:
     if detail is None:
         return Observation(name, False, readings.unknown[name], remedy)
     return Observation(name, True, detail)
+
+
+def _weight_writes() -> str:
+    raise NotObservable(
+        "seen by versions and samples: one past both, to a few elements of a large tensor, is not"
+    )
 
 
 def _nvml(library: Any) -> str:

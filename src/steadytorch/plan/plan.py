@@ -23,7 +23,7 @@ from steadytorch.plan.fingerprint import (
     trained_fingerprint,
 )
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import Options, period
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.settings import is_switched_off
 from steadytorch.runtime.standin import Function, as_module
@@ -168,7 +168,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.key.digest[:12]
 
     def apply(
-        self, model: nn.Module, *, alias_outputs: bool = False, bundle: bool = False
+        self,
+        model: nn.Module,
+        *,
+        alias_outputs: bool = False,
+        bundle: bool = False,
+        verify_every: int | None = None,
     ) -> TunedModule:
         """A module that serves this plan, with the same call signature as `model`.
 
@@ -186,9 +191,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 a copy of them where a CUDA graph serves.
             bundle: whether to load what the plan compiled when it was made, if that is kept beside
                 it. It is code, which runs: see `plan.bundle` for what is accepted.
+            verify_every: every so many calls of a signature one is answered by `model` as well; a
+                plan whose answer differs is not served again. None for never.
 
         Raises:
-            UsageError: `model` cannot be called, or is a tuned module already.
+            UsageError: `model` cannot be called, or is a tuned module already; or `verify_every` is
+                no number of calls.
         """
         if isinstance(model, TunedModule):
             raise UsageError(
@@ -197,7 +205,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
-        options = Options(alias_outputs, trains=trains)
+        options = Options(alias_outputs, trains=trains, verify_every=period(verify_every))
         serving = TrainedModule if trains else TunedModule
         return serving(as_module(model), resolve, self._misfit, options)
 

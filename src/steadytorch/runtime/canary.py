@@ -179,8 +179,6 @@ class Canary:
         self._probes += 1
         look()
         try:
-            if _differ(inputs, saved):
-                raise _Found("cannot be verified: the untouched model writes to its inputs")
             found = self._checked_twice(run_tuned, expected, inputs, saved)
         except Exception as error:
             self._settle(False, _fault(error))
@@ -191,28 +189,13 @@ class Canary:
     def _checked_twice(
         self, run_tuned: Run, expected: Any, inputs: Sequence[torch.Tensor], saved: list[Any]
     ) -> Any:
-        try:
-            results = [_run(run_tuned), _run(run_tuned)]
-        finally:
-            written = _differ(inputs, saved)
-            if written:
-                _restore(inputs, saved)
-        if written:
-            raise _Found("wrong: the tuned executor writes to its inputs")
-        for result in results:
-            self._compare(result, expected)
+        results = _checked(run_tuned, expected, inputs, saved, self._bound, times=2)
         first, second = (memory_of(answer_of(result)) for result in results)
         # What the model itself hands out again, a weight or an input, is not the executor's buffer.
         own = memory_of(answer_of(expected)) | memory_of(inputs)
         if first & second - own and not self._alias_outputs:
             raise _Found("wrong: a later call overwrites the result of an earlier one")
         return results[1]
-
-    def _compare(self, found: Any, expected: Any) -> None:
-        fault = disagreement(answer_of(found), answer_of(expected), self._bound)
-        if fault is not None:
-            kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
-            raise _Found(f"{kind}: {fault}")
 
     # -- probes ---------------------------------------------------------------------------------
 
@@ -245,7 +228,7 @@ class Canary:
             if isinstance(tuned, _Found):
                 raise tuned
             found, tuned_ns = tuned
-            self._compare(found, expected)
+            _compare(found, expected, self._bound)
             self._pairs.append((float(max(untouched_ns, 1)), float(max(tuned_ns, 1))))
             self._look()
         except Exception as error:
@@ -279,6 +262,83 @@ class Canary:
 
     def _settle(self, kept: bool, reason: str, judgement: Judgement | None = None) -> None:
         self._verdict = Verdict(kept, reason, judgement, self._probes)
+
+
+class Recheck:
+    """Compares single calls of an executor that has proved itself with the untouched model's.
+
+    Args:
+        bound: relative L2 error allowed, from `agreement.bound`.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._calls = 0
+
+    def step(
+        self,
+        run_tuned: Run,
+        run_untouched: Run,
+        device: torch.device | str,
+        inputs: Sequence[torch.Tensor] = (),
+        look: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, Verdict | None]:
+        """Answers one call, as `Canary.step`; nothing is timed.
+
+        Where the model has not the memory to run beside the executor, nothing is compared.
+
+        Returns:
+            The result, and a verdict where the two disagree.
+        """
+        look()
+        try:
+            saved = [tensor.detach().clone() for tensor in inputs]
+            expected = run_untouched()
+        except torch.OutOfMemoryError:
+            look()
+            return run_tuned(), None
+        look()
+        self._calls += 1
+        try:
+            (found,) = _checked(run_tuned, expected, inputs, saved, self._bound, times=1)
+        except Exception as error:
+            return expected, Verdict(False, _fault(error), None, self._calls)
+        return found, None
+
+
+def _checked(
+    run_tuned: Run,
+    expected: Any,
+    inputs: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    limit: float,
+    times: int,
+) -> list[Any]:
+    """What the executor answers, so many times, where that is right.
+
+    Raises:
+        _Found: it is not, or nothing can be said of it; inputs are as they were, then too.
+    """
+    if _differ(inputs, saved):
+        raise _Found("cannot be verified: the untouched model writes to its inputs")
+    try:
+        results = [_run(run_tuned) for _ in range(times)]
+    finally:
+        written = _differ(inputs, saved)
+        if written:
+            _restore(inputs, saved)
+    if written:
+        raise _Found("wrong: the tuned executor writes to its inputs")
+    for result in results:
+        _compare(result, expected, limit)
+    return results
+
+
+def _compare(found: Any, expected: Any, limit: float) -> None:
+    fault = disagreement(answer_of(found), answer_of(expected), limit)
+    if fault is not None:
+        kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
+        raise _Found(f"{kind}: {fault}")
 
 
 def _no_wait() -> None:

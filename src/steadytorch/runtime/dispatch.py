@@ -139,6 +139,9 @@ class Entry:
         hits: calls that the executor answered.
         others: calls that the model answered.
         finding: of the canary.
+        check: compares a call with the untouched model's, every `verify_every` calls; None for
+            never.
+        turn: counts the calls that it may fall on.
     """
 
     signature: Signature | None
@@ -157,6 +160,8 @@ class Entry:
     hits: Ticks = field(default_factory=Ticks)
     others: Ticks = field(default_factory=Ticks)
     finding: str = ""
+    check: Any = None
+    turn: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
     @property
     def detail(self) -> str:
@@ -250,23 +255,28 @@ class Detours(NamedTuple):
             containers that it worked on, if any.
         stale: one whose result may be that of other weights.
         unserved: one of a signature that nothing serves, and nothing is to be asked about.
+        checked: one that the untouched model answers as well.
     """
 
     with_care: Serve
     failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
     stale: Run
     unserved: Run
+    checked: Run
 
 
-def runner(detours: Detours) -> Run:
+def runner(detours: Detours, verify_every: int | None = None) -> Run:
     """Makes the function that calls an entry's executor and looks at the weights.
 
     Args:
         detours: what answers otherwise.
+        verify_every: every so many calls of an entry one is `checked`; None for never.
     """
-    failed, stale = detours.failed, detours.stale
+    failed, stale, checked = detours.failed, detours.stale, detours.checked
 
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if verify_every is not None and entry.turn() % verify_every == 0:
+            return checked(entry, args, kwargs)
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs, None)
@@ -300,7 +310,12 @@ def runner(detours: Detours) -> Run:
 
 
 def fast_path(  # noqa: C901 - inlined for speed
-    model: nn.Module, gate: Gate, found: dict[Any, Entry], detours: Detours, compiled: Any = None
+    model: nn.Module,
+    gate: Gate,
+    found: dict[Any, Entry],
+    detours: Detours,
+    run: Run,
+    compiled: Any = None,
 ) -> Serve:
     """The way of a call that nothing stands in: one look-up, one executor, no lock.
 
@@ -312,9 +327,10 @@ def fast_path(  # noqa: C901 - inlined for speed
         gate: where closed, every call takes a detour.
         found: entry by key, as `key_function` makes them.
         detours: what answers otherwise.
+        run: from `runner`.
         compiled: as `key_function` was given.
     """
-    attributes, get, run = vars(model), found.get, runner(detours)
+    attributes, get = vars(model), found.get
     with_care, unserved = detours.with_care, detours.unserved
     if "training" not in attributes:  # a scripted model
         return with_care

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.errors import UnsupportedError, one_line
+from steadytorch.errors import UnsupportedError, UsageError, one_line
 from steadytorch.runtime import settings
 from steadytorch.runtime.agreement import bound
 from steadytorch.runtime.buckets import Buckets
-from steadytorch.runtime.canary import Canary
+from steadytorch.runtime.canary import Canary, Recheck
 from steadytorch.runtime.dispatch import (
     NOT_FASTER,
     Arrival,
@@ -60,6 +60,8 @@ class Options(NamedTuple):
         canary: whether the first calls of a plan are checked against the untouched model.
         trains: whether plans are for training, see `runtime.trained`.
         strict: whether calls that there is no plan for raise.
+        verify_every: every so many calls of a signature one is answered by the untouched model as
+            well, and compared; None for never.
     """
 
     alias_outputs: bool = False
@@ -67,6 +69,21 @@ class Options(NamedTuple):
     canary: bool = False
     trains: bool = False
     strict: bool = False
+    verify_every: int | None = None
+
+
+def period(verify_every: int | None) -> int | None:
+    """A period of checks as the user gave it.
+
+    Raises:
+        UsageError: it is no number of calls.
+    """
+    if verify_every is None or (type(verify_every) is int and verify_every >= 1):
+        return verify_every
+    raise UsageError(
+        f"verify_every is a number of calls, 1 or more, got {verify_every!r}: "
+        "leave it out to check none after the first"
+    )
 
 
 class Entries:
@@ -304,27 +321,31 @@ class Entries:
         entry.outdated = self._outdated(executor)
         entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
-        entry.trial = self._trial(executor, entry, candidate, args, kwargs)
+        entry.trial, entry.check = self._trials(executor, entry, candidate, args, kwargs)
         # Last, for other threads have the entry already.
         entry.call, entry.reason = executor.call, None
 
-    def _trial(
+    def _trials(
         self,
         executor: Executor,
         entry: Entry,
         candidate: Candidate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Any, Any]:
+        """What watches the first calls, and what is to check later ones."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            return Rehearsal(self._model, executor, device)
-        if not self._options.canary:
-            return FirstCall(executor, self.weights, device)
+            rehearsal = Rehearsal(self._model, executor, device)
+            return rehearsal, rehearsal
+        watched = executor, self.weights, device
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
+        check = OnTrial(*watched, Recheck(limit), entry.outdated)
+        if not self._options.canary:
+            return FirstCall(*watched), check
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        return OnTrial(executor, self.weights, device, canary, entry.outdated)
+        return OnTrial(*watched, canary, entry.outdated), check
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
         # Training reads weights as they are, at each call.

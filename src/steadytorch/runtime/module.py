@@ -101,11 +101,14 @@ class TunedModule(StandIn):
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
-        detours = Detours(self._with_care, self._failed, self._stale, self._known_miss)
-        state["_run"] = runner(detours)
+        detours = Detours(
+            self._with_care, self._failed, self._stale, self._known_miss, self._checked
+        )
+        state["_run"] = runner(detours, options.verify_every)
+        state["_run_unchecked"] = runner(detours)
         compiled, _ = load()
         state["_key"] = key_function(compiled)
-        serve = fast_path(model, self._gate, self._found, detours, compiled)
+        serve = fast_path(model, self._gate, self._found, detours, self._run, compiled)
         state["_entrance"] = (
             serve,
             [
@@ -135,8 +138,12 @@ class TunedModule(StandIn):
 
     def report(self) -> Report:
         """What ran tuned and what untouched, by signature, with reasons and gains."""
-        interpreted_for = self._entries.weights.interpreted_for
-        return self._tally.report(self._entries.servings(), self._gate.off, interpreted_for)
+        return self._tally.report(
+            self._entries.servings(),
+            self._gate.off,
+            self._entries.weights.interpreted_for,
+            self._options.verify_every,
+        )
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The buffers into which a call with inputs like these copies them, to be written directly.
@@ -221,12 +228,26 @@ class TunedModule(StandIn):
         if not turns.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)
         try:
-            on_trial = entry.call is not None and entry.trial is not None
-            return (self._on_trial if on_trial else self._run)(entry, args, kwargs)
+            if entry.call is not None and entry.trial is not None:
+                return self._on_trial(entry, entry.trial, args, kwargs)
+            return self._run(entry, args, kwargs)
         finally:
             turns.release()
 
-    def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _checked(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An answer that the untouched model is asked for as well, unless others are busy."""
+        check, turns = entry.check, settings.TURNS
+        if entry.call is None or check is None or not turns.acquire(blocking=False):
+            return self._run_unchecked(entry, args, kwargs)
+        try:
+            self._tally.count_check()
+            return self._on_trial(entry, check, args, kwargs)
+        finally:
+            turns.release()
+
+    def _on_trial(
+        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
@@ -235,7 +256,7 @@ class TunedModule(StandIn):
             tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
-            outcome: Outcome = entry.trial.answer(
+            outcome: Outcome = trial.answer(
                 partial(without_gradients, tuned, args, kwargs),
                 noting(own, partial(untouched, *args, **kwargs)),
                 inputs,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steadytorch.runtime.canary import Canary, Verdict
+from steadytorch.runtime.canary import Canary, Recheck, Verdict
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.faults import Raised, is_callers
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
@@ -116,7 +116,7 @@ class OnTrial:
         executor: to be watched.
         weights: of the model, as they were when it was built.
         device: where it runs.
-        canary: for this executor.
+        canary: for this executor; one that never gives a verdict keeps it on trial.
         outdated: whether a call was of other weights, or left something behind in a copy; None
             where the executor runs the model itself.
     """
@@ -126,7 +126,7 @@ class OnTrial:
         executor: Executor,
         weights: Weights,
         device: torch.device,
-        canary: Canary,
+        canary: Canary | Recheck,
         outdated: Callable[[], bool] | None,
     ) -> None:
         self._watched = executor, weights, device

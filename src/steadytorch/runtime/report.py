@@ -88,6 +88,8 @@ class Report(msgspec.Struct, frozen=True):
             and for training, which looks at less.
         methods: calls of the model's other methods, such as `generate`, by name. They run
             untouched, and so does all that they call.
+        checked: tuned calls that the untouched model answered as well, because of `verify_every`.
+        verify_every: as it was asked for; None for never.
     """
 
     calls: dict[str, int]
@@ -97,6 +99,8 @@ class Report(msgspec.Struct, frozen=True):
     saved_before_ns: float = 0.0
     interpreted_for: str = ""
     methods: dict[str, int] = {}
+    checked: int = 0
+    verify_every: int | None = None
 
     @property
     def hits(self) -> int:
@@ -129,7 +133,15 @@ class Report(msgspec.Struct, frozen=True):
             named = ", ".join(f"{name} ({count:,})" for name, count in self.methods.items())
             lines.append(f"  other methods of the model, which run untouched: {named}")
         lines += [f"  {each}" for each in self.signatures]
-        return "\n".join(lines + self._missed())
+        return "\n".join(lines + self._guarded() + self._missed())
+
+    def _guarded(self) -> list[str]:
+        if self.verify_every is not None:
+            every = counted(self.verify_every, "call")
+            return [f"  checked against the untouched model every {every}: {self.checked:,} so far"]
+        if self.off is None and any(each.executor is not None for each in self.signatures):
+            return ["  to have calls checked against the untouched model: verify_every=1000"]
+        return []
 
     def _missed(self) -> list[str]:
         if not self.convolutions:
@@ -148,6 +160,7 @@ class Tally:
         self._methods: Counter[str] = Counter()
         self._noting: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._saved_ns = 0.0
+        self._checked = 0
         self._lock = Lock()
 
     def after_fork(self) -> None:
@@ -158,6 +171,11 @@ class Tally:
         """One more call of an outcome that no executor counts."""
         with self._lock:
             self._calls[outcome] += 1
+
+    def count_check(self) -> None:
+        """One more tuned call that the untouched model answered as well."""
+        with self._lock:
+            self._checked += 1
 
     def noted(self, method: MethodType) -> MethodType:
         """The method of a model as one whose calls are counted."""
@@ -186,7 +204,11 @@ class Tally:
                 self._saved_ns += each.saved_ns
 
     def report(
-        self, signatures: Iterable[Serving], off: str | None, interpreted_for: str = ""
+        self,
+        signatures: Iterable[Serving],
+        off: str | None,
+        interpreted_for: str = "",
+        verify_every: int | None = None,
     ) -> Report:
         """What became of all calls.
 
@@ -194,14 +216,25 @@ class Tally:
             signatures: what serves them now.
             off: why nothing is served tuned, or None.
             interpreted_for: as in the report.
+            verify_every: as in the report.
         """
         served = tuple(signatures)
         with self._lock:
             calls, methods, saved_ns = +self._calls, dict(self._methods), self._saved_ns
+            checked = self._checked
         tuned = sum(each.hits for each in served) + calls.pop(TUNED, 0)
         found = {TUNED: tuned, **calls} if tuned else dict(calls)
-        missed = missed_convolutions(served)
-        return Report(found, served, off, missed, saved_ns, interpreted_for, methods)
+        return Report(
+            calls=found,
+            signatures=served,
+            off=off,
+            convolutions=missed_convolutions(served),
+            saved_before_ns=saved_ns,
+            interpreted_for=interpreted_for,
+            methods=methods,
+            checked=checked,
+            verify_every=verify_every,
+        )
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:

@@ -31,6 +31,7 @@ class TrainedModule(TunedModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__["_run"] = self._recording
+        self.__dict__["_run_unchecked"] = self._recorded
 
     def refresh(self) -> None:
         """Makes executors anew, at the next calls, from the model as it is now."""
@@ -50,6 +51,11 @@ class TrainedModule(TunedModule):
         return super()._with_care(args, kwargs)
 
     def _recording(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        every = self._options.verify_every
+        checks = every is not None and entry.turn() % every == 0
+        return (self._checked if checks else self._recorded)(entry, args, kwargs)
+
+    def _recorded(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the executor in the caller's grad mode."""
         if entry.call is None:  # retired by another thread
             return self._failed(entry, None, args, kwargs)
@@ -63,12 +69,14 @@ class TrainedModule(TunedModule):
         entry.hits.tick()
         return result
 
-    def _on_trial(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fault = entry.trial.fault(args, kwargs)
+    def _on_trial(
+        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        fault = trial.fault(args, kwargs)
         # Not proved: the fast path does not look at what is looked at above.
         entry.trial = None
         if fault is None:
-            return self._run(entry, args, kwargs)
+            return self._recorded(entry, args, kwargs)
         entry.retire(fault)
         self._entries.warn(f"{fault} ({entry.signature})")
         return self._untouched(fault, args, kwargs, entry)

@@ -25,6 +25,7 @@ from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
 from steadytorch.runtime.entries import Options as Serving
+from steadytorch.runtime.entries import period
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
@@ -59,6 +60,7 @@ def optimize(
     background: bool = False,
     buckets: Mapping[str, Any] | None = None,
     canary: bool = True,
+    verify_every: int | None = None,
     alias_outputs: bool = False,
     bundle: bool = False,
     seed: int = 0,
@@ -88,6 +90,8 @@ def optimize(
             the padded signatures have plans then.
         canary: whether the first calls of each plan are checked and timed against the untouched
             model, on the real inputs; a plan that is wrong or slower is not served.
+        verify_every: every so many calls of a signature one is answered by the untouched model as
+            well; a plan whose answer differs is not served again. None for never.
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         bundle: whether to load what a plan compiled when it was made, where it is kept, and to keep
             it after a search, which is done in a thread. It is code, which runs: see `plan.bundle`
@@ -129,6 +133,7 @@ def optimize(
         None if buckets is None else Buckets(buckets, module),
         canary,
         strict=mode == "strict",
+        verify_every=period(verify_every),
     )
     source = PlanSource(asked, mode, store, background, bundle)
     return TunedModule(module, source, partial(_why_off, mode=mode), serving)

@@ -1,0 +1,125 @@
+"""Every so many calls one is answered by the untouched model as well."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from steadytorch.errors import UsageError
+from steadytorch.runtime import settings
+from steadytorch.runtime.entries import Options, period
+from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.trained import TrainedModule
+from steadytorch.transforms.base import TransformSpec
+
+from .conftest import CANDIDATES, COPYING, Network, always, answer
+
+LAYOUT = (TransformSpec("channels_last"),)
+
+
+def checked(model, candidate, every, **options):
+    return TunedModule(
+        model, always(candidate), options=Options(verify_every=every, canary=False, **options)
+    )
+
+
+@pytest.mark.parametrize("name", COPYING)
+def test_a_change_out_of_sight_is_found_by_the_next_check(model, x, name):
+    tuned = checked(model, CANDIDATES[name], 4)
+    answer(tuned, x)  # watched, and none of the calls that are counted
+    model.norm.eps = 10.0
+    expected = answer(model, x)
+    found = [answer(tuned, x) for _ in range(6)]
+    assert not any(torch.allclose(each, expected, atol=0.05) for each in found[:3])
+    assert all(torch.equal(each, expected) for each in found[3:])
+    reasons = "".join(tuned.report().fallbacks)
+    assert "demoted: wrong: output 0 is off by" in reasons
+
+
+def test_what_agrees_is_served_on_and_the_checks_are_counted(model, x):
+    calls = []
+    model.register_forward_hook(lambda *given: calls.append(1))
+    tuned = checked(model, CANDIDATES["inference_mode"], 3)
+    for _ in range(10):
+        assert torch.equal(answer(tuned, x), answer(model, x))
+    report = tuned.report()
+    assert (report.checked, report.hits, report.misses) == (3, 10, 0)
+    assert len(calls) == 10 + 10 + 3
+    assert "checked against the untouched model every 3 calls: 3 so far" in str(report)
+
+
+def test_by_default_nothing_is_checked_and_the_report_says_how(model, x):
+    tuned = TunedModule(model, always(LAYOUT))
+    for _ in range(5):
+        answer(tuned, x)
+    assert (tuned.report().checked, tuned.report().verify_every) == (0, None)
+    assert "verify_every=1000" in str(tuned.report())
+
+
+class Cached(Network):
+    def forward(self, x, cache):
+        cache["calls"] = cache["calls"] + 1
+        return super().forward(x)
+
+
+def test_a_checked_call_writes_once_to_what_its_caller_passed(x):
+    torch.manual_seed(0)
+    tuned, cache = checked(Cached().eval(), LAYOUT, 1), {"calls": torch.zeros(())}
+    for n in range(5):
+        answer(tuned, x, cache)
+        assert cache["calls"] == n + 1
+    assert tuned.report().checked == 4
+    assert tuned.report().hits == 5
+
+
+def test_where_others_are_busy_a_call_goes_unchecked(model, x):
+    tuned = checked(model, LAYOUT, 1)
+    answer(tuned, x)
+    with settings.TURNS:
+        thread = threading.Thread(target=answer, args=(tuned, x))
+        thread.start()
+        thread.join(60)
+    assert (tuned.report().checked, tuned.report().hits) == (0, 2)
+
+
+class Large(Network):
+    too_large: ClassVar[Any] = None
+
+    def forward(self, x):
+        if self is Large.too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_without_memory_for_the_model_the_executor_answers(x, monkeypatch):
+    model = Large().eval()
+    tuned = checked(model, LAYOUT, 1)
+    expected = answer(tuned, x)
+    monkeypatch.setattr(Large, "too_large", model)
+    assert torch.equal(answer(tuned, x), expected)
+    assert tuned.report().hits == 2
+
+
+def test_training_steps_are_gone_through_anew(model, x):
+    tuned = TrainedModule(
+        model.train(), always(LAYOUT), options=Options(trains=True, verify_every=3)
+    )
+    before = [b.clone() for b in model.buffers()]
+    for _ in range(5):
+        tuned(x).sum().backward()
+    assert (tuned.report().checked, tuned.report().hits) == (1, 5)
+    assert int(model.norm.num_batches_tracked) == int(before[-1]) + 5
+    (entry,) = tuned._found.values()
+    object.__setattr__(entry.executor, "call", lambda x: model(x) * 3)
+    for _ in range(2):
+        tuned(x)
+    assert "wrong: output 0 is off" in str(tuned.report())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "10", True])
+def test_what_is_no_number_of_calls_is_refused(every):
+    with pytest.raises(UsageError, match="verify_every is a number of calls, 1 or more, got"):
+        period(every)
