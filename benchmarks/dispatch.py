@@ -3,6 +3,12 @@
 The executor is trivially cheap, so that what is timed is the dispatch, by compiled code and by the
 interpreter. All are timed in blocks that take turns, short enough to pass between interruptions,
 and medians over blocks are compared.
+
+Then calls that nothing tuned serves: of known signatures, with arguments of several kinds, and of
+new ones, for models of several sizes. The store has no plan for the model (`bare`) or one for
+another signature (`stored`), or such a plan is applied (`applied`). The models return at once, and
+times are those of the thread's CPU.
+
 Then the look at the weights of a ResNet-50, which executors with weights of their own need after
 each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay. A raw replay
 computes with what lies in its input, and leaves its output where the next one overwrites it: what
@@ -21,15 +27,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -37,26 +45,38 @@ import torch
 from torch import nn
 
 from steadytorch.native.host import begin, load
+from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
+from steadytorch.plan.store import Store
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms import cuda_graph
 from steadytorch.transforms.base import TransformSpec
+from steadytorch.tune.optimize import optimize
+from steadytorch.tune.select import Options
+from steadytorch.tune.session import Session
 from steadytorch.workload.loading import load_workload
+from steadytorch.workload.workload import Workload
 
 LIMITS_US = {1: 3.0, 4: 6.0}
 GRAPH_LIMIT_US = 10.0
+UNTUNED_LIMIT_US = {"known": 5.0, "new": 200.0}
 
 
-def interleaved(calls: dict[str, Any], blocks: int, count: int) -> dict[str, float]:
+def interleaved(
+    calls: dict[str, Any],
+    blocks: int,
+    count: int,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> dict[str, float]:
     """Median over blocks of the time of one call, in us; the blocks of all calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
         for name, call in calls.items():
-            start = time.perf_counter_ns()
+            start = clock()
             for _ in range(count):
                 call()
-            times[name].append((time.perf_counter_ns() - start) / count / 1e3)
+            times[name].append((clock() - start) / count / 1e3)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -112,6 +132,123 @@ def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, f
     found = interleaved(calls, 20 * blocks, 50)
     direct = found.pop("direct")
     return {"direct_us": direct, **{f"{way}_adds_us": took - direct for way, took in found.items()}}
+
+
+class Silent(nn.Module):
+    """A model that returns at once, whatever it is called with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], TunedModule]]:
+    """What makes a tuned module that has no plan for the calls to come."""
+    plan = plan_for(model, torch.zeros(7, 7))
+    stored = Store(folder / "stored", second="")
+    stored.put(plan.key, plan)
+    return {
+        "bare": lambda: optimize(model, store=folder / "bare"),
+        "stored": lambda: optimize(model, store=folder / "stored"),
+        "applied": lambda: plan.apply(model),
+    }
+
+
+def plan_for(model: nn.Module, x: torch.Tensor) -> Plan:
+    """A plan as a search would make it."""
+    timing = Timing("latency", 1e6, None, 1e6, None, 10)
+    speedup = Speedup(1.0, None, None, "process", "faster", 12)
+    evidence = Evidence(
+        baseline=timing,
+        winner=timing,
+        speedup=speedup,
+        break_even_calls=1,
+        regime="launch-bound",
+        reference="float64",
+        trials=(),
+        not_applicable={},
+        not_tried={},
+        search_s=1.0,
+    )
+    session = Session(Workload(model, (x,)), Options())
+    return Plan(
+        name="benchmark",
+        signature=Workload(model, (x,)).signature(),
+        candidate=(TransformSpec("inference_mode"),),
+        evidence=evidence,
+        key=session.key,
+        created="",
+        version="",
+    )
+
+
+def known_calls() -> dict[str, tuple[Any, ...]]:
+    """Arguments of calls by what they are."""
+    x = torch.zeros(2, 8)
+    return {
+        "tensor": (x,),
+        "float": (x, 1.5),
+        "custom object": (x, object()),
+        "nested dict": ({"a": x, "b": {"c": x, "d": [x, 1.5]}},),
+        "50 tensors": ([x] * 50,),
+        "negative": (torch.zeros(2, 8, dtype=torch.complex64).conj().imag,),
+    }
+
+
+def of_known_signatures(blocks: int, folder: Path) -> dict[str, dict[str, float]]:
+    """What an untuned call of a known signature adds, in us."""
+    model = Silent(nn.Linear(8, 8)).eval()
+    found = {}
+    for way, make in untuned_ways(model, folder).items():
+        for name, args in known_calls().items():
+            tuned = make()
+            for _ in range(2):
+                tuned(*args)
+            calls = {"direct": lambda a=args: model(*a), "tuned": lambda a=args, t=tuned: t(*a)}
+            took = interleaved(calls, blocks, 50, time.thread_time_ns)
+            found.setdefault(way, {})[name] = took["tuned"] - took["direct"]
+    return found
+
+
+def of_new_shapes(count: int, folder: Path) -> dict[str, dict[str, float]]:
+    """What the first call of a shape takes, in us, by the model's size."""
+    layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    models: dict[str, nn.Module] = {
+        "MLP": nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        "resnet18": load_workload("resnet18").model,
+        "transformer, 12 layers": nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, model in models.items():
+        silent = Silent(model).eval()
+        for way, make in untuned_ways(silent, folder / name).items():
+            tuned, times = make(), []
+            tuned(torch.zeros(1, 8))
+            for size in range(2, count):
+                x = torch.zeros(size, 8)
+                start = time.thread_time_ns()
+                tuned(x)
+                times.append((time.thread_time_ns() - start) / 1e3)
+            found.setdefault(way, {})[name] = statistics.median(times)
+    return found
+
+
+def untuned(blocks: int) -> dict[str, Any]:
+    """Calls that nothing tuned serves."""
+    logging.getLogger("steadytorch").setLevel(logging.ERROR)
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        found: dict[str, Any] = {"limits_us": UNTUNED_LIMIT_US}
+        for way, context in (("compiled", nullcontext), ("interpreted", interpreted)):
+            with context():
+                found[way] = {
+                    "known_us": of_known_signatures(blocks, root / way / "known"),
+                    "new_us": of_new_shapes(5 * blocks, root / way / "new"),
+                }
+    return found
 
 
 def weights(blocks: int) -> dict[str, Any]:
@@ -280,6 +417,7 @@ def main() -> None:
             for number in LIMITS_US
             for kind in ("model's weights", "own weights")
         },
+        "untuned": untuned(options.blocks),
         "resnet50": weights(options.blocks),
     }
     if options.device == "cuda":

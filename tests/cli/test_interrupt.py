@@ -22,9 +22,10 @@ from steadytorch.cli import _ended_once
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CTRL_C = b"\x03"
-# Makes the terminal that is its standard input its own, as a shell does.
+# Makes the terminal that is its standard input its own and heeds signals, as a shell does.
 TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "[signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)]; "
     "os.execv(sys.executable, [sys.executable, '-m', 'steadytorch', *sys.argv[1:]])"
 )
 PATIENCE_S = 120

@@ -124,6 +124,24 @@ def test_nested_tensors_run_untouched(serving):
     assert tuned.report().hits == 0
 
 
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        torch.ones(2, 3, dtype=torch.complex64).conj().imag,
+        torch._neg_view(torch.ones(2, 3)),
+        torch._efficientzerotensor((2, 3)),
+    ],
+    ids=["imaginary part", "negative", "zero"],
+)
+def test_what_pytorch_has_put_off_is_not_served(served, linear, lazy):
+    hits = served.report().hits
+    for _ in range(2):
+        assert torch.equal(served(lazy), linear(lazy))
+    report = served.report()
+    assert (report.hits, report.fallbacks) == (hits, {"these inputs have no signature": 2})
+    assert served(lazy.clone().resolve_neg()).sum() == 0
+
+
 def test_under_a_dispatch_mode_the_model_runs(served, linear):
     with Mode():
         found = served(torch.ones(2, 3))

@@ -7,10 +7,13 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -22,49 +25,142 @@ namespace {
 
 // -- keys ----------------------------------------------------------------------------------------
 
-// Whether it is a plain tensor with strides, and no class made of it.
+// Whether it is a tensor of no other class, whose values lie in its memory by its strides: nothing
+// is put off (a conjugation, a negation), nothing wraps it.
 bool is_plain(PyObject* object) {
   if (Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
     return false;
   }
   const auto& tensor = THPVariable_Unpack(object);
-  // What is to be negated or conjugated when it is read goes the long way, where it is refused.
-  return tensor.defined() && !tensor.is_neg() && !tensor.is_conj() && !tensor.is_nested() && tensor.layout() == c10::kStrided &&
+  return tensor.defined() && !tensor.is_nested() && tensor.layout() == c10::kStrided &&
+         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// The device and type of each tensor, its number of dimensions, sizes and strides, one after the
-// other; without an error nullptr for arguments that are anything but tensors by their places, or
-// that have no such things to tell.
-PyObject* key_of(PyObject* args, PyObject* kwargs) try {
-  if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) || PyDict_GET_SIZE(kwargs) != 0) {
-    return nullptr;
-  }
-  Py_ssize_t numbers = 0;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-    if (!is_plain(PyTuple_GET_ITEM(args, i))) {
-      return nullptr;
+// What an item of a key begins with, in the highest byte; lower ones say more.
+enum class Kind : std::uint8_t { tensor, none, yes, no, integer, real, text, list, tuple, dict };
+
+constexpr int most_nested = 32;
+
+// The key of a call as it grows: each item begins with its kind and its size, so that equal keys
+// are of equal arguments.
+class Key {
+ public:
+  bool needs_gradient = false;
+
+  // False for what has no key here; the interpreter knows more.
+  bool add(PyObject* object, int depth) {
+    if (is_plain(object)) {
+      add_tensor(THPVariable_Unpack(object));
+    } else if (object == Py_None || object == Py_True || object == Py_False) {
+      begin(object == Py_None ? Kind::none : object == Py_True ? Kind::yes : Kind::no, 0);
+    } else if (PyLong_CheckExact(object)) {
+      return add_integer(object);
+    } else if (PyFloat_CheckExact(object)) {
+      const double value = PyFloat_AS_DOUBLE(object);
+      begin(Kind::real, 0);
+      // One for all that are not a number, which are equal as text.
+      numbers_.push_back(std::bit_cast<std::int64_t>(
+          std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value));
+    } else if (PyUnicode_CheckExact(object)) {
+      return add_text(object);
+    } else {
+      return depth < most_nested && add_items(object, depth + 1);
     }
-    numbers += 1 + 2 * THPVariable_Unpack(PyTuple_GET_ITEM(args, i)).dim();
+    return true;
   }
-  if (numbers == 0) {
-    return nullptr;
+
+  bool add_tuple(PyObject* items, int depth) {
+    begin(Kind::tuple, PyTuple_GET_SIZE(items));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+      if (!add(PyTuple_GET_ITEM(items, i), depth)) {
+        return false;
+      }
+    }
+    return true;
   }
-  std::vector<std::int64_t> key;
-  key.reserve(numbers);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-    const auto& tensor = THPVariable_Unpack(PyTuple_GET_ITEM(args, i));
+
+  bool add_dict(PyObject* items, int depth) {
+    begin(Kind::dict, PyDict_GET_SIZE(items));
+    PyObject *name, *value;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(items, &place, &name, &value)) {
+      if (!PyUnicode_CheckExact(name) || !add_text(name) || !add(value, depth)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  PyObject* made() const {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers_.data()),
+                                     numbers_.size() * Py_ssize_t{sizeof(std::int64_t)});
+  }
+
+ private:
+  std::vector<std::int64_t> numbers_;
+
+  void begin(Kind kind, std::int64_t rest) {
+    numbers_.push_back(std::int64_t{static_cast<std::uint8_t>(kind)} << 56 | rest);
+  }
+
+  void add_tensor(const at::Tensor& tensor) {
     const auto device = tensor.device();
-    key.push_back(std::int64_t{static_cast<std::uint8_t>(tensor.scalar_type())} << 48 |
-                  std::int64_t{static_cast<std::uint8_t>(device.type())} << 40 |
-                  std::int64_t{static_cast<std::uint8_t>(device.index())} << 32 | tensor.dim());
-    key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-    key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
+    begin(Kind::tensor, std::int64_t{static_cast<std::uint8_t>(tensor.scalar_type())} << 48 |
+                            std::int64_t{static_cast<std::uint8_t>(device.type())} << 40 |
+                            std::int64_t{static_cast<std::uint8_t>(device.index())} << 32 |
+                            tensor.dim());
+    numbers_.insert(numbers_.end(), tensor.sizes().begin(), tensor.sizes().end());
+    numbers_.insert(numbers_.end(), tensor.strides().begin(), tensor.strides().end());
+    needs_gradient = needs_gradient || tensor.requires_grad();
   }
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.data()),
-                                   key.size() * Py_ssize_t{sizeof(std::int64_t)});
+
+  bool add_integer(PyObject* object) {
+    int overflow = 0;
+    const auto value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    begin(Kind::integer, 0);
+    numbers_.push_back(value);
+    return overflow == 0;
+  }
+
+  bool add_text(PyObject* object) {
+    const auto length = PyUnicode_GET_LENGTH(object);
+    const auto width = static_cast<std::int64_t>(PyUnicode_KIND(object));
+    begin(Kind::text, width << 48 | length);
+    const auto start = numbers_.size();
+    numbers_.resize(start + (length * width + 7) / 8);
+    if (length > 0) {
+      std::memcpy(numbers_.data() + start, PyUnicode_DATA(object), length * width);
+    }
+    return true;
+  }
+
+  bool add_items(PyObject* object, int depth) {
+    if (PyTuple_CheckExact(object)) {
+      return add_tuple(object, depth);
+    }
+    if (PyDict_CheckExact(object)) {
+      return add_dict(object, depth);
+    }
+    if (!PyList_CheckExact(object)) {
+      return false;
+    }
+    begin(Kind::list, PyList_GET_SIZE(object));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+      if (!add(PyList_GET_ITEM(object, i), depth)) {
+        return false;
+      }
+    }
+    return true;
+  }
+};
+
+// False for arguments of other kinds than the above, without an error.
+bool add_call(Key& key, PyObject* args, PyObject* kwargs) try {
+  return PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) && key.add_tuple(args, 0) &&
+         key.add_dict(kwargs, 0);
 } catch (const std::exception&) {
-  return nullptr;
+  return false;
 }
 
 PyObject* or_none(PyObject* key) {
@@ -82,9 +178,13 @@ bool are_two(Py_ssize_t count) {
 }
 
 // key(args: tuple, kwargs: dict) -> bytes, or None: equal where shapes, strides, types and devices
-// of the arguments are.
+// of tensors are, and plain values, and how they are nested.
 PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return are_two(count) ? or_none(key_of(given[0], given[1])) : nullptr;
+  if (!are_two(count)) {
+    return nullptr;
+  }
+  Key made;
+  return or_none(add_call(made, given[0], given[1]) ? made.made() : nullptr);
 }
 
 // Whether nothing of PyTorch's stands between a call and its operators: autocast, dispatch modes,
@@ -95,28 +195,16 @@ bool is_clear() {
          local.excluded_.has_all(c10::default_excluded_set);
 }
 
-bool needs_gradient(PyObject* args) {
-  if (c10::GradMode::is_enabled()) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-      if (THPVariable_Unpack(PyTuple_GET_ITEM(args, i)).requires_grad()) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
 // clear_key(args: tuple, kwargs: dict) -> bytes, or None: the key of a call that may be served
 // without a further look at its arguments and at the modes that it is made in.
 PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!are_two(count)) {
     return nullptr;
   }
-  PyObject* made = is_clear() ? key_of(given[0], given[1]) : nullptr;
-  if (made != nullptr && needs_gradient(given[0])) {
-    Py_CLEAR(made);
-  }
-  return or_none(made);
+  Key made;
+  const bool is_served = is_clear() && add_call(made, given[0], given[1]) &&
+                         !(made.needs_gradient && c10::GradMode::is_enabled());
+  return or_none(is_served ? made.made() : nullptr);
 }
 
 // -- what a model was ----------------------------------------------------------------------------

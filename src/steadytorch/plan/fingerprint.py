@@ -251,8 +251,11 @@ def _described_leaf(leaf: Leaf) -> str:
 
 
 def _text(value: object) -> str:
+    text = str(value)
+    if text.isascii():
+        return text
     # Undecodable bytes of the environment arrive as lone surrogates, which JSON cannot hold.
-    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def workload_fingerprint(workload: Workload) -> str:

@@ -35,7 +35,7 @@ from steadytorch.plan.files import (
     why,
     write_whole,
 )
-from steadytorch.plan.fingerprint import Difference, Key, differing_fields, nearest
+from steadytorch.plan.fingerprint import Difference, Key, differing_fields, nearest, told
 from steadytorch.plan.remote import RemoteStore
 
 SECOND_STORE = "STEADYTORCH_SECOND_STORE"
@@ -72,6 +72,10 @@ class Miss:
     reason: str
     differing: tuple[Difference, ...] = ()
 
+    def __str__(self) -> str:
+        fields = told(self.differing)
+        return f"{self.reason} ({fields})" if fields else self.reason
+
 
 class Stored(NamedTuple):
     """A file of the store: its key and payload, or else the problem with it."""
@@ -107,14 +111,16 @@ class Store:
         self.trouble = "" if self.root else "there is no home directory"
         self._warned = False
 
-    def get(self, key: Key, payload_type: type[P]) -> Found[P] | Miss:
+    def get(self, key: Key, payload_type: type[P], explained: bool = True) -> Found[P] | Miss:
         """Looks a payload up; a file that cannot be trusted is a miss and is moved aside.
 
         Args:
             key: what it must have been stored under, in every field.
             payload_type: a msgspec struct; content that does not fit it is unusable.
+            explained: whether a plain miss says what is stored instead, see `nearest`; without, its
+                reason is empty.
         """
-        found = self._get(key, payload_type)
+        found = self._get(key, payload_type, explained or self._second is not None)
         if isinstance(found, Found) or self._second is None:
             return found
         try:
@@ -123,7 +129,7 @@ class Store:
             return Miss(f"{found.reason}; {self._second.name} {fault}", found.differing)
         return Found(payload, self.put(key, payload))
 
-    def _get(self, key: Key, payload_type: type[P]) -> Found[P] | Miss:
+    def _get(self, key: Key, payload_type: type[P], explained: bool) -> Found[P] | Miss:
         held = self._in_memory.get(key.digest)
         if held is not None:
             try:
@@ -137,7 +143,7 @@ class Store:
             with open_folder(path.parent) as folder:
                 return self._get_from(folder, path, key, payload_type)
         except FileNotFoundError:
-            return self._nearest(key)
+            return self.nearest(key) if explained else Miss("")
         except (OSError, ValueError) as error:
             return Miss(f"plan file {clean(path)} was refused: {why(error)}")
 
@@ -175,7 +181,7 @@ class Store:
         try:
             path = self._write(key, payload, replace=False)
         except FileExistsError:
-            there = self._get(key, type(payload))
+            there = self._get(key, type(payload), explained=False)
             return there if isinstance(there, Found) else Found(payload, self.put(key, payload))
         return Found(payload, path)
 
@@ -339,7 +345,8 @@ class Store:
         except (OSError, ValueError):
             return None
 
-    def _nearest(self, key: Key) -> Miss:
+    def nearest(self, key: Key) -> Miss:
+        """Why there is nothing under a key: what the nearest key that is stored has instead."""
         differing = nearest(self._keys(), key)
         if not differing:
             return Miss("no plan is stored for this workload")

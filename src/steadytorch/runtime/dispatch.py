@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
-from torch import Tensor, is_grad_enabled, nn
+from torch import is_grad_enabled, nn
 from torch._C import (
     _get_tracing_state,
     _is_any_autocast_enabled,
@@ -26,13 +26,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.runtime.executors import Executor
-from steadytorch.runtime.keys import EXACT, quick_key
+from steadytorch.runtime.keys import needs_gradient, quick_key
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.containers import Lent
-from steadytorch.workload.signature import Signature, tensors_of
+from steadytorch.workload.signature import Signature
 
 NO_PLAN = "no plan for these inputs"
 RECONSIDERED_S = 10.0
@@ -202,17 +202,9 @@ def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         return (
             "called inside of a transformation of PyTorch's (vmap, jvp, compile, a dispatch mode)"
         )
-    return NEEDS_GRADIENT if is_grad_enabled() and _needs_gradient(args, kwargs) else None
-
-
-def _needs_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if type(a) is Tensor:
-            if a.requires_grad:
-                return True
-        elif type(a) not in EXACT and any(t.requires_grad for t in tensors_of(a)):
-            return True
-    return False
+    if is_grad_enabled() and (needs_gradient(args) or needs_gradient(kwargs.values())):
+        return NEEDS_GRADIENT
+    return None
 
 
 def _is_transformed() -> bool:
@@ -251,6 +243,7 @@ class Detours(NamedTuple):
 
     Attributes:
         with_care: any call.
+        keyless: one without a key, for the error that making one has raised.
         failed: one in which the executor raised, or (None) is gone meanwhile; with the copies of
             containers that it worked on, if any.
         stale: one whose result may be that of other weights.
@@ -259,6 +252,7 @@ class Detours(NamedTuple):
     """
 
     with_care: Serve
+    keyless: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
     failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
     stale: Run
     unserved: Run
@@ -331,7 +325,7 @@ def fast_path(  # noqa: C901 - inlined for speed
         compiled: as `key_function` was given.
     """
     attributes, get = vars(model), found.get
-    with_care, unserved = detours.with_care, detours.unserved
+    with_care, keyless, unserved = detours.with_care, detours.keyless, detours.unserved
     if "training" not in attributes:  # a scripted model
         return with_care
 
@@ -340,12 +334,14 @@ def fast_path(  # noqa: C901 - inlined for speed
             return with_care(args, kwargs)
         try:
             entry = get(quick_key(args, kwargs))
-            needs_gradient = is_grad_enabled() and _needs_gradient(args, kwargs)
-        except Exception:  # no signature
-            return with_care(args, kwargs)
+            is_watched = is_grad_enabled() and (
+                needs_gradient(args) or needs_gradient(kwargs.values())
+            )
+        except Exception as error:
+            return keyless(error, args, kwargs)
         if (
             entry is None
-            or needs_gradient
+            or is_watched
             or attributes["training"] is not gate.mode
             or needed.alive
             # `obstacle`, without calls: exporting shows in the stack.

@@ -235,13 +235,17 @@ class Entries:
         found = [entry.serving() for entry in list(self._by_signature.values())]
         return sorted(found, key=lambda each: -(each.hits + each.others))
 
-    def warn(self, reason: str, detail: str = "") -> None:
+    def warn(self, reason: str, detail: str | Callable[[], str] = "") -> None:
         """Logs a warning with the first detail of each reason; further ones are for debugging.
 
         Args:
             reason: why the model runs untouched.
-            detail: what differs from one case to the next, such as figures.
+            detail: what differs from one case to the next, such as figures; a function is called
+                only for what is logged.
         """
+        if reason in self._warned and not log.isEnabledFor(logging.DEBUG):
+            return
+        detail = detail() if callable(detail) else detail
         text = (
             f"running untouched: {reason}: {detail}" if detail else f"running untouched: {reason}"
         )
@@ -275,8 +279,8 @@ class Entries:
             entry.reason = resolution.reason if resolution.candidate is None else NOT_FASTER
         is_settled = not (resolution.candidate or resolution.again or entry.is_padded)
         entry.is_unserved = is_settled and not (self._options.strict or self._options.trains)
-        if not self._options.strict and (detail := entry.detail):
-            self.warn(entry.reason, detail)
+        if not self._options.strict and resolution.detail:
+            self.warn(entry.reason, resolution.detail)
 
     def _build_in_turn(
         self, whole: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -358,14 +362,13 @@ class Entries:
         return lambda: changed() or wrote()
 
     def _remember(self, whole: Any, entry: Entry) -> None:
-        # Inputs that never repeat must not fill the memory.
-        idle = [
-            e
-            for e in self._by_signature.values()
-            if e.executor is None and e.reason not in _PENDING
-        ]
-        if len(idle) >= MOST_REMEMBERED:
-            self._drop(lambda other: other is idle[0])
+        # Inputs that never repeat must not fill the memory. Many go at once: looking takes long.
+        if len(self._by_signature) >= MOST_REMEMBERED:
+            entries = self._by_signature.values()
+            idle = [e for e in entries if e.executor is None and e.reason not in _PENDING]
+            gone = set(map(id, idle[: max(1, MOST_REMEMBERED // 10)]))
+            if len(idle) >= MOST_REMEMBERED:
+                self._drop(lambda other: id(other) in gone)
         self._by_signature[whole] = entry
 
     def _drop(self, unwanted: Any) -> None:

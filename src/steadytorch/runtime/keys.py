@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from steadytorch.errors import one_line
 from steadytorch.workload.signature import CONSTANTS, Signature, signature, tensors_of
 
-LAZY = "one of the inputs is to be negated or conjugated when it is read"
-"""A view such as `z.conj()` or `z.conj().imag`: compiled code does not look at its bit."""
 EXACT = frozenset({bool, int, str, type(None)})
 """Types whose values are equal only where their `repr` is: floats have two zeros."""
+
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_STRIDED = torch.strided
+_STRING = {str}
 
 
 def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -24,39 +26,51 @@ def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         Exception: these arguments have no signature.
     """
-    try:
-        key = [*map(_part, args), *map(_part, kwargs.values())]
-    except _Other:
-        return full_key(signature(args, kwargs), args, kwargs)
-    return (*key, *kwargs) if kwargs else tuple(key)
+    key: list[Any] = []
+    _add(key, args)
+    if kwargs:
+        _add(key, kwargs.values())
+        key += kwargs
+    return tuple(key)
 
 
-class KeylessError(TypeError):
-    """An argument is of a class that was found to have no signature before."""
+def _add(key: list[Any], values: Iterable[Any]) -> None:
+    """Appends the items of arguments to a key; what an item begins with says where it ends."""
+    for a in values:
+        kind = type(a)
+        if kind is Tensor:
+            dtype = a.dtype
+            if a.layout is not _STRIDED or a.is_neg() or a._is_zerotensor():
+                raise TypeError(f"one of the inputs is {_oddity(a)}")
+            if dtype in _COMPLEX and a.is_conj():
+                raise TypeError(f"one of the inputs is {_oddity(a)}")
+            key += a.shape, a.stride(), dtype, a.device
+        elif kind in EXACT:
+            key += kind, a
+        elif kind is float:
+            key += kind, repr(a)
+        elif kind is list or kind is tuple:
+            key += kind, len(a)
+            _add(key, a)
+        elif kind is dict and _STRING.issuperset(map(type, a)):
+            key += kind, len(a), *a
+            _add(key, a.values())
+        else:
+            _add_odd(key, a)
 
 
-class _Other(Exception):  # noqa: N818 - says that the long way is to be taken
-    """An argument that is no plain tensor, constant or container."""
+def _add_odd(key: list[Any], a: Any) -> None:
+    if _is_container(a):
+        key.append(full_key(signature((a,)), (a,), {}))
+    elif isinstance(a, CONSTANTS):
+        key += type(a), repr(a)
+    else:  # `why_no_key` says more, and takes a hundred times as long.
+        raise TypeError(f"one of the inputs is {_oddity(a)}")
 
 
-def _part(value: Any) -> Any:
-    """The key of one argument, nested in plain lists, tuples and dictionaries."""
-    kind = type(value)
-    if kind is Tensor:
-        if value.is_neg() or value.is_conj():
-            raise TypeError(LAZY)
-        return value.shape, value.stride(), value.dtype, value.device, value.layout
-    if kind in EXACT:
-        return kind, value
-    if kind is float:  # two zeros, and NaN, which equals nothing
-        return kind, value.hex()
-    if kind is list or kind is tuple:
-        return kind, tuple([_part(item) for item in value])
-    if kind is dict:
-        return kind, (*[(type(k), k) for k in value], *[_part(v) for v in value.values()])
-    if kind in _without_signature:
-        raise KeylessError(_without_signature[kind])
-    raise _Other
+def _is_container(a: Any) -> bool:
+    """Whether PyTorch may look into it; of tuples, it looks into named ones."""
+    return type(a) in pytree.SUPPORTED_NODES or isinstance(a, tuple)
 
 
 def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
@@ -67,44 +81,74 @@ def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]]
     """
     if compiled is None:
         return quick_key
-    of_tensors = compiled.key
+    of_plain = compiled.key
 
     def key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = of_tensors(args, kwargs)
+        found = of_plain(args, kwargs)
         return quick_key(args, kwargs) if found is None else found
 
     return key
 
 
-_without_signature: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-"""Classes that arguments of no signature had, with what was said of them."""
-
-
-def remember_keyless(args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str) -> None:
-    """Has later calls with arguments of the same classes refused without a look at them.
+def why_no_key(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Why arguments have no key, with the place of the argument where that is known.
 
     Args:
-        args: positional arguments that have no signature.
-        kwargs: keyword arguments.
-        reason: why.
+        error: raised by `quick_key`.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
     """
-    for value in (*args, *kwargs.values()):
-        kind = type(value)
-        if not isinstance(value, (Tensor, *CONSTANTS)) and kind not in pytree.SUPPORTED_NODES:
-            _without_signature[kind] = reason
+    try:
+        full_key(signature(args, kwargs), args, kwargs)
+    except Exception as found:
+        return one_line(found)
+    return one_line(error)
 
 
 def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The signature with the devices that it leaves out; the same for any order of keywords.
 
     Raises:
-        TypeError: one of the tensors is sparse, or of a class of its own, which may mean anything
-            (of parameters, freezing makes constants).
+        TypeError: one of the tensors is sparse, of a class of its own, which may mean anything (of
+            parameters, freezing makes constants), or does not hold its values in memory.
     """
     tensors = tensors_of((args, {name: kwargs[name] for name in sorted(kwargs)}))
     for tensor in tensors:
-        if tensor.is_neg() or tensor.is_conj():
-            raise TypeError(LAZY)
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            raise TypeError(f"one of the inputs is a {tensor.layout} {type(tensor).__name__}")
+        if oddity := _oddity(tensor):
+            raise TypeError(f"one of the inputs is {oddity}")
     return found, tuple([tensor.device for tensor in tensors])
+
+
+def needs_gradient(values: Iterable[Any]) -> bool:
+    """Whether a tensor among these arguments, nested at will, requires a gradient."""
+    for a in values:
+        kind = type(a)
+        if kind is Tensor:
+            found = a.requires_grad
+        elif kind is list or kind is tuple:
+            found = needs_gradient(a)
+        elif kind is dict:
+            found = needs_gradient(a.values())
+        else:
+            found = kind not in EXACT and _odd_needs_gradient(a)
+        if found:
+            return True
+    return False
+
+
+def _odd_needs_gradient(a: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.requires_grad
+    return _is_container(a) and any(t.requires_grad for t in tensors_of(a))
+
+
+def _oddity(a: Any) -> str:
+    """What sets a value apart from tensors that have a key; empty for those."""
+    if type(a) is not Tensor or a.layout is not _STRIDED:
+        layout = f"{a.layout} " if isinstance(a, Tensor) else ""
+        return f"a {layout}{type(a).__name__}"
+    if a.is_conj():
+        return "conjugated lazily: call resolve_conj()"
+    if a.is_neg():
+        return "negated lazily: call resolve_neg()"
+    return "zero without memory: clone it" if a._is_zerotensor() else ""

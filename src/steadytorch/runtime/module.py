@@ -43,7 +43,7 @@ from steadytorch.runtime.dispatch import (
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
 from steadytorch.runtime.forks import FORKED, watch
-from steadytorch.runtime.keys import KeylessError, key_function, quick_key, remember_keyless
+from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.probation import Outcome
 from steadytorch.runtime.rehearsal import Rehearsal
@@ -102,7 +102,12 @@ class TunedModule(StandIn):
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
         detours = Detours(
-            self._with_care, self._failed, self._stale, self._known_miss, self._checked
+            self._with_care,
+            self._without_key,
+            self._failed,
+            self._stale,
+            self._known_miss,
+            self._checked,
         )
         state["_run"] = runner(detours, options.verify_every)
         state["_run_unchecked"] = runner(detours)
@@ -338,13 +343,18 @@ class TunedModule(StandIn):
         self._entries.warn(FAILED, one_line(error))
         return answer
 
+    def _without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        """A call without a key; where a miss raises, other things may stand in the way of it."""
+        if self._options.strict:
+            return self._with_care(args, kwargs)
+        return self._keyless(error, args, kwargs)
+
     def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        if isinstance(error, KeylessError) and not self._options.strict:
-            return self._untouched(KEYLESS, args, kwargs)
-        remember_keyless(args, kwargs, one_line(error))
+        why = partial(why_no_key, error, args, kwargs)
         if not self._options.strict:
-            self._entries.warn(KEYLESS, one_line(error))
-        return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {one_line(error)}")
+            self._entries.warn(KEYLESS, why)
+            return self._untouched(KEYLESS, args, kwargs)
+        return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {why()}")
 
     def _unserved(self, served: Entry, args: Any, kwargs: Any, entry: Entry) -> Any:
         """An answer where what is to serve has no executor: no plan, or a plan not in use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ def _attribute(owner: Any, name: str, parse: Callable[[str], Any]) -> _Setting:
     return _Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), parse)
 
 
+@cache
 def _settings() -> dict[str, _Setting]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn

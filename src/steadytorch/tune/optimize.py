@@ -17,7 +17,7 @@ from torch import nn
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
 from steadytorch.plan.bundle import compiles
-from steadytorch.plan.fingerprint import workload_fingerprint
+from steadytorch.plan.fingerprint import Key, workload_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
@@ -30,7 +30,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
 from steadytorch.tune.select import Options
-from steadytorch.tune.session import Session
+from steadytorch.tune.session import Session, objection
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -187,11 +187,13 @@ class PlanSource:
         workload = Workload(arrival.model, arrival.args, arrival.kwargs)
         if self._model is None or self._model.is_outdated(workload):
             self._model = _Described(workload)
+        if self._model.objection is not None:
+            return Resolution(None, NO_PLAN, self._model.objection)
         try:
             session = Session(
                 workload,
                 self._options,
-                None,
+                self._model.device,
                 self._store,
                 facts=self._model.facts,
                 fingerprint=self._model.fingerprint,
@@ -199,14 +201,18 @@ class PlanSource:
             )
         except SteadyError as error:
             return Resolution(None, NO_PLAN, str(error))
-        plan, reason = session.look_up()
+        plan, said = session.look_up(explained=False)
         if plan is not None:
             return plan.resolution(self._bundle)
         if self._mode == "tune":
             return self._tuned(session)
+        reason = said or partial(self._why_missed, session.key)
         if self._mode == "replay" and not self._store.has_any(session.key.workload):
             return Resolution(None, NO_PLAN_AT_ALL, reason, for_all=True)
         return Resolution(None, NO_PLAN, reason)
+
+    def _why_missed(self, key: Key) -> str:
+        return str(self._store.nearest(key))
 
     def _tuned(self, session: Session) -> Resolution:
         key = session.key.digest
@@ -273,16 +279,20 @@ class _Described:
     """What of a key belongs to the model and the machine; finding it takes milliseconds.
 
     Attributes:
-        facts: of the model's device.
+        device: the model's.
+        facts: of it.
         fingerprint: of the model.
+        objection: why there can be no plan for it, or None.
     """
 
     def __init__(self, workload: Workload) -> None:
         self._weights = Weights(workload.model)
         self._weights.remember()
         self._device = workload.device
-        self.facts = load_facts(resolve_device(str(self._device)))
+        self.device = str(self._device)
+        self.facts = load_facts(resolve_device(self.device))
         self.fingerprint = workload_fingerprint(workload)
+        self.objection = objection(workload)
 
     def is_outdated(self, workload: Workload) -> bool:
         """Whether the model or its device changed since."""

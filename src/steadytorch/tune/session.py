@@ -19,7 +19,7 @@ from steadytorch import __version__, transforms
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
-from steadytorch.plan.fingerprint import Key, make_key, told, trained_fingerprint
+from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
@@ -80,11 +80,6 @@ class Session:
                 f"tolerance {options.tolerance} with precision same: that class is bound by the "
                 "untouched workload's own error; name a lower --precision to use a tolerance"
             )
-        if not workload.is_training and (norm := _updating_norm(workload)) is not None:
-            raise UsageError(
-                f"{workload.name} is in training mode, where each call updates the statistics of "
-                f"{norm}: call model.eval() first, or pass Workload.training(...) to tune its steps"
-            )
         self.workload, self.options = workload, options
         self._device = resolve_device(device or str(workload.device))
         self.facts: DeviceFacts = facts or load_facts(self._device)
@@ -103,15 +98,18 @@ class Session:
         )
         self._store = store if isinstance(store, Store) else Store(store)
 
-    def look_up(self) -> tuple[Plan | None, str]:
-        """The stored plan, or None and the reason for the miss with the fields that differ."""
-        found = self._store.get(self.key, Plan)
+    def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
+        """The stored plan, or None and the reason for the miss with the fields that differ.
+
+        Args:
+            explained: as for the store's `get`.
+        """
+        found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
             plan = _located(found.payload, found.path)
             overreach = plan.overreach()
             return (None, overreach) if overreach else (plan, "")
-        fields = told(found.differing)
-        return None, f"{found.reason} ({fields})" if fields else found.reason
+        return None, str(found)
 
     def search(self, watcher: Watcher | None = None) -> TuneResult:
         """Searches within the budget; every candidate runs in a worker process of its own.
@@ -119,9 +117,12 @@ class Session:
         Interrupted by Ctrl-C it returns what it has, with `interrupted` set.
 
         Raises:
-            UsageError: the workload itself fails, or the budget is too small to measure it.
+            UsageError: the workload itself fails or updates statistics when called, or the budget
+                is too small to measure it.
         """
         began, watcher, options = time.monotonic(), watcher or Silent(), self.options
+        if (reason := objection(self.workload)) is not None:
+            raise UsageError(reason)
         self._store.check(self.key)
         reserved_s = reserve_s(self._device, options.budget_s)
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
@@ -267,14 +268,19 @@ class Session:
         return int(0.8 * psutil.virtual_memory().available)
 
 
-def _updating_norm(workload: Workload) -> str | None:
-    """A normalisation layer that writes its running statistics in forward, by name."""
+def objection(workload: Workload) -> str | None:
+    """Why nothing can be searched for a workload for inference, and what to do; None if it can."""
     from torch.nn.modules.batchnorm import _NormBase
 
-    modules = [] if workload.module is None else workload.module.named_modules()
-    for name, module in modules:
+    if workload.is_training or workload.module is None:
+        return None
+    for name, module in workload.module.named_modules():
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            return name or type(module).__name__
+            return (
+                f"{workload.name} is in training mode, where each call updates the statistics of "
+                f"{name or type(module).__name__}: call model.eval() first, or pass "
+                "Workload.training(...) to tune its steps"
+            )
     return None
 
 
