@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ FLAG_SETTERS = (
 )
 
 
-def test_no_global_setting_is_changed(model, x, serving):
+def test_no_global_setting_is_changed(model, x, serving, request):
     seen = []
 
     class Spy(Network):
@@ -219,6 +220,7 @@ def test_no_global_setting_is_changed(model, x, serving):
             return super().forward(x)
 
     spy = Spy().eval()
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
     before = transforms.ambient()
     tuned = TunedModule(spy, serving(FLAG_SETTERS, x))
