@@ -6,7 +6,7 @@ from torch import nn
 
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms import create
+from steadytorch.transforms import channels_last, create, inference_mode
 from steadytorch.transforms.base import TransformSpec
 from steadytorch.workload.signature import signature
 
@@ -68,6 +68,13 @@ class Resolver:
     def __call__(self, arrival):
         self.asked += 1
         return Resolution(self.candidate if arrival.signature == self.signature else None)
+
+
+@pytest.fixture
+def hooked_anyway(monkeypatch):
+    """Has plans served for models with hooks, whatever their transforms think of these."""
+    for module in (channels_last, inference_mode):
+        monkeypatch.setattr(module, "demand", lambda objection: None)
 
 
 def always(candidate):

@@ -46,6 +46,7 @@ KEEPING_TYPES = [
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("name", KEEPING_TYPES)
+@pytest.mark.usefixtures("hooked_anyway")
 def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
     compiled = {"compile": (TransformSpec("compile", (("mode", "default"),)),)}
     extracts = Extracts(model)

@@ -45,6 +45,7 @@ def stopping():
 @pytest.mark.parametrize("canary", [False, True])
 @pytest.mark.parametrize("name", ["channels_last", "inference_mode"])
 @pytest.mark.parametrize("kind", [StopForward, ValueError, RuntimeError, TimeoutError])
+@pytest.mark.usefixtures("hooked_anyway")
 def test_a_hook_that_raises_is_heard_and_called_once(model, x, name, canary, kind):
     calls, is_on = [], []
 

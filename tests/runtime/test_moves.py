@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime.entries import STALE
+from steadytorch.runtime.entries import STALE, Options
 from steadytorch.runtime.module import RELOADED, TunedModule
 
 from .conftest import CANDIDATES, always, answer, other_weights
@@ -104,3 +104,31 @@ def test_a_move_before_the_first_call_has_the_plan_compared_anew(model, x):
     tuned.close()
     tuned.to("cpu")
     assert tuned.report().off == "closed"
+
+
+@pytest.mark.parametrize("name", ["inference_mode", "channels_last", "all"])
+@pytest.mark.parametrize("load", LOADS)
+def test_such_a_load_ends_no_trial(model, x, name, load):
+    tuned = TunedModule(model, always(CANDIDATES[name]), options=Options(canary=True))
+    for _ in range(3):
+        tuned(x)
+    for _ in range(3):
+        LOADS[load](tuned)
+        for _ in range(6):
+            torch.testing.assert_close(tuned(x), answer(model, x))
+    report = tuned.report()
+    assert report.off is None
+    assert report.fallbacks.keys() <= {RELOADED, "the canary is checking the plan"}
+    assert report.hits >= 3 + 3 * 5 - 5
+
+
+def test_what_runs_the_model_itself_stays_on_trial_while_others_write_to_it(model, x):
+    live = CANDIDATES["inference_mode"]
+    tuned = TunedModule(model, always(live), options=Options(canary=True))
+    for _ in range(20):
+        torch.testing.assert_close(tuned(x), answer(model, x))
+        with torch.no_grad():
+            model.head.weight.mul_(1.1)
+        model.head.bias.data.add_(0.1)
+    assert tuned.report().off is None
+    assert tuned.report().hits >= 15

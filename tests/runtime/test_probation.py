@@ -228,6 +228,7 @@ class Reads(Base):
 
 @pytest.mark.parametrize("most", [64 << 20, 0], ids=["kept", "too much to keep"])
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+@pytest.mark.usefixtures("hooked_anyway")
 def test_what_a_hook_writes_is_written_once_whether_it_can_be_put_back_or_not(
     candidate, most, monkeypatch
 ):
@@ -239,6 +240,7 @@ def test_what_a_hook_writes_is_written_once_whether_it_can_be_put_back_or_not(
 
 
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
+@pytest.mark.usefixtures("hooked_anyway")
 def test_what_a_hook_writes_for_the_model_to_read_is_written_once(candidate):
     model = Reads().eval()
     outcome = watched(model, candidate)()

@@ -188,6 +188,7 @@ def test_a_handle_that_is_copied_beside_the_module_removes_the_copys_hook(tuned)
     assert [len(each.__dict__["_forward_hooks"]) for each in (other, tuned)] == [1, 2]
 
 
+@pytest.mark.usefixtures("hooked_anyway")
 def test_hooks_of_the_model_run_in_the_executor(model, x, tuned):
     model.register_forward_hook(lambda module, args, output: output * 0)
     assert tuned(x).abs().max() == 0

@@ -211,6 +211,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("hooked_anyway")
 def test_another_model_runs_untouched_until_it_is_refreshed(model, x, change, caplog):
     fast = served(model, LAYOUT)
     fast(x)

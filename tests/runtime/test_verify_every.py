@@ -39,6 +39,7 @@ def test_a_change_out_of_sight_is_found_by_the_next_check(model, x, name):
     assert "demoted: wrong: output 0 is off by" in reasons
 
 
+@pytest.mark.usefixtures("hooked_anyway")
 def test_what_agrees_is_served_on_and_the_checks_are_counted(model, x):
     calls = []
     model.register_forward_hook(lambda *given: calls.append(1))

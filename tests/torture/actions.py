@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from .models import Case
+from .models import Caller, Case
 
 Handle = Any
 """What the caller calls: a model, or a tuned module for it."""
-Action = Callable[[Handle, Case], Handle]
+Action = Callable[[Handle, Case, Caller], Handle]
 
 
 def _stepping(kind: Any, **settings: Any) -> Action:
-    def step(handle: Handle, model: Case) -> Handle:
+    def step(handle: Handle, model: Case, caller: Caller) -> Handle:
         optimizer = kind(model.parameters(), lr=0.05, **settings)
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1 * (index + 1))
@@ -29,7 +31,7 @@ def _stepping(kind: Any, **settings: Any) -> Action:
 
 
 def _on_model(change: Callable[[Case], Any]) -> Action:
-    def act(handle: Handle, model: Case) -> Handle:
+    def act(handle: Handle, model: Case, caller: Caller) -> Handle:
         with torch.no_grad():
             change(model)
         return handle
@@ -38,11 +40,28 @@ def _on_model(change: Callable[[Case], Any]) -> Action:
 
 
 def _on_handle(change: Callable[[Handle], Any]) -> Action:
-    def act(handle: Handle, model: Case) -> Handle:
+    def act(handle: Handle, model: Case, caller: Caller) -> Handle:
         change(handle)
         return handle
 
     return act
+
+
+def _steered(handle: Handle, model: Case, caller: Caller) -> Handle:
+    caller.by *= 2
+    return handle
+
+
+def _raising(handle: Handle, model: Case, caller: Caller) -> Handle:
+    caller.raises = not caller.raises
+    return handle
+
+
+def _saved_and_loaded(handle: Handle) -> None:
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    handle.load_state_dict(torch.load(file))
 
 
 def _averaged(model: Case) -> None:
@@ -70,6 +89,10 @@ def _other(model: Case) -> dict[str, torch.Tensor]:
     return {n: t * 1.5 if t.is_floating_point() else t for n, t in model.state_dict().items()}
 
 
+def _doubling(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
+    return 2 * result
+
+
 CHANGES: dict[str, Action] = {
     "SGD": _stepping(torch.optim.SGD),
     "SGD fused": _stepping(torch.optim.SGD, fused=True),
@@ -92,13 +115,12 @@ CHANGES: dict[str, Action] = {
     "entry replaced": _on_model(lambda m: m.body.table.update(k=m.body.table["k"] * 2)),
     "layer replaced": _on_model(_with_other_head),
     "loads others": _on_handle(lambda h: h.load_state_dict(_other(h))),
-    "hook": _on_model(lambda m: m.body.head.register_forward_hook(lambda *given: given[2] * 2)),
+    "hook": _on_model(lambda m: m.body.head.register_forward_hook(_doubling)),
 }
 """After these, answers of before are wrong."""
 
 NOTHINGS: dict[str, Action] = {
-    "double and back": _on_handle(lambda h: h.double().float()),
-    "nothing": lambda handle, model: handle,
+    "nothing": lambda handle, model, caller: handle,
     "to": _on_handle(lambda h: h.to(next(h.parameters()).device)),
     "float": _on_handle(lambda h: h.float()),
     "eval": _on_handle(lambda h: h.eval()),
@@ -106,7 +128,18 @@ NOTHINGS: dict[str, Action] = {
     "loads its own": _on_handle(lambda h: h.load_state_dict(_reloaded(h))),
     "zero_grad": _on_handle(lambda h: h.zero_grad()),
     "requires_grad_": _on_handle(lambda h: h.requires_grad_(True)),
+    "parent's to": _on_handle(lambda h: torch.nn.Sequential(h).to(next(h.parameters()).device)),
+    "state saved and loaded": _on_handle(_saved_and_loaded),
 }
-"""These change no answer."""
+"""These change no answer, and end no plan."""
 
-ACTIONS = {**CHANGES, **NOTHINGS}
+OTHERS: dict[str, Action] = {
+    "double and back": _on_handle(lambda h: h.double().float()),
+    "steer": _steered,
+    "raise": _raising,
+    "deepcopy": lambda handle, model, caller: copy.deepcopy(handle),
+    "pickle": lambda handle, model, caller: pickle.loads(pickle.dumps(handle)),
+}
+"""These change what hooks do, what is called, or where weights are."""
+
+ACTIONS = {**CHANGES, **NOTHINGS, **OTHERS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -101,21 +103,99 @@ WRITES: dict[str, tuple[Callable[[], Any], Written]] = {
 }
 
 
+class Stop(Exception):  # noqa: N818 - named as such things are
+    """Ends a forward pass on purpose, as early stopping does."""
+
+
+class Deadline(Exception):  # noqa: N818 - likewise
+    """Raised by a handler of a signal, as task queues do when time is over."""
+
+
+def _meet_deadline(number: int, frame: Any) -> None:
+    raise Deadline("time is over")
+
+
+class Caller:
+    """What the hooks of a model close over; nothing of the model leads to it but its hooks.
+
+    Attributes:
+        collected: by a hook.
+        by: what a hook multiplies with.
+        raises: whether a hook ends the pass.
+    """
+
+    def __init__(self) -> None:
+        self.collected: list[torch.Tensor] = []
+        self.by = 1.0
+        self.raises = False
+
+
+Hook = Callable[[Caller], Callable[..., Any]]
+
+
+def _collecting(caller: Caller) -> Callable[..., Any]:
+    return lambda module, given, result: caller.collected.append(result.detach().clone())
+
+
+def _steering(caller: Caller) -> Callable[..., Any]:
+    return lambda module, given, result: result * caller.by
+
+
+def _stopping(caller: Caller) -> Callable[..., Any]:
+    def stop(module: nn.Module, given: Any, result: Any) -> None:
+        if caller.raises:
+            raise Stop("enough")
+
+    return stop
+
+
+def _expiring(caller: Caller) -> Callable[..., Any]:
+    def expire(module: nn.Module, given: Any, result: Any) -> None:
+        if caller.raises:  # once: what answers in the place of the call must not hide it
+            caller.raises = False
+            before = signal.signal(signal.SIGUSR1, _meet_deadline)
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+
+    return expire
+
+
+HOOKS: dict[str, Hook] = {
+    "collecting": _collecting,
+    "steering": _steering,
+    "stopping": _stopping,
+    "expiring": _expiring,
+}
+
+
 class Case(nn.Module):
-    """A body whose output and writes are chosen.
+    """A body whose output, writes and hooks are chosen.
 
     Args:
         body: of `BODIES`.
         output: of `OUTPUTS`.
         write: of `WRITES`.
+        caller: what the hook closes over.
+        hook: of `HOOKS`, on a layer of the body; None for none.
     """
 
-    def __init__(self, body: str, output: str, write: str) -> None:
+    def __init__(
+        self,
+        body: str,
+        output: str,
+        write: str,
+        caller: Caller | None = None,
+        hook: str | None = None,
+    ) -> None:
         super().__init__()
         self.body = BODIES[body]()
-        self.output, self.write = OUTPUTS[output], WRITES[write][1]
+        self.output, self.write = output, write
+        if hook is not None and caller is not None:
+            self.body.norm.register_forward_hook(HOOKS[hook](caller))
 
     def forward(self, x: torch.Tensor, box: Any = None, times: float = 1.0) -> Any:
         y = self.body(x) * times
-        self.write(box, y)
-        return self.output(y, self.body.head(y.mean((2, 3))))
+        WRITES[self.write][1](box, y)
+        return OUTPUTS[self.output](y, self.body.head(y.mean((2, 3))))

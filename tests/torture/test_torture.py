@@ -5,7 +5,6 @@ Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m torture tests/torture -k 
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from random import Random
@@ -23,9 +22,9 @@ from steadytorch.transforms.base import Applicable, Candidate
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload.workload import Workload
 
-from .actions import ACTIONS, CHANGES
-from .compare import difference, seen
-from .models import BODIES, OUTPUTS, WRITES, Case
+from .actions import ACTIONS, CHANGES, NOTHINGS
+from .compare import WAYS, difference, seen
+from .models import BODIES, HOOKS, OUTPUTS, WRITES, Caller, Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHEAP, COMPILED = 2400, 40
@@ -45,8 +44,10 @@ class Draw(NamedTuple):
     body: str
     output: str
     write: str
+    hook: str | None
     candidate: Candidate
     actions: tuple[str, ...]
+    ways: tuple[str, ...]
     canary: bool
     last: bool
 
@@ -54,8 +55,8 @@ class Draw(NamedTuple):
         plan = " + ".join(map(str, self.candidate))
         return (
             f"seed {self.seed}: {self.body}, returns {self.output}, writes {self.write}, "
-            f"{'channels last input, ' if self.last else ''}{plan}, "
-            f"canary {self.canary}, {' then '.join(self.actions)}"
+            f"{self.hook or 'no'} hook, {'channels last input, ' if self.last else ''}{plan}, "
+            f"canary {self.canary}, {' then '.join(self.actions)}, called {', '.join(self.ways)}"
         )
 
 
@@ -74,13 +75,17 @@ def drawn(seed: int, compiles: bool = False) -> Draw:
             some = [t for t in some if t.name != "compile"]
             some += [random.choice([t for t in transforms if t.spec.name == "compile"][:2])]
         plan = order([t.spec for t in some])
+    ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
+    count = random.randint(1, MOST_ACTIONS)
     return Draw(
         seed,
         random.choice(list(BODIES)),
         random.choice(list(OUTPUTS)),
         random.choice(["nothing", *WRITES]),
+        random.choice([None, None, None, *HOOKS]),
         plan,
-        tuple(random.choices(list(ACTIONS), k=random.randint(1, MOST_ACTIONS))),
+        tuple(random.choices(list(ACTIONS), k=count)),
+        ("plain", *random.choices(["plain"] * len(ways) + ways, k=count)),
         random.random() < 0.5,
         random.random() < 0.2,
     )
@@ -92,41 +97,58 @@ def _input(draw: Draw, step: int) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if draw.last else x
 
 
-def run(draw: Draw) -> tuple[str | None, int, int]:
+def _model(draw: Draw, caller: Caller) -> Case:
+    torch.manual_seed(draw.seed)
+    model = Case(draw.body, draw.output, draw.write, caller, draw.hook).to(DEVICE).eval()
+    model.body.scale = model.body.scale.to(DEVICE)
+    model.body.table = {"k": model.body.table["k"].to(DEVICE)}
+    model.body.rows = [model.body.rows[0].to(DEVICE)]
+    return model
+
+
+def run(draw: Draw) -> tuple[str | None, int]:
     """Goes through a combination.
 
     Returns:
         Where the tuned module differed from the untouched one, None if nowhere; how many calls it
-        served tuned, and how many it made.
+        served tuned at first.
     """
-    torch.manual_seed(draw.seed)
-    model = Case(draw.body, draw.output, draw.write).to(DEVICE).eval()
-    model.body.scale = model.body.scale.to(DEVICE)
-    model.body.table = {"k": model.body.table["k"].to(DEVICE)}
-    model.body.rows = [model.body.rows[0].to(DEVICE)]
-    twin = copy.deepcopy(model)
+    callers = Caller(), Caller()
+    model, twin = _model(draw, callers[0]), _model(draw, callers[1])
     resolution = Resolution(draw.candidate)
-    tuned: Any = TunedModule(model, lambda a: resolution, options=Options(canary=draw.canary))
+    options = Options(canary=draw.canary)
+    tuned: Any = TunedModule(model, lambda a: resolution, options=options)
     plain: Any = twin
-    precision, calls = precision_of(draw.candidate), 0
-    make = WRITES[draw.write][0]
+    opened, precision, calls = [tuned], precision_of(draw.candidate), 0
+    make, first, is_as_it_was = WRITES[draw.write][0], 0, True
     try:
-        for action in (*draw.actions, "nothing"):
-            for _ in range(CALLS):
+        for action, named in zip((*draw.actions, "nothing"), draw.ways, strict=True):
+            way, before = WAYS[named], tuned.report().hits
+            for number in range(CALLS):
                 x, calls = _input(draw, calls), calls + 1
                 torch.manual_seed(calls)
-                with torch.no_grad():
-                    expected = seen(plain, x.clone(memory_format=torch.preserve_format), make())
+                other = x.clone(memory_format=torch.preserve_format)
+                expected = seen(plain, other, make(), way, callers[1].collected)
                 torch.manual_seed(calls)
-                with torch.no_grad():
-                    found = seen(tuned, x, make())
-                if (fault := difference(found, expected, precision)) is not None:
-                    return f"call {calls}: {fault}", tuned.report().hits, calls
-            plain = ACTIONS[action](plain, twin)
-            tuned = ACTIONS[action](tuned, model)
-        return None, tuned.report().hits, calls
+                found = seen(tuned, x, make(), way, callers[0].collected)
+                # What is built or checked first runs hooks as well, as is documented.
+                counts = number > 0 and not draw.canary
+                if (fault := difference(found, expected, precision, counts)) is not None:
+                    return f"call {calls}, {named}: {fault}", first
+            served = tuned.report().hits - before
+            first = first or served
+            if first and is_as_it_was and named == "plain" and not served:
+                return f"call {calls}: the plan ended; {tuned.report()}", first
+            is_as_it_was = is_as_it_was and action in NOTHINGS
+            if action == "pickle" and draw.hook is not None:
+                continue  # a hook that closes over something is not pickled
+            plain = ACTIONS[action](plain, twin, callers[1])
+            tuned = ACTIONS[action](tuned, model, callers[0])
+            opened.append(tuned)
+        return None, first
     finally:
-        tuned.close()
+        for each in opened:
+            each.close()
 
 
 def _applies(draw: Draw) -> bool:
@@ -143,7 +165,7 @@ def check(seeds: range, compiles: bool = False) -> None:
     faults, served = [], Counter[str]()
     for seed in seeds:
         draw = drawn(seed, compiles)
-        fault, hits, _ = run(draw)
+        fault, hits = run(draw)
         if fault is not None:
             faults.append(f"{draw}\n    {fault}")
         if _applies(draw):
@@ -191,7 +213,7 @@ def test_every_change_is_a_change():
         model = Case("depthwise", "tuple", "nothing").eval()
         with torch.no_grad():
             before = model(x)
-            after = act(model, model)(x)
+            after = act(model, model, Caller())(x)
         assert not all(
             torch.allclose(a, b, rtol=1e-2) for a, b in zip(before, after, strict=True)
         ), name

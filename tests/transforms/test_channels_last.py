@@ -59,9 +59,9 @@ def training(model, images):
 def test_training_runs_the_model_itself_channels_last(channels):
     model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4))
     outputs, made = [], training(model, torch.randn(2, channels, 8, 8))
-    model[0].register_forward_hook(lambda module, args, out: outputs.append(out))
     strides = [p.stride() for p in model.parameters()]
     with ChannelsLast().applied(made) as last:
+        model[0].register_forward_hook(lambda module, args, out: outputs.append(out))
         assert last.model.inner is model
         for given in (made.inputs, [to_channels_last(x) for x in made.inputs]):
             last.model(*given).sum().backward()

@@ -14,6 +14,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import compile as compiling
 from steadytorch.transforms.base import Applicable
+from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.compile import Compile, _options
 from steadytorch.workload.workload import Workload
 
@@ -320,3 +321,30 @@ def test_functions_without_a_state_may_be_frozen(cpu, conv_workload, name):
     FIXED[name](conv_workload.model)
     found = variant("default", freezing=True).applies_to(conv_workload, cpu)
     assert isinstance(found, Applicable)
+
+
+class Featured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, pair, kept):
+        kept["features"] = self.conv(pair[0]) + self.conv(pair[1])
+        return kept["features"].mean()
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore")
+def test_containers_that_are_new_at_each_call_are_compiled_for_once():
+    from torch._dynamo.utils import counters
+
+    model = Featured().eval()
+    made = Workload(model, ([torch.randn(1, 3, 8, 8)] * 2, {}))
+    counters.clear()
+    with ChannelsLast().applied(made) as last, Compile().applied(last) as compiled, torch.no_grad():
+        for _ in range(4):
+            pair, kept = [torch.randn(1, 3, 8, 8) for _ in range(2)], {}
+            found, expected = compiled.model(pair, kept), model(pair, {})
+            torch.testing.assert_close(found, expected)
+            assert kept["features"].is_contiguous()
+    assert counters["stats"]["unique_graphs"] == 1

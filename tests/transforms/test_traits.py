@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.errors import UnsupportedError
+from steadytorch.transforms import create
+from steadytorch.transforms.base import Applicable, NotApplicable, TransformSpec
 from steadytorch.transforms.traits import (
     capability_below,
     convolutions,
@@ -152,3 +154,14 @@ def test_convolutions_are_looked_for(model, expected):
 )
 def test_attention_is_looked_for(model, expected):
     assert may_attend(Workload(model)) is expected
+
+
+@pytest.mark.parametrize("name", ["channels_last", "cast_weights", "autocast", "inference_mode"])
+def test_hooks_are_given_what_the_untouched_model_gives_them(name, cpu):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    model[0].register_forward_hook(lambda module, given, result: result.view(-1))
+    workload = Workload(model, torch.ones(1, 3, 8, 8))
+    transform = create(TransformSpec(name))
+    assert "the model has hooks" in transform.applies_to(workload, cpu).reason
+    with pytest.raises(UnsupportedError, match="the model has hooks"), transform.applied(workload):
+        pass

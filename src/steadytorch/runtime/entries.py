@@ -345,11 +345,16 @@ class Entries:
         watched = executor, self.weights, device
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
-        check = OnTrial(*watched, Recheck(limit), entry.outdated)
+
+        def is_outdated() -> bool:  # what says so is another function after a load
+            return entry.outdated is not None and entry.outdated()
+
+        outdated = None if entry.outdated is None else is_outdated
+        check = OnTrial(*watched, Recheck(limit), outdated)
         if not self._options.canary:
             return FirstCall(*watched), check
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        return OnTrial(*watched, canary, entry.outdated), check
+        return OnTrial(*watched, canary, outdated), check
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
         # Training reads weights as they are, at each call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -148,13 +149,15 @@ class OnTrial:
             return is_callers(error, executor.modules, executor.is_live)
 
         call = _Sides(run_tuned, run_untouched, self._watching, self._fault, callers)
+        # One that runs the model may go on after others have written to the weights.
+        versions = self._versions() if self._outdated is None else None
         result, verdict = self._canary.step(
             call.tuned, call.untouched, self._device, inputs, call.look
         )
         if call.watch is not None:
             call.look()
         elif call.ran == ["tuned"]:
-            if self._weights.rewritten():  # by this call, once
+            if self._rewritten(versions):  # by this call, once
                 State(self._watched[0].modules[:1]).mend()
                 return Outcome(result, True, WRITES, True)
             if self._outdated is not None and self._outdated():
@@ -168,6 +171,14 @@ class OnTrial:
             return Outcome(result, False, tuned="tuned" in call.ran)
         fault = None if verdict.kept else verdict.reason
         return Outcome(result, True, fault, False, verdict.kept, verdict)
+
+    def _versions(self) -> list[int]:
+        model = self._watched[0].modules[0]
+        tensors = chain(model.parameters(), model.buffers())
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+    def _rewritten(self, versions: list[int] | None) -> bool:
+        return self._weights.rewritten() if versions is None else self._versions() != versions
 
     def _watching(self) -> _Watch:
         is_first, self._is_first = self._is_first, False

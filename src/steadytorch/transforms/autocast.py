@@ -19,10 +19,12 @@ from steadytorch.transforms.conversion import (
     own_device,
     own_dtype,
 )
-from steadytorch.transforms.traits import decide, half_unsupported, not_float32
+from steadytorch.transforms.traits import decide, demand, half_unsupported, not_float32, watched
 from steadytorch.workload.containers import Lent, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
+
+_SEEN = "16-bit tensors"
 
 
 class Autocast(Transform):
@@ -51,17 +53,23 @@ class Autocast(Transform):
         return cls.Parameters("bf16"), cls.Parameters("fp16")
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a float32 workload; fp16 is for inference, since training would scale its loss."""
+        """Needs float32 and no hooks; fp16 is for inference: training would scale its loss."""
         fp16 = self.parameters.dtype == "fp16"
         return decide(
             not_float32(workload),
             half_unsupported(facts, self.parameters.dtype),
             (fp16 and workload.is_training, "training in fp16 needs a gradient scaler"),
+            watched(workload, _SEEN),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that enters autocast at each call and leaves it after."""
+        """Yields a workload that enters autocast at each call and leaves it after.
+
+        Raises:
+            UnsupportedError: the model has hooks.
+        """
+        demand(watched(workload, _SEEN))
         dtype = HALF_TYPES[self.parameters.dtype]
         device, outer = own_device(workload).type, own_dtype(workload)
         yield workload.with_model(AutocastModel(workload.model, device, dtype, outer))

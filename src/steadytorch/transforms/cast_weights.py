@@ -12,14 +12,20 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
 from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.traits import decide, half_unsupported, hooked, no_copy, not_float32
+from steadytorch.transforms.traits import (
+    decide,
+    demand,
+    half_unsupported,
+    no_copy,
+    not_float32,
+    watched,
+)
 from steadytorch.workload.workload import Workload
 
-_HOOKED = "the model has hooks, which would be given 16-bit tensors"
+_SEEN = "16-bit tensors"
 
 
 class CastWeights(Transform):
@@ -54,7 +60,7 @@ class CastWeights(Transform):
             *no_copy(workload),
             not_float32(workload),
             half_unsupported(facts, self.parameters.dtype),
-            (hooked(workload)[0], _HOOKED),
+            watched(workload, _SEEN),
         )
 
     @contextmanager
@@ -64,8 +70,7 @@ class CastWeights(Transform):
         Raises:
             UnsupportedError: the model has hooks.
         """
-        if hooked(workload)[0]:  # those of a stored plan's model may be new
-            raise UnsupportedError(_HOOKED)
+        demand(watched(workload, _SEEN))
         dtype = HALF_TYPES[self.parameters.dtype]
         copied = copy_with(workload.model, partial(to_type, dtype=dtype), apart=True)
         yield workload.with_model(CastModel(copied, dtype, own_dtype(workload)))

@@ -17,10 +17,13 @@ from steadytorch.transforms.traits import (
     PLAIN_CALLABLE,
     convolutions,
     decide,
+    demand,
+    watched,
 )
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
+_SEEN = "images with other strides"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -47,7 +50,7 @@ class ChannelsLast(Transform):
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs 2-d or 3-d convolutions that are not channels last already."""
+        """Needs 2-d or 3-d convolutions that are not channels last already, and no hooks."""
         weights = _weights(workload.module)
         images = [t for t in tensors_of(workload.inputs) if _is_image(t)]
         # In training either is enough to have the convolutions run so.
@@ -57,11 +60,17 @@ class ChannelsLast(Transform):
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
             (workload.is_training and not images, "no image is among the inputs"),
             (last(map(_all_last, (weights, images))), "already channels last"),
+            watched(workload, _SEEN),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on a model that converts its inputs; nothing to undo."""
+        """Yields the workload on a model that converts its inputs; nothing to undo.
+
+        Raises:
+            UnsupportedError: the model has hooks.
+        """
+        demand(watched(workload, _SEEN))
         given = [t for t in tensors_of((workload.inputs, dict(workload.kwargs))) if _is_image(t)]
         back = None if any(map(_is_last, given)) else _in_order
         if workload.is_training:

@@ -21,7 +21,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import cloned
+from steadytorch.transforms.conversion import Converting, cloned
 from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import Objection, capability_below, decide, hooked, steered
 from steadytorch.workload.signature import map_tensors
@@ -103,6 +103,8 @@ class Compile(Transform):
         is_steered, reason = steered(workload)
         if self.parameters.freezing and is_steered:  # hooks of a stored plan's model may be new
             raise UnsupportedError(reason)
+        if isinstance(workload.model, Converting):
+            workload.model.lend_uncompiled()
         with ExitStack() as stack:
             task = Task(
                 workload,

@@ -33,12 +33,22 @@ class Converting(nn.Module):
         super().__init__()
         self.inner, self.convert, self.back = inner, convert, back
         self.training = inner.training
+        self._lend: Callable[..., Any] = Lent
+        self._give_back: Callable[..., Any] = Lent.give_back
+
+    def lend_uncompiled(self) -> None:
+        """Keeps containers out of what a compiler sees of this model.
+
+        They are told apart by identity, and guards on that would have every call compiled anew.
+        """
+        self._lend = torch.compiler.disable(Lent)
+        self._give_back = torch.compiler.disable(Lent.give_back)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the inner model on converted arguments."""
         if holds_containers((*args, *kwargs.values())):
-            lent = Lent((args, kwargs), self.convert)
-            return lent.give_back(_called(self.inner, lent.arguments), self.back)
+            lent = self._lend((args, kwargs), self.convert)
+            return self._give_back(lent, _called(self.inner, lent.arguments), self.back)
         result = _called(self.inner, map_tensors(self.convert, (args, kwargs)))
         return result if self.back is None else map_tensors(self.back, result)
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
-from steadytorch.transforms.traits import INFERENCE_ONLY, decide
+from steadytorch.transforms.traits import INFERENCE_ONLY, decide, demand, watched
 from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 
+_SEEN = "inference tensors"
 _OPAQUE = (*CONSTANTS, nn.Module, ModuleType, type)
 """What holds no tensor that a call made for its caller."""
 
@@ -35,12 +36,17 @@ class InferenceMode(Transform):
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Inference only."""
-        return decide((workload.is_training, INFERENCE_ONLY))
+        """Inference only, of a model without hooks."""
+        return decide((workload.is_training, INFERENCE_ONLY), watched(workload, _SEEN))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that enters inference mode at each call and leaves it after."""
+        """Yields a workload that enters inference mode at each call and leaves it after.
+
+        Raises:
+            UnsupportedError: the model has hooks.
+        """
+        demand(watched(workload, _SEEN))
         module = workload.untouched if isinstance(workload.untouched, nn.Module) else nn.Module()
         weights = _inference_tensors([*module.parameters(), *module.buffers()])
         yield workload.with_model(_Inferring(workload.model, weights))

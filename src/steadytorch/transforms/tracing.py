@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
             # One whose `forward` was replaced computes that, and not what its class says.
             replaced = "forward" in vars(m)
             return not replaced and super().is_leaf_module(m, module_qualified_name)
+
+        def create_arg(self, a: Any) -> Any:
+            if type(a) is OrderedDict:  # which a graph would make a plain dictionary of
+                pairs = [(key, value) for key, value in a.items()]
+                return self.create_proxy("call_function", OrderedDict, (pairs,), {}).node
+            return super().create_arg(a)
 
         def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
             if threading.get_ident() != self.thread:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable
 from steadytorch.transforms.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.signature import CONSTANTS, tensors_of
@@ -61,6 +62,27 @@ def hooked(workload: Workload) -> Objection:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = bool(hooks_on_all()) or any(map(_is_hooked, modules))
     return found, "the model has hooks, which a replay does not call"
+
+
+def watched(workload: Workload, seen: str) -> Objection:
+    """Objects to hooks, which would see what is within the model.
+
+    Args:
+        workload: whose model may have hooks.
+        seen: what they would be given.
+    """
+    return hooked(workload)[0], f"the model has hooks, which would be given {seen}"
+
+
+def demand(objection: Objection) -> None:
+    """Sees again to what a search has seen to: the model of a stored plan may have new hooks.
+
+    Raises:
+        UnsupportedError: the objection holds.
+    """
+    holds, reason = objection
+    if holds:
+        raise UnsupportedError(reason)
 
 
 def _is_hooked(module: nn.Module) -> bool:
