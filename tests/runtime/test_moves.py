@@ -26,6 +26,7 @@ NOTHING = {
     "zero_grad": lambda tuned: tuned.zero_grad(),
     "the model's own to": lambda tuned: tuned.__wrapped__.to("cpu"),
 }
+"""These leave the model as it is."""
 LOADS = {
     "its own": lambda tuned: tuned.load_state_dict(tuned.state_dict()),
     "a copy": lambda tuned: tuned.load_state_dict(
@@ -132,3 +133,14 @@ def test_what_runs_the_model_itself_stays_on_trial_while_others_write_to_it(mode
         model.head.bias.data.add_(0.1)
     assert tuned.report().off is None
     assert tuned.report().hits >= 15
+
+
+def test_a_move_to_where_the_model_is_after_others_have_written_to_it(model, x):
+    tuned = TunedModule(model, always(CANDIDATES["inference_mode"]))
+    tuned(x)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    for name in NOTHING:
+        NOTHING[name](tuned)
+        torch.testing.assert_close(tuned(x), answer(model, x))
+    assert tuned.report().calls == {"tuned": 1 + len(NOTHING)}

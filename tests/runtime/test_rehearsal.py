@@ -118,7 +118,16 @@ def no_statistics(model):
     return call
 
 
+def counts_twice(model):
+    def call(x):
+        model.norm.num_batches_tracked.add_(1)
+        return model(x)
+
+    return call
+
+
 FAULTS = {
+    "counts twice": (counts_twice, "wrong: buffer norm.num_batches_tracked is not what"),
     "raises": (raises, "its first step raised"),
     "backward raises": (backward_raises, "its first step raised"),
     "copied": (copied, "wrong: gives conv.weight no gradient"),

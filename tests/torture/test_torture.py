@@ -153,7 +153,7 @@ def run(draw: Draw) -> tuple[str | None, int]:
 
 def _applies(draw: Draw) -> bool:
     facts = load_facts(DEVICE)
-    workload = Workload(Case(draw.body, "tensor", "nothing").eval(), torch.ones(2, 3, 8, 8))
+    workload = Workload(_model(draw, Caller()), (_input(draw, 0), WRITES[draw.write][0]()))
     by_spec = {t.spec: t for t in all_variants(facts)}
     return all(
         isinstance(by_spec[spec].applies_to(workload, facts), Applicable) for spec in draw.candidate

@@ -24,7 +24,7 @@ from steadytorch.workload.workload import Workload
 from .models import BODIES, HOOKS, Caller, Case
 from .test_torture import DEVICE
 
-COMBINATIONS, COMPILED, SLICE = 400, 10, 20
+COMBINATIONS, COMPILED, SLICE = 400, 20, 20
 STEPS = 4
 BOUNDS = {"same": 1e-3, "tf32": 2e-2, "bf16": 0.1}
 """Relative difference of losses, and (same) of how far weights moved."""
@@ -97,7 +97,7 @@ def drawn(seed: int, compiles: bool = False) -> Draw:
     return Draw(
         seed,
         body,
-        random.choice([None, None, None, "collecting", "stopping", "expiring"]),
+        random.choice([None] * 9 + ["collecting", "stopping", "expiring"]),
         plan,
         random.choice([None, None, False, True]),
         random.random() < 0.3,
@@ -130,7 +130,7 @@ class Side:
 
     def called(self, x: torch.Tensor) -> torch.Tensor:
         if self.draw.around:
-            return checkpoint(self.fast, x.requires_grad_(), use_reentrant=False)
+            return checkpoint(self.fast, x, use_reentrant=False)
         return self.fast(x)
 
     def step(self, number: int) -> tuple[list[float], str | None]:
@@ -218,7 +218,7 @@ def check(seeds: range, compiles: bool = False) -> None:
             faults.append(f"{draw}\n    {fault}")
     print(f"{len(seeds)} combinations, served tuned: {dict(served)}")
     assert not faults, f"{len(faults)} of {len(seeds)} differ:\n" + "\n".join(faults)
-    assert served[True] >= 0.3 * len(seeds), "too few were served tuned"
+    assert served[True] >= (0.1 if compiles else 0.3) * len(seeds), "too few were served tuned"
 
 
 @pytest.mark.filterwarnings("ignore")

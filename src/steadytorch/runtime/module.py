@@ -405,10 +405,15 @@ class TunedModule(StandIn):
         if self._gate.off is None:
             self._stop(f"{reason} after the plan was applied; refresh() serves tuned again")
 
-    def _look_again(self, reason: str) -> None:
+    def _look(self) -> Any:
+        if not self._entries.is_built:
+            return None
+        weights, places = self._entries.weights, self._entries.weights.places()
+        return weights.rewritten() or weights.changed(), places
+
+    def _look_again(self, before: Any, reason: str) -> None:
         if self._entries.is_built:
-            weights = self._entries.weights
-            if weights.rewritten() or weights.changed():
+            if self._look() != before:
                 self._switch_off(reason)
         elif self._gate.off == self._misfit or self._gate.until < math.inf:
             # Nothing is built, and a plan may fit now, or no longer.

@@ -29,11 +29,19 @@ what other weights bring is 1 and more."""
 
 
 class _Passes(NamedTuple):
-    """What forward and backward pass gave: outputs, gradients, and how far each buffer moved."""
+    """What forward and backward pass gave.
+
+    Attributes:
+        outputs: of the model.
+        gradients: of its parameters, by name.
+        moved: how far buffers moved, those of floating-point numbers.
+        counts: what the others hold.
+    """
 
     outputs: Any
     gradients: dict[str, Tensor | None]
     moved: dict[str, Tensor]
+    counts: dict[str, Tensor]
 
 
 class Rehearsal:
@@ -93,15 +101,18 @@ class Rehearsal:
     ) -> _Passes:
         state = State([self._model, *self._executor.modules], keep=True)
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        counts: dict[str, Tensor] = {}
         try:
             made = lending(call)(*args, **kwargs)
             outputs = made.result, made.written
             gradients = self._gradients(tensors_of(made.result))
-            after = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
-            moved = {name: buffer - before[name] for name, buffer in after.items()}
+            after = dict(self._model.named_buffers())
+            floats = {name: b for name, b in after.items() if b.is_floating_point()}
+            moved = {name: buffer - before[name] for name, buffer in floats.items()}
+            counts = {name: b.clone() for name, b in after.items() if name not in floats}
         finally:
             state.restore()
-        return _Passes(map_tensors(torch.Tensor.detach, outputs), gradients, moved)
+        return _Passes(map_tensors(torch.Tensor.detach, outputs), gradients, moved, counts)
 
     def _gradients(self, outputs: list[Tensor]) -> dict[str, Tensor | None]:
         named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -136,6 +147,9 @@ def _difference(found: _Passes, expected: _Passes) -> str | None:
             return "wrong: has other buffers"
         if (wrong := wrong_size(one, other)) is not None:
             return f"wrong: {what.format(wrong[0])} is {wrong[1]:.2g} times as large"
+    for name, count in expected.counts.items():
+        if not torch.equal(found.counts[name], count):
+            return f"wrong: buffer {name} is not what the model makes of it"
     return None
 
 

@@ -119,7 +119,11 @@ class StandIn(_Posing, nn.Module):
         kind = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
         object.__dict__["__class__"].__set__(self, kind)
 
-    def _look_again(self, reason: str) -> None:
+    def _look(self) -> Any:
+        """What `_look_again` compares with; taken before something is done to the model."""
+        raise NotImplementedError
+
+    def _look_again(self, before: Any, reason: str) -> None:
         """Does the same where the model is another one than before; otherwise nothing."""
         raise NotImplementedError
 
@@ -181,8 +185,9 @@ class StandIn(_Posing, nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Calls a function with each module of the model."""
+        before = self._look()
         self._model.apply(fn)
-        self._look_again("a function was applied to the model")
+        self._look_again(before, "a function was applied to the model")
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,8 +214,9 @@ class StandIn(_Posing, nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = self._look()
         self._model._apply(fn, recurse)
-        self._look_again("the model was moved or converted")
+        self._look_again(before, "the model was moved or converted")
         return self
 
 

@@ -141,6 +141,11 @@ class Weights:
         self._loads.update(id(tensor) for tensor, _ in pairs if is_own)
         return is_own
 
+    def places(self) -> list[Any]:
+        """Where parameters and buffers are: by object, address, type and device."""
+        held = chain(self._model.parameters(), self._model.buffers())
+        return [(id(t), _address(t), t.dtype, t.device) for t in held]
+
     def is_forgiven(self) -> bool:
         """Whether nothing happened but loads of the values that stood there; see `expect`.
 
@@ -275,6 +280,10 @@ class _Walk:
                 self.sequences.append(value)
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._value(item, is_own)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _has_storage(tensor) else 0
 
 
 def _storages(tensors: list[Tensor], freed: Callable[[Any], None]) -> list[Any]:
