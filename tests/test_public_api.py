@@ -56,7 +56,7 @@ SIGNATURES = {
     ),
     "Plan.apply": (
         "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False, "
-        "bundle: 'bool' = False) -> 'TunedModule'"
+        "bundle: 'bool' = False, verify_every: 'int | None' = None) -> 'TunedModule'"
     ),
     "Plan.batches": (
         "(self, loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
@@ -89,8 +89,8 @@ SIGNATURES = {
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, background: 'bool' = False, "
         "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
-        "alias_outputs: 'bool' = False, bundle: 'bool' = False, "
-        "seed: 'int' = 0) -> 'TunedModule'"
+        "verify_every: 'int | None' = None, alias_outputs: 'bool' = False, "
+        "bundle: 'bool' = False, seed: 'int' = 0) -> 'TunedModule'"
     ),
     "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
     "prefetch": (

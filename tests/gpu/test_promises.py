@@ -306,3 +306,19 @@ def test_moves_to_where_it_is_leave_the_plan_in_use(model, x, name):
         tuned(x)
     assert tuned.report().calls == {"tuned": 6}
     tuned.close()
+
+
+@every_plan
+def test_a_load_noticed_in_inference_mode_leaves_later_calls_sound(name):
+    torch.manual_seed(0)
+    model, x = Network().cuda().eval(), torch.randn(2, 3, 32, 32, device="cuda")
+    tuned = TunedModule(model, lambda arrival: Resolution(PLANS[name]))
+    with torch.no_grad():
+        tuned(x)
+    tuned.load_state_dict({name: t.clone() for name, t in tuned.state_dict().items()})
+    for mode in (torch.inference_mode, torch.no_grad):
+        for _ in range(3):
+            time.sleep(2e-9 * INTERVAL_NS)
+            with mode():
+                torch.testing.assert_close(tuned(x), model(x), **LOOSE)
+    assert tuned.report().hits >= 5

@@ -93,13 +93,16 @@ def _doubling(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
     return 2 * result
 
 
+HAS_CUDA = torch.cuda.is_available()
+
 CHANGES: dict[str, Action] = {
     "SGD": _stepping(torch.optim.SGD),
     "SGD fused": _stepping(torch.optim.SGD, fused=True),
     "Adam foreach": _stepping(torch.optim.Adam, foreach=True),
     "Adam fused": _stepping(torch.optim.Adam, fused=True),
     "AdamW fused": _stepping(torch.optim.AdamW, fused=True),
-    "Adagrad fused": _stepping(torch.optim.Adagrad, fused=True),
+    # On CUDA there is no such kernel.
+    "Adagrad fused": _stepping(torch.optim.Adagrad, fused=not HAS_CUDA),
     "copy_": _on_model(lambda m: m.body.head.weight.copy_(m.body.head.weight * 2)),
     "data copy_": _on_model(lambda m: m.body.head.weight.data.copy_(m.body.head.weight * 2)),
     "data +=": _on_model(lambda m: m.body.convolution.weight.data.add_(0.1)),

@@ -6,6 +6,7 @@ Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m torture tests/torture -k 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from random import Random
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from steadytorch.device.facts import load_facts
+from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
@@ -144,6 +146,8 @@ def run(draw: Draw) -> tuple[str | None, int]:
                 continue  # a hook that closes over something is not pickled
             plain = ACTIONS[action](plain, twin, callers[1])
             tuned = ACTIONS[action](tuned, model, callers[0])
+            if DEVICE == "cuda":
+                time.sleep(2e-9 * INTERVAL_NS)  # a write sooner after a call may be found later
             opened.append(tuned)
         return None, first
     finally:

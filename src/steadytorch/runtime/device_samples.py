@@ -93,9 +93,10 @@ class _Probe:
         self._device = device
         self._marked = torch.cuda.Event()
         self._compared = torch.cuda.Event()
-        self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.flag = ctypes.c_int32.from_address(self._pinned.data_ptr())
+        # In the caller's inference mode, what is made here could not be written to outside of it.
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+            self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self.flag = ctypes.c_int32.from_address(self._pinned.data_ptr())
             self._stream = torch.cuda.Stream(device, _FIRST)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):

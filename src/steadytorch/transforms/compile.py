@@ -103,8 +103,6 @@ class Compile(Transform):
         is_steered, reason = steered(workload)
         if self.parameters.freezing and is_steered:  # hooks of a stored plan's model may be new
             raise UnsupportedError(reason)
-        if isinstance(workload.model, Converting):
-            workload.model.lend_uncompiled()
         with ExitStack() as stack:
             task = Task(
                 workload,
@@ -121,6 +119,8 @@ class Compile(Transform):
 def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
     from torch._dynamo.eval_frame import remove_from_cache
 
+    if isinstance(model, Converting):
+        model.lend_uncompiled()
     entry = _private_entry(model)
     unseen: Any = {"guard_filter_fn": _looked_at}
     compiled = torch.compile(
