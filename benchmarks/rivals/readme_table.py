@@ -1,7 +1,9 @@
-"""Writes the README's comparison from the committed results, so that the two cannot drift apart.
+"""Writes the comparison with hand-written options from the committed results.
 
-python benchmarks/rivals/readme_table.py           # rewrites the block between the marks
-python benchmarks/rivals/readme_table.py --check   # fails where the block says anything else
+The README gets a row per machine, docs/benchmarks.md a row per workload.
+
+python benchmarks/rivals/readme_table.py           # rewrites the blocks between the marks
+python benchmarks/rivals/readme_table.py --check   # fails if a block is out of date
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import sys
 from pathlib import Path
 
 from rival_results import read
-from rival_tables import readme
+from rival_tables import brief, page
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
 
 
@@ -25,21 +28,25 @@ def newest(results: Path) -> list[Path]:
     return sorted(latest.values(), key=lambda path: read(path)["environment"]["device"] == "cpu")
 
 
-def block(results: Path) -> str:
-    """What stands between the marks; nothing without results."""
-    return "\n".join(readme(read(path)) for path in newest(results))
+def blocks(results: Path) -> dict[Path, str]:
+    """The text between the marks of each file; empty without results."""
+    documents = [read(path) for path in newest(results)]
+    return {
+        ROOT / "README.md": brief(documents) if documents else "",
+        ROOT / "docs" / "benchmarks.md": "\n".join(map(page, documents)),
+    }
 
 
 def rewritten(text: str, inner: str) -> str:
-    """The README with another block.
+    """The text with another block.
 
     Raises:
-        SystemExit: it lacks a mark.
+        SystemExit: a mark is missing.
     """
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"README.md lacks {BEGIN} or {END}")
+        raise SystemExit(f"the file lacks {BEGIN} or {END}")
     return f"{head}{BEGIN}\n{inner}{END}{tail}"
 
 
@@ -47,13 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = rewritten(before, block(ROOT / "benchmarks" / "results"))
-    if not args.check:
-        path.write_text(after)
-    elif before != after:
-        sys.exit("README.md is out of date: run python benchmarks/rivals/readme_table.py")
+    for path, inner in blocks(RESULTS).items():
+        before = path.read_text()
+        after = rewritten(before, inner)
+        if not args.check:
+            path.write_text(after)
+        elif before != after:
+            sys.exit(f"{path.name} is out of date: run python benchmarks/rivals/readme_table.py")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ SUMMARY = (
     "search s",
     "max-autotune s",
 )
-README = (
+PAGE = (
     "workload",
     "eager",
     "best by hand",
@@ -255,8 +255,11 @@ def markdown(document: Document) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def readme_cells(document: Document, name: str) -> list[str] | None:
-    """One workload of the README's table; None where there is nothing to compare."""
+BRIEF = ("machine", "workloads", "time per step, best by hand = 1", "worst", "median search")
+
+
+def page_cells(document: Document, name: str) -> list[str] | None:
+    """One workload of the page's table; None where there is nothing to compare."""
     rows, entry = rows_of(document, name), document["workloads"][name]
     ours, best = ours_of(rows), best_of(rows, "period_ms")
     if ours is None or best is None:
@@ -274,9 +277,26 @@ def readme_cells(document: Document, name: str) -> list[str] | None:
     ]
 
 
-def readme(document: Document) -> str:
-    """The table of the README, with what it was measured on."""
-    cells = [readme_cells(document, name) for name in document["workloads"]]
+def page(document: Document) -> str:
+    """The table of one machine for `docs/benchmarks.md`, with its versions."""
+    cells = [page_cells(document, name) for name in document["workloads"]]
     shown = [each for each in cells if each is not None]
-    lines = [f"{heading(document)}:", "", *table(README, shown), "", *over_all(document)]
+    lines = [f"{heading(document)}:", "", *table(PAGE, shown), "", *over_all(document)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def brief(documents: Iterable[Document]) -> str:
+    """The table for the README: a row per machine."""
+    return "\n".join(table(BRIEF, map(_brief_cells, documents))) + "\n"
+
+
+def _brief_cells(document: Document) -> list[str]:
+    found = totals(document)
+    period = found["period"]
+    return [
+        heading(document).partition(", ")[0],
+        str(period["workloads"]),
+        figure(period["geometric_mean"], ".3f"),
+        f"{figure(period['worst'], '.3f')} ({period['worst_workload']})",
+        figure(found["search_s"], ".0f", " s"),
+    ]

@@ -79,7 +79,7 @@ def test_a_workload_without_ours_is_in_the_summary_with_its_reason():
         "search s": "55",
         "max-autotune s": "> 90 s, not ready",
     }
-    assert "a:1" not in rival_tables.readme(document(*rows))
+    assert "a:1" not in rival_tables.page(document(*rows))
 
 
 PROTOCOL = {"dropped_ms": 8.0, "alone_s": 1.0, "explained_s": 3.0, "cv_limit": 0.005}
@@ -123,7 +123,7 @@ def test_a_verdict_without_an_interval_shows_none():
 
 
 def test_the_readme_has_a_line_a_workload():
-    text = rival_tables.readme(document(*one_workload("a:1", -0.1)))
+    text = rival_tables.page(document(*one_workload("a:1", -0.1)))
     (row,) = cells(text, "a:1, fp16")
     assert row[1:5] == [
         "3.000 ms",

@@ -24,8 +24,11 @@ WRONG = {
     "shape": (lambda: (X * 2)[None], "shape"),
     "nesting": (lambda: (X * 2,), "containers"),
     "none": (lambda: None, "expected a tensor"),
-    "buffer": (lambda: BUFFER.copy_(X * 2), "a later call overwrites"),
-    "view of a buffer": (lambda: BUFFER.copy_(X * 2).view(2, 4).view(8), "a later call overwrites"),
+    "buffer": (lambda: BUFFER.copy_(X * 2), "two calls return the same memory"),
+    "view of a buffer": (
+        lambda: BUFFER.copy_(X * 2).view(2, 4).view(8),
+        "two calls return the same memory",
+    ),
     "raises": (_raises, "the tuned executor raised RuntimeError: broken"),
 }
 

@@ -32,7 +32,7 @@ ENDS = {
     "dtype": "output 0 is float64, expected float32",
     "nests": "nests its outputs in other containers",
     "writes": "writes to its inputs",
-    "aliases": "a later call overwrites the result of an earlier one",
+    "aliases": "two calls return the same memory, which is not the model's",
     "dies_late": "process exited with status 9",
 }
 

@@ -179,7 +179,7 @@ def test_empty_outputs_pass():
 
 def test_a_buffer_that_the_next_call_overwrites_is_rejected(linear):
     assert _verdict(linear, _static(linear.model)) == (
-        "a later call overwrites the result of an earlier one"
+        "two calls return the same memory, which is not the model's"
     )
 
 

@@ -53,7 +53,7 @@ FAULTS = {
     "writes_weights": "writes to unused.weight, which is for the optimizer to update",
     "writes_inputs": "writes to its inputs",
     "nests": "nests its outputs in other containers",
-    "one_buffer_for_outputs": "a later call overwrites the result of an earlier one",
+    "one_buffer_for_outputs": "two calls return the same memory, which is not the model's",
     "one_buffer_for_gradients": "a later step overwrites the gradients of an earlier one",
 }
 

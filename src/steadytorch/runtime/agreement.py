@@ -30,6 +30,8 @@ other. float64 has the same number of roundings. 16 bits leave no gap to stand i
 own bounds both programs, and so their distance but for a factor."""
 INCOMPARABLE = "which cannot be compared"
 """How the reason ends where nothing can be said of an answer."""
+SHARED = "two calls return the same memory, which is not the model's"
+"""Why an executor is refused whose later results stand in the place of earlier ones."""
 MAX_ERROR_FACTOR = 4.0
 """The largest single error may be this many times the tolerance on the relative L2 error."""
 SIZES = (0.5, 2.0)

@@ -15,7 +15,7 @@ from steadytorch.errors import UsageError, one_line
 from steadytorch.measure.clock import Clock, HostClock
 from steadytorch.measure.race import LOOKS as RACE_LOOKS
 from steadytorch.measure.race import Judgement, judge
-from steadytorch.runtime.agreement import INCOMPARABLE, disagreement, memory_of
+from steadytorch.runtime.agreement import INCOMPARABLE, SHARED, disagreement, memory_of
 from steadytorch.runtime.lending import answer_of
 
 LOOKS = RACE_LOOKS[:3]
@@ -194,7 +194,7 @@ class Canary:
         # What the model itself hands out again, a weight or an input, is not the executor's buffer.
         own = memory_of(answer_of(expected)) | memory_of(inputs)
         if first & second - own and not self._alias_outputs:
-            raise _Found("wrong: a later call overwrites the result of an earlier one")
+            raise _Found(f"wrong: {SHARED}")
         return results[1]
 
     # -- probes ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadytorch.runtime.agreement import memory_of
+from steadytorch.runtime.agreement import SHARED, memory_of
 from steadytorch.tune.training_step import (
     GRADIENTS,
     Passes,
@@ -126,7 +126,7 @@ class _Due:
 def _overwritten(before: Passes, found: Passes) -> str | None:
     """What one step left in memory that the next one uses, as gradients that add up do."""
     if not equal(before.outputs, before.returned):
-        return "a later call overwrites the result of an earlier one"
+        return SHARED
     if memory_of(before.gradients) & memory_of(found.gradients):
         return "a later step overwrites the gradients of an earlier one"
     return None
