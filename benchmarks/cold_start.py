@@ -69,7 +69,7 @@ def built(device: str, workload: str, batch: int) -> tuple[Any, Any]:
 def kept_unmeasured(session: Any, candidate: Any) -> Any:
     """Stores a candidate as the plan of a session that has searched for nothing."""
     from steadytorch.measure.measurement import summarize
-    from steadytorch.plan.plan import Speedup
+    from steadytorch.plan.record import Speedup
     from steadytorch.tune.result import TuneResult
 
     unmeasured = summarize([1] * 20, "latency")

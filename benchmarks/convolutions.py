@@ -33,8 +33,8 @@ from steadytorch import __version__, load_workload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.race import judge
 from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import ambient, order
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.conv import choose_engines
 from steadytorch.tune.trial import HANDLER

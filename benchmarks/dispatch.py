@@ -45,13 +45,14 @@ import torch
 from torch import nn
 
 from steadytorch.native.host import begin, load
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.plan.store import Store
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms import cuda_graph
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session

@@ -13,8 +13,9 @@ import torch
 
 from steadytorch.conv.choices import read_choices
 from steadytorch.process.worker import Worker
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
-from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.trial.worker import PAYLOAD
 from steadytorch.tune.conv import ConvReport, choose_engines
 from steadytorch.workload import travel

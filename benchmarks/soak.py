@@ -21,9 +21,9 @@ import psutil
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Arrival, Resolution
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 LIVE = (TransformSpec("inference_mode"),)
 COPIED = (TransformSpec("fold_batch_norm"), TransformSpec("inference_mode"))

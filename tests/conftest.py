@@ -24,7 +24,7 @@ from steadytorch.runtime import module as tuned_module
 from steadytorch.runtime import weights
 
 if TYPE_CHECKING:
-    from steadytorch.transforms.base import Candidate
+    from steadytorch.results.candidate import Candidate
     from steadytorch.tune.session import Session
 
 
@@ -81,7 +81,7 @@ def _model() -> nn.Module:
 def keep_unmeasured() -> Callable[[Session, Candidate], Plan]:
     """Stores a candidate as the plan of a session, as if a search had chosen it."""
     from steadytorch.measure.measurement import summarize
-    from steadytorch.plan.plan import Speedup
+    from steadytorch.plan.record import Speedup
     from steadytorch.tune.result import TuneResult
 
     def keep(session: Session, candidate: Candidate) -> Plan:

@@ -13,7 +13,7 @@ from torch import nn
 
 from steadytorch import Workload, transforms
 from steadytorch.measure.measurement import summarize
-from steadytorch.plan.plan import Speedup
+from steadytorch.plan.record import Speedup
 from steadytorch.process.worker import WorkerFault
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.result import TuneResult

@@ -20,8 +20,9 @@ from steadytorch.conv.handles import handle, target
 from steadytorch.conv.operator import conv_engine
 from steadytorch.conv.plans import Plan
 from steadytorch.conv.problem import parse
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
-from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.workload.workload import Workload
 
 pytestmark = [

@@ -20,8 +20,9 @@ from steadytorch.conv.choose import Options, choose
 from steadytorch.conv.plain import plain_grad
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import ambient, create, set_ambient
-from steadytorch.transforms.base import Applicable, TransformSpec, applied_in_order
+from steadytorch.transforms.base import Applicable, applied_in_order
 from steadytorch.tune.conv import choose_engines
 from steadytorch.workload.workload import Workload
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create, order
-from steadytorch.transforms.base import Applicable, TransformSpec, applied_in_order
+from steadytorch.transforms.base import Applicable, applied_in_order
 from steadytorch.transforms.linear_patches import LinearPatches, conv_of_patches
 from steadytorch.workload.bundled.vit import VisionTransformer
 from steadytorch.workload.workload import Workload

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import STALE
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import device_samples
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import STALE, Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms.base import TransformSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 pytestmark = [
     pytest.mark.gpu,

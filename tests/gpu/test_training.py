@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, ambient, create, order, set_ambient
-from steadytorch.transforms.base import NotApplicable, TransformSpec
+from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.session import tune

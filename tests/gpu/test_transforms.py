@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, create, order
-from steadytorch.transforms.base import NotApplicable, TransformSpec, applied_in_order
+from steadytorch.transforms.base import NotApplicable, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload

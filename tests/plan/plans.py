@@ -11,9 +11,10 @@ from torch import nn
 from steadytorch.device.facts import load_facts
 from steadytorch.plan.files import encoded
 from steadytorch.plan.fingerprint import canonical_json, make_key
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, Trial
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import ambient
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.workload.workload import Workload
 
 CANDIDATE = (TransformSpec("channels_last"), TransformSpec("inference_mode"))

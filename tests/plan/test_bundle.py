@@ -15,7 +15,7 @@ from steadytorch.plan import bundle
 from steadytorch.plan.fingerprint import canonical_json
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.prebuilt import Task
 from steadytorch.workload.workload import Workload
 

@@ -14,7 +14,7 @@ from steadytorch.plan.engines import FOLDER, Kept, keep_engines, known_engines
 from steadytorch.plan.fingerprint import in_environment
 from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
 
 from .plans import make_model, make_plan, sealed

@@ -20,7 +20,7 @@ from steadytorch.plan.fingerprint import (
 )
 from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.store import Found, Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.prefetch import Delivered, Prefetched
 from steadytorch.workload.workload import Workload
 

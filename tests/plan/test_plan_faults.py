@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from steadytorch.errors import PlanError
 from steadytorch.plan.plan import load_plan
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 
 from .plans import reason_untouched, sealed, write
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from steadytorch.plan.fingerprint import trained_fingerprint, workload_fingerprint
 from steadytorch.plan.store import Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 
 from .plans import make_plan
 from .ranked import STEPS, make_net, make_workload

@@ -10,10 +10,11 @@ from rich.console import Console
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.measure.measurement import summarize
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, Trial
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.signature import Leaf, Signature
 from steadytorch.tune.result import TuneResult
-from steadytorch.workload.signature import Leaf, Signature
 
 HOSTILE = "[red]boo[/red] \x1b[2J\x1b]0;title\x07 two\nlines\r[/]"
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")

@@ -158,7 +158,7 @@ def test_an_untouched_workload_over_the_memory_cap_is_reported_once(screen):
 
 
 def test_no_interval_no_claim(screen):
-    from steadytorch.plan.plan import Speedup
+    from steadytorch.plan.record import Speedup
 
     unsure = Speedup(2.02, None, None, "process", "undecided", 5)
     render_plan(screen.console, plan(evidence=evidence(speedup=unsure)), "Plan")

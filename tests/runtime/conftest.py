@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import channels_last, create, inference_mode
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.workload.signature import signature
 
 CANDIDATES = {

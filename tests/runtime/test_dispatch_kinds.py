@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FROZEN, NOT_APPLIED, answer
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from steadytorch.errors import PlanError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import entries
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, Options
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build
 from steadytorch.transforms import prebuilt
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FROZEN, answer
 

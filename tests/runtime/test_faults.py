@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.faults import is_callers
 from steadytorch.runtime.module import RAISED, TunedModule
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FAILED, Failing, Network, always, answer, replace_executor
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadytorch.errors import UnsupportedError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.forks import FORKED
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.transforms.threads import Threads
 from steadytorch.workload.workload import Workload
 

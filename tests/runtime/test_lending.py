@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import STALE, Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, FAILED, Failing, always, replace_executor
 

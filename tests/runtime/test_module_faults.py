@@ -17,10 +17,10 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.errors import UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import entries
 from steadytorch.runtime.executors import build
 from steadytorch.runtime.module import RAISED, TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import (
     CANDIDATES,

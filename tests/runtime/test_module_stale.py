@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.device.facts import load_facts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.entries import STALE
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import all_variants, names
-from steadytorch.transforms.base import Applicable, TransformSpec
+from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload
 
 from .conftest import (

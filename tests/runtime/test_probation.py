@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import probation
 from steadytorch.runtime.canary import Canary
 from steadytorch.runtime.executors import build
 from steadytorch.runtime.probation import WRITES, FirstCall, OnTrial
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
-from steadytorch.transforms.base import TransformSpec
 
 LIVE = (TransformSpec("inference_mode"),)
 COPY = (TransformSpec("channels_last"),)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import always
 

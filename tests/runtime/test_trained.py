@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import NEEDS_GRADIENT, Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.trained import CHANGED, NO_GRADIENTS, TrainedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import NO_PLAN, Failing, replace_executor
 

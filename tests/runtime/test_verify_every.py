@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from steadytorch.errors import UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.entries import Options, period
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms.base import TransformSpec
 
 from .conftest import CANDIDATES, COPYING, Network, always, answer
 

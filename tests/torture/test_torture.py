@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from steadytorch.device.facts import load_facts
+from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import all_variants, conflict, order
-from steadytorch.transforms.base import Applicable, Candidate
+from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload.workload import Workload
 

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from steadytorch.device.facts import load_facts
+from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import all_variants, conflict, order
-from steadytorch.transforms.base import Applicable, Candidate
+from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload.workload import Workload
 

@@ -5,15 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from steadytorch.transforms.base import (
-    Applicable,
-    Risk,
-    Scoped,
-    Transform,
-    TransformSpec,
-    applied_in_order,
-    flags,
-)
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.transforms.base import Applicable, Risk, Scoped, Transform, applied_in_order, flags
 from steadytorch.workload.workload import Workload
 
 

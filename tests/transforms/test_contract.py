@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, conflict, create, order
-from steadytorch.transforms.base import Applicable, NotApplicable, TransformSpec
+from steadytorch.transforms.base import Applicable, NotApplicable
 
 contract: Any = sys.modules["steadytorch_transforms_contract"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, create, order
-from steadytorch.transforms.base import TransformSpec
 
 contract: Any = sys.modules["steadytorch_transforms_contract"]
 

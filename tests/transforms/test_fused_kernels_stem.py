@@ -12,11 +12,9 @@ from steadytorch.conv.module import engine_convolutions
 from steadytorch.errors import UsageError
 from steadytorch.kernels.conv_relu_max_pool import _eager
 from steadytorch.kernels.stem import CONFIGS
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
-from steadytorch.transforms.base import (
-    TransformSpec,
-    applied_in_order,
-)
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.cudnn_engines import rewritten_model

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadytorch.conv.module import engine_convolutions
-from steadytorch.transforms.base import Applicable, TransformSpec, applied_in_order
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.transforms.base import Applicable, applied_in_order
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.cudnn_engines import CudnnEngines
 from steadytorch.transforms.fused_kernels import FusedKernels

@@ -1,7 +1,7 @@
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
 
 LAYOUT, TF32 = TransformSpec("channels_last"), TransformSpec("tf32")

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from steadytorch.errors import UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import REGISTRY, all_variants, conflict, create, names, order, parse
-from steadytorch.transforms.base import TransformSpec
 
 
 def spec(name: str, **parameters) -> TransformSpec:

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
-from steadytorch.transforms.base import Applicable, NotApplicable, TransformSpec
+from steadytorch.transforms.base import Applicable, NotApplicable
 from steadytorch.transforms.traits import (
     capability_below,
     convolutions,

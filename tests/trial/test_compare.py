@@ -9,7 +9,7 @@ import steadytorch
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.trial import compare as module
 from steadytorch.trial.compare import compare_live
 from steadytorch.trial.worker import SetUp

@@ -20,7 +20,8 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.measure.sampler import warm_up
-from steadytorch.transforms.base import Applicable, Risk, Transform, TransformSpec
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.transforms.base import Applicable, Risk, Transform
 from steadytorch.trial import worker
 from steadytorch.tune.worker import TuningHandler
 

@@ -14,7 +14,7 @@ from torch import nn
 from steadytorch.explain.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.trial.worker import SetUp
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search

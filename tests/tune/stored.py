@@ -8,9 +8,10 @@ from torch import nn
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
 from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.plan.store import Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
 
 CANDIDATE = (TransformSpec("inference_mode"),)

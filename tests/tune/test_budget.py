@@ -6,7 +6,7 @@ import pytest
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.select import BlockShape
 

@@ -15,7 +15,7 @@ from torch import nn
 from steadytorch.plan import bundle, contents, package
 from steadytorch.plan.plan import Plan
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.package import Outcome

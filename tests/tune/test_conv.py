@@ -16,7 +16,7 @@ from steadytorch.errors import UnsupportedError
 from steadytorch.plan.engines import known_engines
 from steadytorch.plan.store import Store
 from steadytorch.process.worker import Worker, WorkerFault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import conv
 from steadytorch.tune.conv import (
     ConvReport,

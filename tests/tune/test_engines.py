@@ -10,7 +10,7 @@ import steadytorch as steady
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.plan.store import Store
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import engines
 from steadytorch.tune.conv import ConvReport
 

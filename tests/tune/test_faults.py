@@ -12,7 +12,7 @@ from faulty import Slow, spec
 
 from steadytorch import transforms
 from steadytorch.process.worker import Worker
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search

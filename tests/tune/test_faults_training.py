@@ -10,7 +10,7 @@ from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
 from steadytorch.process.worker import Worker
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent

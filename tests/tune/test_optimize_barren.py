@@ -38,7 +38,7 @@ def test_shapes_that_churn_cost_nothing(tmp_path, described):
 
 
 def test_a_plan_that_is_stored_later_is_found(tmp_path, monkeypatch, keep_unmeasured):
-    from steadytorch.transforms.base import TransformSpec
+    from steadytorch.results.candidate import TransformSpec
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload

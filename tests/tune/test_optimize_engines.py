@@ -12,7 +12,7 @@ from stored import make_plan, store_plan
 from torch import nn
 
 from steadytorch.conv.choices import Choice, write_choices
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.conv import _found
 from steadytorch.workload.workload import Workload
 

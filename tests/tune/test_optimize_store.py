@@ -13,7 +13,7 @@ from torch import nn
 
 from steadytorch.errors import PlanError
 from steadytorch.plan.store import Found, Store
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
@@ -163,7 +163,7 @@ from types import SimpleNamespace
 from torch import nn
 
 torch.set_num_threads(1)
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.session import Session
 

@@ -18,9 +18,9 @@ from faulty import Slow
 from stored import equal
 
 from steadytorch.errors import UsageError
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.entries import RESOLVING
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.tune import optimize as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.optimize import OCCUPIED, SEARCHING, optimize

@@ -3,7 +3,7 @@
 import pytest
 from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage
 
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
 

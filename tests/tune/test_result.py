@@ -3,8 +3,8 @@ import pytest
 
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.race import Judgement
-from steadytorch.plan.plan import Evidence, Speedup, Trial
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.plan.record import Evidence, Speedup, Trial
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.result import (
     TuneResult,
     break_even_calls,

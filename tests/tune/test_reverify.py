@@ -15,10 +15,11 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing
+from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.process import worker as processes
 from steadytorch.process.worker import Fault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent

@@ -18,7 +18,7 @@ from scripted import (
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import prepare
 from steadytorch.tune.moves import describe
 from steadytorch.tune.select import Options

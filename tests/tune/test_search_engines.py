@@ -16,7 +16,7 @@ from scripted import (
     make_search,
 )
 
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import prepare
 from steadytorch.tune.search import COMPILING
 from steadytorch.tune.select import Options

@@ -3,7 +3,7 @@
 import pytest
 from scripted import EAGER, FOLD, MS, Act, Notes, Stage, died, make_search
 
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.search import STEM_S
 from steadytorch.tune.select import Options
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.select import (
     P99_BLOCK,
     Options,

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from steadytorch import Workload, load_plan, transforms, tune
 from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.process import worker as processes
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options

@@ -9,7 +9,7 @@ from torch import nn
 from steadytorch.conv.timing import Measured
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import WorkerFault
-from steadytorch.transforms.base import TransformSpec
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune import stem
 from steadytorch.tune.stem import calls_of, choose_config, fastest

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from trained import Candidate, Loss, Net, through, workload
 
 from steadytorch import transforms
-from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.tune.training_reference import make_reference
 from steadytorch.tune.verdict import decide
 from steadytorch.tune.verify_training import verify_training

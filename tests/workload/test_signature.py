@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch.errors import UsageError
-from steadytorch.workload.signature import Leaf, Signature, map_tensors, signature, tensors_of
+from steadytorch.results.signature import Leaf, Signature
+from steadytorch.workload.signature import map_tensors, signature, tensors_of
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])

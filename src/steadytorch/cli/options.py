@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from steadytorch.device.facts import DeviceFacts
-    from steadytorch.transforms.base import Candidate
+    from steadytorch.results.candidate import Candidate
     from steadytorch.workload.workload import Workload
 
 Command = Callable[..., Any]

@@ -40,12 +40,12 @@ def list_plans(store: Path | None) -> None:
 
     Files that were moved aside are counted.
     """
-    from steadytorch.plan.plan import Plan
+    from steadytorch.plan.record import PlanRecord
     from steadytorch.report.plans import render_list
 
     opened = _open(store)
     render_list(
-        options.console(False), list(opened.entries(Plan)), opened.root, opened.quarantined()
+        options.console(False), list(opened.entries(PlanRecord)), opened.root, opened.quarantined()
     )
 
 

@@ -23,7 +23,7 @@ from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import TRACE_FILE, Profiled
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
 from steadytorch.trial.series import Series
 from steadytorch.trial.worker import STOP, SetUp, save_payload

@@ -26,7 +26,7 @@ from steadytorch.quantities import parse_duration
 if TYPE_CHECKING:
     from steadytorch.explain.capture import Capture
     from steadytorch.explain.events import Trace
-    from steadytorch.transforms.base import Candidate
+    from steadytorch.results.candidate import Candidate
     from steadytorch.workload.workload import Workload
 
 MOST_STEPS = 1000

@@ -47,7 +47,7 @@ from steadytorch.plan.fingerprint import canonical_json
 
 if TYPE_CHECKING:
     from steadytorch.plan.package import Packaged
-    from steadytorch.plan.plan import Plan
+    from steadytorch.plan.record import PlanRecord
     from steadytorch.transforms.prebuilt import Source, Task
 
 SCHEMA = 2
@@ -99,12 +99,12 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     package: bytes | None = None
 
 
-def path_of(plan: Plan) -> Path | None:
+def path_of(plan: PlanRecord) -> Path | None:
     """Where the plan's bundle is or would be; None for a plan that is in memory only."""
     return None if plan.path is None else Path(plan.path).with_suffix(SUFFIX)
 
 
-def write(plan: Plan, cache: Path, made: tuple[Path, Packaged] | None = None) -> Path:
+def write(plan: PlanRecord, cache: Path, made: tuple[Path, Packaged] | None = None) -> Path:
     """Packs a compiler cache that holds what the plan needs and little else.
 
     Args:
@@ -133,7 +133,7 @@ def write(plan: Plan, cache: Path, made: tuple[Path, Packaged] | None = None) ->
     return path
 
 
-def fault(plan: Plan, contents: str | None = None) -> str | None:
+def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
     """Why the plan's bundle cannot be used here, None if it can; unpacks nothing.
 
     Args:
@@ -155,7 +155,7 @@ def fault(plan: Plan, contents: str | None = None) -> str | None:
     return None
 
 
-def source(plan: Plan) -> Source:
+def source(plan: PlanRecord) -> Source:
     """What `compile` is to take under the plan: its package, or else the bundle's files.
 
     Where the package is for another model than the one at hand, the files are unpacked, and the
@@ -185,7 +185,7 @@ def source(plan: Plan) -> Source:
     return found
 
 
-def unpack(plan: Plan) -> str | None:
+def unpack(plan: PlanRecord) -> str | None:
     """Puts the plan's bundle where PyTorch's compiler looks; what is there already stays.
 
     Returns:
@@ -208,19 +208,19 @@ def drop_bundle(stem: str, folder: int) -> None:
             os.unlink(stem + suffix, dir_fd=folder)
 
 
-def _beside(plan: Plan) -> Path:
+def _beside(plan: PlanRecord) -> Path:
     path = path_of(plan)
     if path is None:
         raise BrokenError(_NO_PLACE)
     return path.with_suffix(PACKAGE)
 
 
-def compiles(plan: Plan) -> bool:
+def compiles(plan: PlanRecord) -> bool:
     """Whether the plan has anything to keep in a bundle."""
     return any(spec.name == "compile" for spec in plan.candidate)
 
 
-def _head(plan: Plan, digest: str) -> _Head:
+def _head(plan: PlanRecord, digest: str) -> _Head:
     candidate = " + ".join(map(str, plan.candidate))
     return _Head(candidate, environment(), plan.key.digest, SCHEMA, digest)
 
@@ -267,7 +267,7 @@ def _is_kept(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and _PASSING.search(name) is None
 
 
-def _read(plan: Plan) -> _Body:
+def _read(plan: PlanRecord) -> _Body:
     """What a plan's bundle holds, if it is in order, ours, and for here."""
     path = path_of(plan)
     if path is None:

@@ -19,8 +19,8 @@ from steadytorch.errors import SteadyError
 from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, in_environment, make_key
 from steadytorch.plan.store import Store, Stored
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms import ambient
-from steadytorch.transforms.base import Candidate, TransformSpec
 from steadytorch.workload.workload import Workload
 
 FOLDER = "engines"

@@ -16,7 +16,7 @@ from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
     from steadytorch.device.facts import DeviceFacts
-    from steadytorch.workload.signature import Leaf, Signature
+    from steadytorch.results.signature import Leaf, Signature
     from steadytorch.workload.workload import Workload
 
 RULES_VERSION = 2

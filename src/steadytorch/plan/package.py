@@ -17,9 +17,9 @@ import msgspec
 
 from steadytorch.plan import contents
 from steadytorch.plan.files import BrokenError, check_private, clean, open_folder, opened
+from steadytorch.results.signature import Signature
 from steadytorch.transforms.package import Package
 from steadytorch.transforms.prebuilt import Task
-from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
 # A descriptor stays that of the file that was looked at, whatever is put in its place.

@@ -15,7 +15,8 @@ from steadytorch.trial.saved import SCHEMA
 if TYPE_CHECKING:
     from steadytorch.doctor import CheckUp
     from steadytorch.explain.result import Explanation
-    from steadytorch.plan.plan import Plan, Trial
+    from steadytorch.plan.plan import Plan
+    from steadytorch.plan.record import Trial
     from steadytorch.trial.measure import MeasureResult
     from steadytorch.trial.verdict import CompareResult
     from steadytorch.tune.conv import ConvReport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,14 +12,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.plan.exchange import Imported
 from steadytorch.plan.fingerprint import told
-from steadytorch.plan.plan import Plan
+from steadytorch.plan.record import PlanRecord
 from steadytorch.plan.store import Stored
 from steadytorch.quantities import counted
 from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
-from steadytorch.tune.reverify import Reverified
+
+if TYPE_CHECKING:
+    from steadytorch.plan.exchange import Imported
+    from steadytorch.tune.reverify import Reverified
 
 
 def render_list(
@@ -42,7 +45,7 @@ def _render_entries(console: Console, entries: Sequence[Stored], root: Path | No
     table.add_column("gain", justify="right", no_wrap=True)
     problems = []
     for entry in entries:
-        if not isinstance(entry.payload, Plan):
+        if not isinstance(entry.payload, PlanRecord):
             problems.append(f"{plain(entry.path)}: {plain(entry.problem or 'unreadable')}")
             continue
         plan = entry.payload
@@ -61,7 +64,7 @@ def _render_entries(console: Console, entries: Sequence[Stored], root: Path | No
         console.print(Text(problem, "yellow"))
 
 
-def render_show(console: Console, plan: Plan, path: Path) -> None:
+def render_show(console: Console, plan: PlanRecord, path: Path) -> None:
     """One plan with all its evidence and its key."""
     console.print(Text(f"{_named(plan)}, {plain(plan.key.signature)}", "bold"))
     render_trials(console, plan.evidence.trials, plan.candidate)
@@ -104,7 +107,7 @@ def render_imported(console: Console, imported: Sequence[Imported]) -> None:
     console.print(Text(f"{counted(len(imported), 'plan')}, {fitting} of them for this machine"))
 
 
-def render_passed_over(console: Console, plan: Plan, reason: str) -> None:
+def render_passed_over(console: Console, plan: PlanRecord, reason: str) -> None:
     """A plan that was not looked at, and why."""
     console.print(_headline(plan))
     print_indented(console, Text(f"passed over: {plain(reason)}", "yellow"))
@@ -142,7 +145,7 @@ def _worth(result: Reverified) -> list[str]:
     return lines
 
 
-def _headline(plan: Plan) -> Text:
+def _headline(plan: PlanRecord) -> Text:
     facts = f"{_named(plan)}, {plain(plan.key.signature)}: "
     return Text.assemble((plan.id, "bold"), f" {facts}", (name_of(plan.candidate), "bold green"))
 
@@ -153,6 +156,6 @@ def _listed(facts: Mapping[str, object]) -> str:
     return ", ".join(known)
 
 
-def _named(plan: Plan) -> str:
+def _named(plan: PlanRecord) -> str:
     """Its workload as people know it."""
     return plain(plan.name if plan.trains is None else f"{plan.name} (training)")

@@ -17,9 +17,9 @@ from steadytorch.report.text import duration, grouped, percent_above, plain, sec
 
 if TYPE_CHECKING:
     from steadytorch.measure.measurement import Measurement
-    from steadytorch.plan.plan import Evidence, Plan, Speedup, Timing, Trial
+    from steadytorch.plan.record import Evidence, PlanRecord, Speedup, Timing, Trial
     from steadytorch.report.pages.tune import Gain, Taken, Tried
-    from steadytorch.transforms.base import Candidate
+    from steadytorch.results.candidate import Candidate
 
 _MOST_LISTED = 6
 
@@ -108,7 +108,7 @@ def tail(median: float, p90: float | None, p99: float | None) -> str:
     return "-" if p90 is None else f"+{100 * (p90 / median - 1):.0f}%*"
 
 
-def render_plan(console: Console, plan: Plan, heading: str) -> None:
+def render_plan(console: Console, plan: PlanRecord, heading: str) -> None:
     """What the plan is, what it gains, what it costs, and when it pays back."""
     evidence = plan.evidence
     console.print(Text.assemble((f"{heading}: ", "bold"), (name_of(plan.candidate), "bold green")))
@@ -116,7 +116,7 @@ def render_plan(console: Console, plan: Plan, heading: str) -> None:
         console.print(Padding(Text(plain(line)), (0, 0, 0, 2)))
 
 
-def _claims(plan: Plan, evidence: Evidence) -> list[str]:
+def _claims(plan: PlanRecord, evidence: Evidence) -> list[str]:
     base, won, gain = evidence.baseline, evidence.winner, evidence.speedup
     trains = plan.trains is not None
     whom, of_step = untouched(trains), " of a step" if trains else ""
@@ -164,7 +164,7 @@ def timing_told(timing: Timing | Measurement | Taken) -> str:
     return f"{text}, {name} {percent_above(tail, timing.median_ns)}"
 
 
-def _costs(plan: Plan, evidence: Evidence) -> list[str]:
+def _costs(plan: PlanRecord, evidence: Evidence) -> list[str]:
     by_candidate = {trial.transforms: trial for trial in evidence.trials}
     won, base = by_candidate.get(plan.candidate), by_candidate.get(())
     if won is None or base is None or not plan.candidate:

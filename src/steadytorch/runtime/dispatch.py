@@ -25,14 +25,14 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.errors import UnsupportedError
+from steadytorch.results.candidate import Candidate
+from steadytorch.results.signature import Signature
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
-from steadytorch.transforms.base import Candidate
 from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.containers import Lent
-from steadytorch.workload.signature import Signature
 
 NO_PLAN = "no plan for these inputs"
 RECONSIDERED_S = 10.0

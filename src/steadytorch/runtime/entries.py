@@ -12,6 +12,7 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.errors import UnsupportedError, UsageError, one_line
+from steadytorch.results.candidate import Candidate
 from steadytorch.runtime import settings
 from steadytorch.runtime.agreement import bound
 from steadytorch.runtime.buckets import Buckets
@@ -30,7 +31,6 @@ from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
-from steadytorch.transforms.base import Candidate
 from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import signature
 from steadytorch.workload.workload import Workload

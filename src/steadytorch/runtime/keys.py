@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import one_line
-from steadytorch.workload.signature import CONSTANTS, Signature, signature, tensors_of
+from steadytorch.results.signature import Signature
+from steadytorch.workload.signature import CONSTANTS, signature, tensors_of
 
 EXACT = frozenset({bool, int, str, type(None)})
 """Types whose values are equal only where their `repr` is: floats have two zeros."""

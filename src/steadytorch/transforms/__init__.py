@@ -12,10 +12,11 @@ import torch
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.ambient import ambient, set_ambient
 from steadytorch.transforms.attention_backend import AttentionBackend
 from steadytorch.transforms.autocast import Autocast
-from steadytorch.transforms.base import Candidate, Risk, Transform, TransformSpec
+from steadytorch.transforms.base import Risk, Transform
 from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.compile import Compile

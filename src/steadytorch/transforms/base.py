@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,9 +11,8 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
-
-LONGEST_SHOWN = 40
 
 
 class Risk(StrEnum):
@@ -46,34 +44,6 @@ class NotApplicable(msgspec.Struct, frozen=True):
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For transforms without a setting."""
-
-
-class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transform as data: what plans and messages between processes carry.
-
-    Attributes:
-        name: the registered name.
-        parameters: the fields of its parameter struct, by name, in a fixed order.
-    """
-
-    name: str
-    parameters: tuple[tuple[str, str | int | bool], ...] = ()
-
-    def __str__(self) -> str:
-        if not self.parameters:
-            return self.name
-        shown = [
-            key if value is True else _shown(value)
-            for key, value in self.parameters
-            if value is not False and value != ""
-        ]
-        return f"{self.name}({', '.join(shown)})" if shown else self.name
-
-
-def _shown(value: str | int | bool) -> str:
-    """A value as tables show it; of a long text, which one it is by a check sum."""
-    text = str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"#{zlib.crc32(text.encode()):08x}"
 
 
 class Transform(ABC):
@@ -127,10 +97,6 @@ class Transform(ABC):
         """This transform as data."""
         fields = msgspec.structs.asdict(self.parameters)
         return TransformSpec(self.name, tuple(fields.items()))
-
-
-Candidate = tuple[TransformSpec, ...]
-"""An ordered tuple of transforms; the empty one is the untouched workload."""
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch._C import _aoti  # pyright: ignore[reportAttributeAccessIssue]
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, first_line, one_line
+from steadytorch.results.signature import Leaf, Signature
 from steadytorch.transforms.library import Library
-from steadytorch.workload.signature import Leaf, Signature
 
 ALIGNED_BYTES = 16
 """Compiled code may read tensors in vectors of this size, where the example began at a multiple."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steadytorch import transforms
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 
 PRECISIONS = ("same", "tf32", "fp16", "bf16")
 ALLOWED = {

@@ -17,7 +17,7 @@ from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim
 from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.trial.dwell import Dwell, dwells
 from steadytorch.trial.measure import HANDLER, start
 from steadytorch.trial.saved import compare_files

@@ -19,7 +19,7 @@ from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.trial.series import Series
 from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
 from steadytorch.workload.given import workload_of

@@ -29,7 +29,8 @@ from steadytorch.measure.sampler import (
 )
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
-from steadytorch.transforms.base import TransformSpec, applied_in_order
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.trial.counting import counted_of, counting, noted
 from steadytorch.trial.ramp import DISCARD, ramp
 from steadytorch.trial.series import Series

@@ -9,7 +9,7 @@ import torch
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.tune.select import BlockShape
 from steadytorch.tune.trial import LiveTrial
 

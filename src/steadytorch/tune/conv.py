@@ -28,7 +28,8 @@ from steadytorch.plan.engines import keep_engines, known_engines
 from steadytorch.plan.store import Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
-from steadytorch.transforms.base import Candidate, TransformSpec, applied_in_order
+from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
 from steadytorch.trial.worker import WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload

@@ -11,7 +11,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.plan.store import Store
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.tune.conv import ConvReport, choose_and_keep
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload

@@ -9,7 +9,7 @@ import msgspec
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.moves import describe

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from steadytorch import transforms
 from steadytorch.explain.finding import Finding
-from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.workload import Workload
 

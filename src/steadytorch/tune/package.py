@@ -24,9 +24,9 @@ from steadytorch.errors import SteadyError, UnsupportedError, one_line
 from steadytorch.plan.bundle import MOST_BYTES
 from steadytorch.plan.contents import sources_of
 from steadytorch.plan.package import Made
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.agreement import bound, disagreement, memory_of
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
-from steadytorch.transforms.base import TransformSpec
 from steadytorch.transforms.package import Package, in_order, make
 from steadytorch.transforms.prebuilt import Call, Task, supplied
 from steadytorch.transforms.precision import precision_of

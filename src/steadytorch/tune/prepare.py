@@ -11,7 +11,7 @@ import torch
 
 from steadytorch.explain.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.moves import compiles, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory

@@ -6,8 +6,8 @@ import msgspec
 
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import Judgement
-from steadytorch.plan.plan import Evidence, Speedup, Timing, Trial
-from steadytorch.transforms.base import Candidate
+from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
+from steadytorch.results.candidate import Candidate
 from steadytorch.tune.verdict import Reference
 
 

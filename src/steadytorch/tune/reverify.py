@@ -24,7 +24,8 @@ from steadytorch.plan.fingerprint import differing_fields, told
 from steadytorch.plan.plan import Plan
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
+from steadytorch.results.signature import Leaf
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
@@ -35,7 +36,6 @@ from steadytorch.tune.verify import INPUT_SETS
 from steadytorch.workload import bundled
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.loading import load_workload
-from steadytorch.workload.signature import Leaf
 from steadytorch.workload.workload import Workload
 
 PROCESSES = 5

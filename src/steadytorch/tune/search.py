@@ -17,9 +17,9 @@ from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, compare, race
-from steadytorch.plan.plan import Speedup, Trial
+from steadytorch.plan.record import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.transforms.base import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.field import Field
 from steadytorch.tune.moves import Moves, compiles, describe, engine_prefix, recut, stem_of

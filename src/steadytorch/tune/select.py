@@ -11,7 +11,7 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import PRECISIONS
 from steadytorch.trial.ramp import ramp
 from steadytorch.tune.moves import describe

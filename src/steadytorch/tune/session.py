@@ -25,7 +25,9 @@ from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
-from steadytorch.transforms.base import Candidate, NotApplicable, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.results.signature import Signature
+from steadytorch.transforms.base import NotApplicable
 from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
@@ -36,7 +38,6 @@ from steadytorch.tune.select import Options
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
 from steadytorch.workload.given import workload_of
-from steadytorch.workload.signature import Signature
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")

@@ -19,7 +19,8 @@ from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_round
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import Worker
-from steadytorch.transforms.base import Candidate, TransformSpec, applied_in_order
+from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.trial.worker import WorkloadHandler
 from steadytorch.workload.workload import Workload
 

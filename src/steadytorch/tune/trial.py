@@ -12,9 +12,9 @@ import numpy as np
 
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
-from steadytorch.plan.plan import Trial
+from steadytorch.plan.record import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
-from steadytorch.transforms.base import Candidate
+from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import precision_of
 from steadytorch.trial.worker import SetUp
 from steadytorch.tune.verdict import Verification

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UsageError
+from steadytorch.results.signature import Leaf, Signature
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """What a leaf of the arguments may be beside a tensor."""
@@ -51,49 +51,6 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple([stride for size, stride in sizes if size > 1])
-
-
-class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One input: a tensor by its layout, anything else by its value.
-
-    Attributes:
-        path: where it stands in the arguments, such as `[0]` or `['mask']`.
-        shape: sizes, or None for a constant.
-        dtype: element type without the `torch.` prefix, or None.
-        stride: in elements, or None.
-        device: device type without its index, or None.
-        constant: `repr` of a value that is not a tensor, or None.
-    """
-
-    path: str
-    shape: tuple[int, ...] | None = None
-    dtype: str | None = None
-    stride: tuple[int, ...] | None = None
-    device: str | None = None
-    constant: str | None = None
-
-    def __str__(self) -> str:
-        if self.shape is None:
-            return f"{self.path}={self.constant}"
-        return f"{'x'.join(map(str, self.shape)) or 'scalar'}:{self.dtype}"
-
-
-class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan is specific to: every leaf of the arguments, and how they are nested."""
-
-    leaves: tuple[Leaf, ...]
-    structure: str
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.leaves))
-
-    def on(self, device: str) -> Signature:
-        """The same inputs on another device type; moving dense tensors keeps their strides."""
-        moved = (
-            leaf if leaf.device is None else msgspec.structs.replace(leaf, device=device)
-            for leaf in self.leaves
-        )
-        return Signature(tuple(moved), self.structure)
 
 
 def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Signature:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import _set_grad_enabled
 
 from steadytorch.errors import UsageError
+from steadytorch.results.signature import Signature
 from steadytorch.workload.containers import Lent, holds_containers
 from steadytorch.workload.feed import (
     Batch,
@@ -20,7 +21,7 @@ from steadytorch.workload.feed import (
     arguments,
     first_batch,
 )
-from steadytorch.workload.signature import Signature, map_tensors, signature, tensors_of
+from steadytorch.workload.signature import map_tensors, signature, tensors_of
 
 Loss = Callable[[Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -1,0 +1,42 @@
+"""A candidate as data: transforms by name, in the order of their application."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+
+LONGEST_SHOWN = 40
+"""Characters of a parameter in tables; a longer one is shown by its checksum."""
+
+
+class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A transform as data: what plans and messages between processes carry.
+
+    Attributes:
+        name: the registered name.
+        parameters: the fields of its parameter struct, by name, in a fixed order.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, str | int | bool], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.parameters:
+            return self.name
+        shown = [
+            key if value is True else _shown(value)
+            for key, value in self.parameters
+            if value is not False and value != ""
+        ]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+
+def _shown(value: str | int | bool) -> str:
+    """A value as tables show it; of a long text, which one it is by a check sum."""
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"#{zlib.crc32(text.encode()):08x}"
+
+
+Candidate = tuple[TransformSpec, ...]
+"""An ordered tuple of transforms; the empty one is the untouched workload."""
