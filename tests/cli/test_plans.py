@@ -238,7 +238,7 @@ def test_a_store_that_cannot_be_written_is_said(steady, kept, folder):
     steady("plans", "export", "all", "--store", "plans")
     ended = steady("plans", "import", "all", "--store", "tiny.py/plans")
     assert ended.code == 3
-    assert "0 plans were imported, and no more" in ended.err
+    assert "import stopped after 0 plans" in ended.err
 
 
 # -- hostile names --------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_tuned_module_is_a_misuse_that_is_named(plan, model):
 
 
 def test_a_function_runs_untouched_and_it_is_said_why(plan, model, x):
-    assert "no nn.Module" in reason_untouched(plan.apply(lambda x: model(x)), model, x)
+    assert "not an nn.Module" in reason_untouched(plan.apply(lambda x: model(x)), model, x)
 
 
 def test_the_machine_that_cannot_be_read_is_a_reason(plan, model, x, monkeypatch):

@@ -53,7 +53,7 @@ def test_an_unsteady_measurement_says_why():
 def test_what_was_not_profiled_is_left_out():
     bare = {"steps": (), "gpu": None, "roofline": None, "regime": "unclassified"}
     flat = _printed(**bare, distortion=None, variance_shares=None, slowest=()).flat
-    assert "unclassified, what sets the pace cannot be told" in flat
+    assert "unclassified, the limit could not be identified" in flat
     assert "Where a step goes" not in flat
     assert "Top" not in flat
 
@@ -160,15 +160,15 @@ def test_rules_that_could_not_tell_are_one_line_and_with_all_have_reasons():
 
 
 def test_a_profiler_that_distorts_is_told():
-    assert "The profiler makes" not in _printed(distortion=1.05).flat
-    told = "The profiler makes a step take 1.60 times as long"
-    assert f"{told}, mostly time of the host" in _printed(distortion=1.6).flat
-    assert f"{told}, so that many short operators" in _printed(distortion=1.6, gpu=None).flat
+    assert "Profiling slowed" not in _printed(distortion=1.05).flat
+    told = "Profiling slowed steps 1.60x"
+    assert f"{told}; mostly host time" in _printed(distortion=1.6).flat
+    assert f"{told}; short operators" in _printed(distortion=1.6, gpu=None).flat
 
 
 def test_profiled_steps_that_are_not_those_of_the_run_are_told():
-    assert "Profiled, a step takes" not in _printed(distortion=0.95).flat
-    told = "Profiled, a step takes 0.03 times as long as without the profiler"
+    assert "Profiled steps took" not in _printed(distortion=0.95).flat
+    told = "Profiled steps took 0.03x the time of steps without the profiler"
     assert told in _printed(distortion=0.034).flat
 
 

@@ -10,9 +10,9 @@ from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.training import EngineConv2d
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.candidate import LONGEST_SHOWN, TransformSpec
 from steadytorch.transforms import create
-from steadytorch.transforms.base import LONGEST_SHOWN, Applicable, NotApplicable, applied_in_order
+from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.cudnn_engines import CudnnEngines
 from steadytorch.workload.workload import Workload
 

@@ -148,7 +148,7 @@ def test_a_function_runs_untouched_and_it_is_said_why(model, x, tmp_path, mode):
     for _ in range(2):
         torch.testing.assert_close(tuned(x, scale=2), 2 * model(x), rtol=0, atol=0)
     (reason,) = tuned.report().calls
-    assert ("no nn.Module" if mode != "off" else "mode is off") in reason
+    assert ("not an nn.Module" if mode != "off" else "mode is off") in reason
     with pytest.raises(UsageError, match="mode strict cannot serve a function"):
         optimize(lambda x: x, "strict", store=tmp_path)
 

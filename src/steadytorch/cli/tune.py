@@ -145,7 +145,7 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
     render_trials(console, result.candidates, result.chosen)
     render_left_out(console, plan.evidence)
     if plan.candidate != result.chosen:
-        console.print("  another process has stored a plan meanwhile, which stays")
+        console.print("  kept the plan that another process stored first")
     render_plan(console, plan, "Plan")
     options.write_json(json_path, tune_document(name, facts, result, plan, **of))
     return plan

@@ -101,8 +101,8 @@ def choose(
 ) -> Outcome:
     """Measures every engine for a problem and chooses one.
 
-    An engine that raises, when it is built, verified, recorded or timed, is excluded with what it
-    said; whatever else is raised is of the whole problem.
+    An engine that raises while it is built, verified, recorded or timed is excluded, with its
+    message as the reason. Other exceptions propagate.
 
     Args:
         problem: what is to be computed.
@@ -127,7 +127,7 @@ def choose(
         else:
             excluded.append(tried)
         if len(arms) > own and time.perf_counter() > start + BUILDING * options.seconds:
-            reason = "not tried: the time for building engines of this convolution was over"
+            reason = "not tried: engine build budget exhausted"
             excluded.append(Measured("any other", excluded=reason))
             break
     flush = Flush(device, given.first) if options.cold else None

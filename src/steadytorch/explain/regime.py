@@ -8,15 +8,15 @@ from steadytorch.explain.roofline import Roofline
 REGIMES = {
     "compute-bound": "arithmetic sets the pace",
     "memory-bound": "memory traffic sets the pace",
-    "kernel-bound": "the work itself sets the pace, and no limit of the device was shown to",
+    "kernel-bound": "kernels set the pace; no device limit identified",
     "communication-bound": "communication between devices sets the pace",
     "copy-bound": "copies set the pace",
     "launch-bound": "the GPU waits for the host to launch work",
     "input-bound": "the next batch sets the pace",
     "synchronisation-bound": "waiting for one another sets the pace",
     "python-bound": "Python and the framework set the pace, not the operators",
-    "host-bound": "preparations of the host set the pace",
-    "unclassified": "what sets the pace cannot be told",
+    "host-bound": "host-side preparation sets the pace",
+    "unclassified": "the limit could not be identified",
 }
 """Every regime with what it means."""
 

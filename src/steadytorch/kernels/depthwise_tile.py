@@ -15,7 +15,7 @@ MOST_VALUES = 54
 """That a thread holds for each of its two channels: sums, pixels of a line, taps still needed.
 About 128 registers, with which four warps run on each quarter of a core."""
 WASTE = 8
-"""A tile's channels may exceed those there are by one in so many."""
+"""Maximum share of padding channels in a tile: 1/WASTE."""
 
 
 class Tile(NamedTuple):

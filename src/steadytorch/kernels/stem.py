@@ -14,7 +14,7 @@ from steadytorch.kernels.launch import ALIGNMENT, is_channels_last, is_launchabl
 Pair = tuple[int, int]
 
 MOST_CHANNELS = 4
-"""Of the input. With more of them a line of taps is long, and libraries do well."""
+"""Channels of the input. Above this many, library kernels win."""
 WINDOW, STEP = 3, 2
 """Of the pooling, either way: the program's columns and lines come in pairs for these."""
 SHORTEST_PRODUCT = 16
@@ -262,7 +262,7 @@ def config_for(
 
 
 def busy_cores(geometry: Geometry, batch: int, device: torch.device) -> int:
-    """Cores of the device that have a program to run, of a stem that is cut up."""
+    """Number of SMs this launch occupies."""
     return min(math.prod(geometry.grid(batch)), _resources(device)[1])
 
 

@@ -34,7 +34,7 @@ BACKLOG_NS = 1_000_000
 Where it is full, launching waits, and work that the device bounds looks launch-bound."""
 
 COMPARABLE_NS = 100_000_000
-"""The host hears of a block's end some 20 us late: two in ten thousand of this."""
+"""End-of-block notification lags by about 20 us, 0.02 % of this."""
 CLOCKS_AGREE = 1e-3
 """Clocks of device and host that differ by more than this fraction make periods doubtful."""
 READ_CYCLES_NS = 2_000_000
@@ -130,10 +130,10 @@ class CudaSampler:
         clock: the host's clock, for enqueue time and latency.
 
     Attributes:
-        counter: is read between iterations while periods are taken, and at both ends; what that
-            takes is in no period. None for none.
-        typical_ns: what an iteration of the step takes that is timed beside the counter, about: how
-            often that is read follows. 0 where unknown; it is read at every end then.
+        counter: clock counter of the device, or None. It is read between iterations and at both
+            ends of a series; reading time is not part of any period.
+        typical_ns: approximate step time; sets how often the counter is read. 0 if unknown: the
+            counter is then read after every iteration.
         clocks_mhz: the device's clock by the counter over each iteration of the last periods, shape
             (count,), NaN where it is unknown; None where none was counted.
         gaps_ns: before each iteration, what a reading took, shape (count,); None likewise.

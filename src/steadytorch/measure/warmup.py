@@ -59,7 +59,7 @@ def steady_part(samples: np.ndarray) -> WarmUpVerdict:
     if len(samples) < LEAST_BLOCKS * size:
         least = LEAST_BLOCKS * BLOCK
         return WarmUpVerdict(
-            0, False, 1, f"{len(samples)} samples cannot show a steady state, {least} are needed"
+            0, False, 1, f"{len(samples)} samples are too few for a steady state ({least} needed)"
         )
     series = np.log(block_medians(samples, size))
     bounds = change_points(series)

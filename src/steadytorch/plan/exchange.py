@@ -121,9 +121,7 @@ def import_plans(
         kept = isinstance(there, Found)
         at = there.path if isinstance(there, Found) else opened.put(plan.key, plan)
         if at is None:
-            raise UnsupportedError(
-                f"{len(made)} plans were imported, and no more: {opened.trouble}"
-            )
+            raise UnsupportedError(f"import stopped after {len(made)} plans: {opened.trouble}")
         located = msgspec.structs.replace(plan, path=os.fspath(at))
         made.append(Imported(located, kept, misfit(plan.key)))
     return made

@@ -1,4 +1,4 @@
-"""The plan store: one self-describing file per plan, written atomically and doubted when read.
+"""The plan store: one self-describing file per plan, written atomically, validated on read.
 
 The digest in a file detects accidents, not attackers: it holds no secret. What guards the store is
 ownership: its directory is private, and files of other users are refused. No fault of the file
@@ -157,9 +157,9 @@ class Store:
         return self._write(key, payload, replace=True)
 
     def check(self, key: Key) -> None:
-        """Logs the one warning now where a payload could not be kept on disk as things are.
+        """Warns once if the store is not writable.
 
-        For whoever is about to work for minutes on what is to be stored. It is tried all the same.
+        Call it before a long search; storing is attempted all the same.
 
         Args:
             key: of what is to be stored.

@@ -146,7 +146,7 @@ def recoverable(finding: Finding, result: Explanation) -> str:
 def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
     console.print()
     what = "Top kernels" if on_gpu else "Top operators"
-    console.print(Text.assemble((what, "bold"), (", in % of the time of all", "dim")))
+    console.print(Text.assemble((what, "bold"), (", % of total operator time", "dim")))
     shown = lines.lines[:MOST_KERNELS]
     limited = any(line.share_of_limit is not None for line in shown)
     for line in shown:
@@ -255,17 +255,17 @@ def _untold(abstained: Sequence[Abstention]) -> str:
 
 def _distorted(times: float, on_gpu: bool) -> str:
     means = (
-        "mostly time of the host: shares of idle time are upper bounds"
+        "mostly host time, so shares of idle time are upper bounds"
         if on_gpu
-        else "so that many short operators seem longer than they are"
+        else "short operators look longer than they are"
     )
-    return f"The profiler makes a step take {times:.2f} times as long, {means}."
+    return f"Profiling slowed steps {times:.2f}x; {means}."
 
 
 def _short(times: float) -> str:
     return (
-        f"Profiled, a step takes {times:.2f} times as long as without the profiler: what slowed "
-        "the steps down before is not in these."
+        f"Profiled steps took {times:.2f}x the time of steps without the profiler: the earlier "
+        "slowdown is not in the profile."
     )
 
 

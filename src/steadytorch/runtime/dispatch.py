@@ -75,7 +75,7 @@ class Resolution:
         reason: why the model runs untouched; a fixed text, fit to count calls by.
         detail: more about that, for the log and the report; a function where it changes.
         origin: where the candidate comes from.
-        again: is asked at each further call that this leaves untouched; True resolves anew.
+        again: polled on later untouched calls; True resolves again.
         prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
         for_all: whether it holds for all inputs, for `RECONSIDERED_S`.
     """
@@ -311,7 +311,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     run: Run,
     compiled: Any = None,
 ) -> Serve:
-    """The way of a call that nothing stands in: one look-up, one executor, no lock.
+    """Fast path: one look-up, one executor, no lock.
 
     It is a closure because looking up attributes of an `nn.Module` takes a good part of the time
     that dispatch may take.

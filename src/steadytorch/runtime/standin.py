@@ -48,10 +48,7 @@ class Function(nn.Module):
         function: what is called.
     """
 
-    reason = (
-        "it is no nn.Module, of which could be told when its weights change: call it in the "
-        "forward of one"
-    )
+    reason = "not an nn.Module, so weight changes cannot be detected: wrap it in the forward of one"
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

@@ -44,10 +44,10 @@ class CudaGraph(Transform):
     the model takes on the host. Calls from several threads take turns. A call within the recording
     of another graph becomes a part of that one.
 
-    The model that it yields has attributes besides: `static_inputs`, the arguments at fixed
-    addresses (a tensor of these that is passed itself is not copied); `exact`, the same call for
-    callers who have made sure that the arguments are of the recorded signature; and `aliasing`,
-    which is that returning the graph's own outputs, which the next call overwrites.
+    The yielded model has three more attributes: `static_inputs`, the arguments at fixed addresses
+    (passing one of these tensors saves its copy); `exact`, the same call without a check of the
+    signature; and `aliasing`, the same call, but it returns the graph's own buffers, which the next
+    call overwrites.
     """
 
     name = "cuda_graph"

@@ -96,7 +96,7 @@ class Field:
         return block_statistic(self._options, times)
 
     def arm(self, trial: LiveTrial) -> Callable[[], float]:
-        """Blocks of a trial for a race; one that died takes for ever."""
+        """Blocks of a trial for a race; a dead worker reports inf."""
 
         def block() -> float:
             try:

@@ -132,7 +132,7 @@ class Search:
         self._watcher.phase(f"{character.regime}{named}: known-strong combinations")
         seeds, late = moves.seeds(), moves.late()
         while (taken := self._affordable(seeds)) or self._preparation.begun:
-            # Beside the last of them there is room for what will come next.
+            # Fill spare slots with neighbours of the leader.
             leads = self._field.leader() is not self._field.baseline
             self._round(self._affordable([*taken, *(self._variations(moves) if leads else [])]))
         if refined := self._refined():
