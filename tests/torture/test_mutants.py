@@ -33,13 +33,8 @@ class Patch:
 
     def values(self) -> None:
         """Weights are compared by versions and addresses alone."""
-        for name in ("_compiled", "_interpreted"):
-            build = getattr(weights, name)
-            if name == "_compiled":
-                self._set(weights, name, lambda c, held, contents, turns: _versions(held))
-            else:
-                self._set(weights, name, lambda held, contents, turns: _versions(held))
-            del build
+        self._set(weights, "_compiled", lambda code, held, contents, turns: _versions(held))
+        self._set(weights, "_interpreted", lambda held, contents, turns: _versions(held))
         self._set(weights.Weights, "step_of", lambda self, optimizer: None)
 
     def strides(self) -> None:
@@ -96,21 +91,12 @@ class Patch:
 
 def _versions(held: Any) -> Callable[[], bool]:
     def read() -> list[Any]:
-        return (
-            [(t._version, t.data_ptr()) for t in held.tensors],
-            [
-                list(dict.items(found)) and [id(v) for v in dict.values(found)]
-                for found in (*held.registries, *held.links)
-            ],
-            [found["training"] for found in held.modes],
-        )
+        linked = [list(map(id, dict.values(d))) for d in (*held.registries, *held.links)]
+        modes = [found["training"] for found in held.modes]
+        return [[(t._version, t.data_ptr()) for t in held.tensors], linked, modes]
 
     before = read()
     return lambda: read() != before
-
-
-def _served(draw: Any) -> bool:
-    return len(draw.candidate) == 1
 
 
 MENDS: dict[str, tuple[str, Callable[[Any], bool], bool]] = {
