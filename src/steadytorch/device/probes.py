@@ -92,8 +92,7 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
         ),
         "writes to weights": (
             _weight_writes,
-            "pass verify_every=1000 to optimize or apply; every 1000th call is then checked "
-            "against the untouched model",
+            "pass verify_every=1000 to optimize or apply to verify every 1,000th call",
         ),
     }
     return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
@@ -109,7 +108,8 @@ def _observe(name: str, probe: Callable[[], str], remedy: str) -> Observation:
 
 def _weight_writes() -> str:
     raise NotObservable(
-        "seen by versions and samples: one past both, to a few elements of a large tensor, is not"
+        "a write that bypasses PyTorch's version counter, to a few elements of a large tensor, "
+        "may be missed"
     )
 
 

@@ -138,9 +138,11 @@ class Report(msgspec.Struct, frozen=True):
     def _guarded(self) -> list[str]:
         if self.verify_every is not None:
             every = counted(self.verify_every, "call")
-            return [f"  checked against the untouched model every {every}: {self.checked:,} so far"]
+            return [
+                f"  verified against the untouched model every {every}: {self.checked:,} so far"
+            ]
         if self.off is None and any(each.executor is not None for each in self.signatures):
-            return ["  to have calls checked against the untouched model: verify_every=1000"]
+            return ["  later calls are not verified; verify_every=1000 verifies every 1,000th"]
         return []
 
     def _missed(self) -> list[str]:
