@@ -295,7 +295,7 @@ def test_more_than_a_file_holds_is_refused(here, tmp_path, monkeypatch):
 
 def test_a_store_that_cannot_be_written_takes_no_import(exported, tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match=r"0 plans were imported.*cannot be written"):
+    with pytest.raises(UnsupportedError, match=r"import stopped after 0 plans.*cannot be written"):
         import_plans(exported, tmp_path / "file" / "plans")
 
 
