@@ -44,10 +44,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from cold_start import kept_unmeasured
 from steadytorch.native.host import begin, load
-from steadytorch.plan.plan import Plan
-from steadytorch.plan.record import Evidence, Speedup, Timing
-from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.module import TunedModule
@@ -148,42 +146,14 @@ class Silent(nn.Module):
 
 def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], TunedModule]]:
     """What makes a tuned module that has no plan for the calls to come."""
-    plan = plan_for(model, torch.zeros(7, 7))
-    stored = Store(folder / "stored", second="")
-    stored.put(plan.key, plan)
+    workload = Workload(model, (torch.zeros(7, 7),))
+    session = Session(workload, Options(), None, folder / "stored")
+    plan = kept_unmeasured(session, (TransformSpec("inference_mode"),))
     return {
         "bare": lambda: optimize(model, store=folder / "bare"),
         "stored": lambda: optimize(model, store=folder / "stored"),
         "applied": lambda: plan.apply(model),
     }
-
-
-def plan_for(model: nn.Module, x: torch.Tensor) -> Plan:
-    """A plan as a search would make it."""
-    timing = Timing("latency", 1e6, None, 1e6, None, 10)
-    speedup = Speedup(1.0, None, None, "process", "faster", 12)
-    evidence = Evidence(
-        baseline=timing,
-        winner=timing,
-        speedup=speedup,
-        break_even_calls=1,
-        regime="launch-bound",
-        reference="float64",
-        trials=(),
-        not_applicable={},
-        not_tried={},
-        search_s=1.0,
-    )
-    session = Session(Workload(model, (x,)), Options())
-    return Plan(
-        name="benchmark",
-        signature=Workload(model, (x,)).signature(),
-        candidate=(TransformSpec("inference_mode"),),
-        evidence=evidence,
-        key=session.key,
-        created="",
-        version="",
-    )
 
 
 def known_calls() -> dict[str, tuple[Any, ...]]:

@@ -74,7 +74,7 @@ class Resolver:
 def hooked_anyway(monkeypatch):
     """Has plans served for models with hooks, whatever their transforms think of these."""
     for module in (channels_last, inference_mode):
-        monkeypatch.setattr(module, "demand", lambda objection: None)
+        monkeypatch.setattr(module, "refuse_if", lambda objection: None)
 
 
 def always(candidate):

@@ -10,8 +10,8 @@ import torch
 
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.runtime import settings
-from steadytorch.runtime.entries import Options, period
+from steadytorch.runtime import canary, probation, settings
+from steadytorch.runtime.entries import Options, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
 
@@ -122,5 +122,35 @@ def test_training_steps_are_gone_through_anew(model, x):
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "10", True])
 def test_what_is_no_number_of_calls_is_refused(every):
-    with pytest.raises(UsageError, match="verify_every is a number of calls, 1 or more, got"):
-        period(every)
+    with pytest.raises(UsageError, match="verify_every must be a number of calls, 1 or more, got"):
+        parse_verify_every(every)
+
+
+def test_random_numbers_of_other_threads_are_not_taken_for_the_model_s(model, x, monkeypatch):
+    tuned = checked(model, LAYOUT, 1)
+    answer(tuned, x)
+    monkeypatch.setattr(probation.Draws, "happened", lambda self: True)
+    for _ in range(3):
+        answer(tuned, x)
+    assert (tuned.report().off, tuned.report().checked, tuned.report().hits) == (None, 3, 4)
+
+
+@pytest.mark.parametrize("at", ["the executor", "the comparison"])
+def test_without_memory_for_both_answers_the_plan_stays(model, x, monkeypatch, at):
+    tuned = checked(model, LAYOUT, 1)
+    expected = answer(tuned, x)
+    (entry,) = tuned._found.values()
+    call, calls = entry.call, []
+
+    def full(*given):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(*given)
+
+    if at == "the executor":
+        entry.call = full
+    else:
+        monkeypatch.setattr(canary, "disagreement", full)
+    assert torch.equal(answer(tuned, x), expected)
+    assert (tuned.report().checked, tuned.report().hits, tuned.report().misses) == (1, 2, 0)

@@ -63,21 +63,23 @@ class Draw(NamedTuple):
         )
 
 
-def _transforms(compiles: bool) -> list[Any]:
-    found = [t for t in all_variants(load_facts(DEVICE)) if t.name != "prefetch"]
-    return [t for t in found if t.name != "compile"] if not compiles else found
+def drawn_plan(random: Random, transforms: list[Any], compiles: bool) -> Candidate:
+    """Some transforms that can be combined; with `compiles`, `compile` is among them."""
+    compilers = [t for t in transforms if t.name == "compile"]
+    others = [t for t in transforms if t.name != "compile"]
+    while True:
+        some = random.sample(others, random.choice((1, 1, 2, 3)))
+        some += [random.choice(compilers[:2])] if compiles else []
+        plan = order([t.spec for t in some])
+        if not conflict(plan):
+            return plan
 
 
 def drawn(seed: int, compiles: bool = False) -> Draw:
     """The combination of a seed."""
-    random, transforms = Random(seed), _transforms(compiles)
-    plan: Candidate = ()
-    while not plan or conflict(plan):
-        some = random.sample(transforms, random.choice((1, 1, 2, 3)))
-        if compiles:
-            some = [t for t in some if t.name != "compile"]
-            some += [random.choice([t for t in transforms if t.spec.name == "compile"][:2])]
-        plan = order([t.spec for t in some])
+    random, facts = Random(seed), load_facts(DEVICE)
+    transforms = [t for t in all_variants(facts) if t.name != "prefetch"]
+    plan = drawn_plan(random, transforms, compiles)
     ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
     count = random.randint(1, MOST_ACTIONS)
     return Draw(

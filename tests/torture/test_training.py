@@ -17,13 +17,13 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms import all_variants, conflict, order
+from steadytorch.transforms import all_variants
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload.workload import Workload
 
 from .models import BODIES, HOOKS, Caller, Case
-from .test_torture import DEVICE
+from .test_torture import DEVICE, drawn_plan
 
 COMBINATIONS, COMPILED, SLICE = 400, 20, 20
 STEPS = 4
@@ -88,13 +88,7 @@ def drawn(seed: int, compiles: bool = False) -> Draw:
         for t in all_variants(facts)
         if t.name != "prefetch" and isinstance(t.applies_to(made, facts), Applicable)
     ]
-    plain = [t for t in usable if t.name != "compile"]
-    plan: Candidate = ()
-    while not plan or conflict(plan):
-        some = random.sample(plain, random.choice((1, 1, 2)))
-        if compiles:
-            some.append(next(t for t in usable if t.name == "compile"))
-        plan = order([t.spec for t in some])
+    plan = drawn_plan(random, usable, compiles)
     hook = random.choice([None] * 9 + ["collecting", "stopping", "expiring"])
     reentrant, around = random.choice([None, None, False, True]), random.random() < 0.3
     if DEVICE == "cuda" and hook != "collecting" and (around or reentrant is not None):

@@ -18,7 +18,7 @@ from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import differing_fields, make_key, told, trained_fingerprint
 from steadytorch.plan.record import PlanRecord
 from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
-from steadytorch.runtime.entries import Options, period
+from steadytorch.runtime.entries import Options, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.settings import is_switched_off
 from steadytorch.runtime.standin import Function, as_module
@@ -70,7 +70,9 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
-        options = Options(alias_outputs, trains=trains, verify_every=period(verify_every))
+        options = Options(
+            alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
+        )
         serving = TrainedModule if trains else TunedModule
         return serving(as_module(model), resolve, self._misfit, options)
 

@@ -285,10 +285,10 @@ class Recheck:
     ) -> tuple[Any, Verdict | None]:
         """Answers one call, as `Canary.step`; nothing is timed.
 
-        Where the model has not the memory to run beside the executor, nothing is compared.
+        Without the memory for both answers nothing is compared, and the executor answers.
 
         Returns:
-            The result, and a verdict where the two disagree.
+            The result, and a verdict if the two answers disagree.
         """
         look()
         try:
@@ -302,8 +302,12 @@ class Recheck:
         try:
             (found,) = _checked(run_tuned, expected, inputs, saved, self._bound, times=1)
         except Exception as error:
-            return expected, Verdict(False, _fault(error), None, self._calls)
-        return found, None
+            if not _is_out_of_memory(error):
+                return expected, Verdict(False, _fault(error), None, self._calls)
+            del expected
+        else:
+            return found, None
+        return run_tuned(), None
 
 
 def _checked(
@@ -332,6 +336,10 @@ def _checked(
     for result in results:
         _compare(result, expected, limit)
     return results
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__cause__))
 
 
 def _compare(found: Any, expected: Any, limit: float) -> None:

@@ -202,7 +202,7 @@ def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         return (
             "called inside of a transformation of PyTorch's (vmap, jvp, compile, a dispatch mode)"
         )
-    if is_grad_enabled() and (needs_gradient(args) or needs_gradient(kwargs.values())):
+    if is_grad_enabled() and needs_gradient((*args, *kwargs.values())):
         return NEEDS_GRADIENT
     return None
 
@@ -334,9 +334,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             return with_care(args, kwargs)
         try:
             entry = get(quick_key(args, kwargs))
-            is_watched = is_grad_enabled() and (
-                needs_gradient(args) or needs_gradient(kwargs.values())
-            )
+            is_watched = is_grad_enabled() and needs_gradient((*args, *kwargs.values()))
         except Exception as error:
             return keyless(error, args, kwargs)
         if (

@@ -72,17 +72,17 @@ class Options(NamedTuple):
     verify_every: int | None = None
 
 
-def period(verify_every: int | None) -> int | None:
-    """A period of checks as the user gave it.
+def parse_verify_every(verify_every: int | None) -> int | None:
+    """Validates the number of calls from one check to the next; None checks no later calls.
 
     Raises:
-        UsageError: it is no number of calls.
+        UsageError: not an integer of 1 or more.
     """
     if verify_every is None or (type(verify_every) is int and verify_every >= 1):
         return verify_every
     raise UsageError(
-        f"verify_every is a number of calls, 1 or more, got {verify_every!r}: "
-        "leave it out to check none after the first"
+        f"verify_every must be a number of calls, 1 or more, got {verify_every!r}: "
+        "leave it out to verify only the first calls"
     )
 
 
@@ -350,7 +350,8 @@ class Entries:
             return entry.outdated is not None and entry.outdated()
 
         outdated = None if entry.outdated is None else is_outdated
-        check = OnTrial(*watched, Recheck(limit), outdated)
+        # By now, random numbers that are drawn during a call are those of other threads.
+        check = OnTrial(*watched, Recheck(limit), outdated, draws=False)
         if not self._options.canary:
             return FirstCall(*watched), check
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)

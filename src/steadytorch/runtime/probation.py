@@ -120,6 +120,7 @@ class OnTrial:
         canary: for this executor; one that never gives a verdict keeps it on trial.
         outdated: whether a call was of other weights, or left something behind in a copy; None
             where the executor runs the model itself.
+        draws: whether random numbers that are drawn during the first call count as the model's.
     """
 
     def __init__(
@@ -129,11 +130,12 @@ class OnTrial:
         device: torch.device,
         canary: Canary | Recheck,
         outdated: Callable[[], bool] | None,
+        draws: bool = True,
     ) -> None:
         self._watched = executor, weights, device
         self._weights, self._device, self._canary = weights, device, canary
         self._outdated = outdated
-        self._is_first = True
+        self._is_first = draws
         self._fault: str | None = None
 
     def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:

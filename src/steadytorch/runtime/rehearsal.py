@@ -101,7 +101,6 @@ class Rehearsal:
     ) -> _Passes:
         state = State([self._model, *self._executor.modules], keep=True)
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        counts: dict[str, Tensor] = {}
         try:
             made = lending(call)(*args, **kwargs)
             outputs = made.result, made.written

@@ -19,7 +19,13 @@ from steadytorch.transforms.conversion import (
     own_device,
     own_dtype,
 )
-from steadytorch.transforms.traits import decide, demand, half_unsupported, not_float32, watched
+from steadytorch.transforms.traits import (
+    decide,
+    half_unsupported,
+    hooks_see,
+    not_float32,
+    refuse_if,
+)
 from steadytorch.workload.containers import Lent, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
@@ -59,7 +65,7 @@ class Autocast(Transform):
             not_float32(workload),
             half_unsupported(facts, self.parameters.dtype),
             (fp16 and workload.is_training, "training in fp16 needs a gradient scaler"),
-            watched(workload, _SEEN),
+            hooks_see(workload, _SEEN),
         )
 
     @contextmanager
@@ -69,7 +75,7 @@ class Autocast(Transform):
         Raises:
             UnsupportedError: the model has hooks.
         """
-        demand(watched(workload, _SEEN))
+        refuse_if(hooks_see(workload, _SEEN))
         dtype = HALF_TYPES[self.parameters.dtype]
         device, outer = own_device(workload).type, own_dtype(workload)
         yield workload.with_model(AutocastModel(workload.model, device, dtype, outer))

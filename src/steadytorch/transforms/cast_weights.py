@@ -17,11 +17,11 @@ from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, 
 from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     decide,
-    demand,
     half_unsupported,
+    hooks_see,
     no_copy,
     not_float32,
-    watched,
+    refuse_if,
 )
 from steadytorch.workload.workload import Workload
 
@@ -60,7 +60,7 @@ class CastWeights(Transform):
             *no_copy(workload),
             not_float32(workload),
             half_unsupported(facts, self.parameters.dtype),
-            watched(workload, _SEEN),
+            hooks_see(workload, _SEEN),
         )
 
     @contextmanager
@@ -70,7 +70,7 @@ class CastWeights(Transform):
         Raises:
             UnsupportedError: the model has hooks.
         """
-        demand(watched(workload, _SEEN))
+        refuse_if(hooks_see(workload, _SEEN))
         dtype = HALF_TYPES[self.parameters.dtype]
         copied = copy_with(workload.model, partial(to_type, dtype=dtype), apart=True)
         yield workload.with_model(CastModel(copied, dtype, own_dtype(workload)))

@@ -17,8 +17,8 @@ from steadytorch.transforms.traits import (
     PLAIN_CALLABLE,
     convolutions,
     decide,
-    demand,
-    watched,
+    hooks_see,
+    refuse_if,
 )
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
@@ -60,7 +60,7 @@ class ChannelsLast(Transform):
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
             (workload.is_training and not images, "no image is among the inputs"),
             (last(map(_all_last, (weights, images))), "already channels last"),
-            watched(workload, _SEEN),
+            hooks_see(workload, _SEEN),
         )
 
     @contextmanager
@@ -70,7 +70,7 @@ class ChannelsLast(Transform):
         Raises:
             UnsupportedError: the model has hooks.
         """
-        demand(watched(workload, _SEEN))
+        refuse_if(hooks_see(workload, _SEEN))
         given = [t for t in tensors_of((workload.inputs, dict(workload.kwargs))) if _is_image(t)]
         back = None if any(map(_is_last, given)) else _in_order
         if workload.is_training:

@@ -18,12 +18,18 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import prebuilt
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.conversion import Converting, cloned
 from steadytorch.transforms.prebuilt import Task
-from steadytorch.transforms.traits import Objection, capability_below, decide, hooked, steered
+from steadytorch.transforms.traits import (
+    Objection,
+    capability_below,
+    decide,
+    hooked,
+    refuse_if,
+    steered,
+)
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -100,9 +106,8 @@ class Compile(Transform):
         Raises:
             UnsupportedError: it is to freeze, and the model calls functions of its user's.
         """
-        is_steered, reason = steered(workload)
-        if self.parameters.freezing and is_steered:  # hooks of a stored plan's model may be new
-            raise UnsupportedError(reason)
+        if self.parameters.freezing:
+            refuse_if(steered(workload))
         with ExitStack() as stack:
             task = Task(
                 workload,

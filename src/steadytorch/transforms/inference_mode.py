@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
-from steadytorch.transforms.traits import INFERENCE_ONLY, decide, demand, watched
+from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooks_see, refuse_if
 from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
@@ -37,7 +37,7 @@ class InferenceMode(Transform):
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Inference only, of a model without hooks."""
-        return decide((workload.is_training, INFERENCE_ONLY), watched(workload, _SEEN))
+        return decide((workload.is_training, INFERENCE_ONLY), hooks_see(workload, _SEEN))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
@@ -46,7 +46,7 @@ class InferenceMode(Transform):
         Raises:
             UnsupportedError: the model has hooks.
         """
-        demand(watched(workload, _SEEN))
+        refuse_if(hooks_see(workload, _SEEN))
         module = workload.untouched if isinstance(workload.untouched, nn.Module) else nn.Module()
         weights = _inference_tensors([*module.parameters(), *module.buffers()])
         yield workload.with_model(_Inferring(workload.model, weights))

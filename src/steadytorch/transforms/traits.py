@@ -64,18 +64,18 @@ def hooked(workload: Workload) -> Objection:
     return found, "the model has hooks, which a replay does not call"
 
 
-def watched(workload: Workload, seen: str) -> Objection:
-    """Objects to hooks, which would see what is within the model.
+def hooks_see(workload: Workload, seen: str) -> Objection:
+    """Objects to hooks, which are given the tensors within the model.
 
     Args:
         workload: whose model may have hooks.
-        seen: what they would be given.
+        seen: the tensors that hooks would be given by the transform.
     """
     return hooked(workload)[0], f"the model has hooks, which would be given {seen}"
 
 
-def demand(objection: Objection) -> None:
-    """Sees again to what a search has seen to: the model of a stored plan may have new hooks.
+def refuse_if(objection: Objection) -> None:
+    """Checks again what the search checked: the model may have new hooks since.
 
     Raises:
         UnsupportedError: the objection holds.

@@ -25,7 +25,7 @@ from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
 from steadytorch.runtime.entries import Options as Serving
-from steadytorch.runtime.entries import period
+from steadytorch.runtime.entries import parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
@@ -133,7 +133,7 @@ def optimize(
         None if buckets is None else Buckets(buckets, module),
         canary,
         strict=mode == "strict",
-        verify_every=period(verify_every),
+        verify_every=parse_verify_every(verify_every),
     )
     source = PlanSource(asked, mode, store, background, bundle)
     return TunedModule(module, source, partial(_why_off, mode=mode), serving)
