@@ -250,7 +250,7 @@ def test_frozen_weights_are_for_inference(gpu, conv_workload, mode):
 
 def test_autotuning_without_freezing_is_for_what_cannot_be_frozen(gpu, conv_workload):
     answer = variant("max-autotune").applies_to(conv_workload, gpu)
-    assert answer.reason == "skipped: the freezing variant covers it"
+    assert answer.reason == "skipped, the freezing variant covers it"
     assert variant("max-autotune").applies_to(Workload(torch.relu, torch.ones(1)), gpu) == (
         Applicable()
     )

@@ -94,7 +94,7 @@ class Compile(Transform):
             (freezing and training_mode, "weights in training mode cannot be frozen"),
             (freezing and workload.is_training, "training changes frozen weights"),
             (freezing and is_steered, why_steered),
-            (autotunes and freezable and not freezing, "skipped: the freezing variant covers it"),
+            (autotunes and freezable and not freezing, "skipped, the freezing variant covers it"),
         )
 
     @contextmanager
