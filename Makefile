@@ -27,7 +27,8 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 
 gpu-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m "gpu and alone" tests/gpu
+	$(BIN)/python -m pytest -n auto -m "gpu and not alone" tests/gpu
 
 bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
 	$(BIN)/python benchmarks/rivals

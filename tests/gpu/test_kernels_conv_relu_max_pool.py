@@ -256,6 +256,7 @@ def test_it_is_compiled_along_with_its_neighbours():
     assert torch.equal(found, step(*tensors))
 
 
+@pytest.mark.alone
 def test_a_configuration_is_chosen_by_timing_in_a_worker(tmp_path):
     made = network()
     save_payload(made, tmp_path)
