@@ -9,11 +9,11 @@ demo: $(VENV)/installed
 	$(BIN)/steady demo
 
 test: $(VENV)/installed-dev  # what must have the machine to itself, then a file per core
-	$(BIN)/python -m pytest -m alone
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone and not torture"
+	$(BIN)/python -m pytest -m "alone and not slow"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone and not slow"
 
-test-slow: $(VENV)/installed-dev  # thousands of combinations of models, plans and callers
-	$(BIN)/python -m pytest -n auto -m torture tests/torture
+test-slow: $(VENV)/installed-dev  # whole sweeps; `make test` runs a sample of each
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
