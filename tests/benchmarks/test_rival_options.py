@@ -35,7 +35,7 @@ def _flags():
 
 
 def marked(name):
-    marks = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+    marks = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
     marks = marks if rival_options.compiles(name) else []
     return pytest.param(name, marks=marks, id=name)
 

@@ -285,7 +285,6 @@ def test_a_convolution_as_a_module_runs_its_engine(cudnn, choice):
     assert plans.MISSES == {}
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")
 def test_a_convolution_as_a_module_passes_through_the_compiler_whole():
     x, w, b, z = posed()

@@ -11,7 +11,7 @@ import torch
 from steadytorch.transforms import library as library_module
 from steadytorch.transforms.library import Library, _free
 
-pytestmark = pytest.mark.compiles
+pytestmark = pytest.mark.slow
 
 
 def test_it_computes_what_the_model_does(kept):

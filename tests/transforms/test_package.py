@@ -14,7 +14,7 @@ from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.package import Package, _brings_its_library, make
 from steadytorch.workload.signature import signature
 
-pytestmark = pytest.mark.compiles
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

@@ -91,7 +91,6 @@ def ended(tmp_path_factory):
     return {way: (folders[way], started[way].returncode, *outputs[way]) for way in WAYS}
 
 
-@pytest.mark.compiles
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(ended, way):
     folder, code, printed, errors = ended[way]
