@@ -43,6 +43,7 @@ def test_without_a_gpu_it_is_pytorchs_convolution(layout):
 
 
 @LAYOUTS
+@pytest.mark.sampled(every=2)
 def test_gradients_are_right(layout):
     x, w, b, z, *rest = arguments(layout, dtype=torch.float64)
     # Away from the kink of the ReLU, where differences are no gradient.

@@ -6,7 +6,7 @@ import pkgutil
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from steadytorch import transforms
 from steadytorch.explain import rules
@@ -110,7 +110,6 @@ def _check(found: tuple[Finding, ...], abstained: tuple[Abstention, ...], case: 
     assert claimed <= sum(case.ledger.mean(name) for name in names)
 
 
-@settings(max_examples=60)
 @given(generated.traces())
 def test_whatever_a_trace_holds_no_rule_fails(events):
     case = traced(events, rates=RATES)
