@@ -162,6 +162,7 @@ def test_a_workload_that_raises_at_once_is_a_usage_error(nothing_left):
         captured("at_once")
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_while_timed_is_not_profiled(nothing_left):
     seen = captured("while_timed", seconds=60)
     assert seen.failed == "RuntimeError: the data ended"
@@ -180,6 +181,7 @@ def test_a_workload_that_cannot_be_profiled_is_measured_all_the_same(nothing_lef
 
 
 @pytest.mark.parametrize("moment", ["calls after pauses", "profiling", "what the device reaches"])
+@pytest.mark.sampled(every=3)
 def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     def interrupt(message):
         if message == moment:

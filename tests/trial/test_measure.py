@@ -90,6 +90,7 @@ def test_a_workload_that_raises_at_once_is_a_usage_error(workload, no_process_le
         measure(workload("at_once"), budget="1s")
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_while_warming_up_keeps_its_calls(workload, no_process_left):
     found = measure(workload("while_warming_up"), budget="1s")
     (only,) = found.processes

@@ -277,6 +277,7 @@ class _Fails(nn.Module):
         raise RuntimeError("no such thing")
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_a_reason(stored, tmp_path, caplog):
     plan = stored(_workload(), tmp_path, COMPILE)
     reason = keep_bundle(plan, Workload(_Fails().eval(), (torch.ones(2, 8),)), "cpu")
