@@ -56,15 +56,13 @@ BESIDES = {
     "neighbour-process": {"slow-kernels"},
 }
 """What the same cause brings about besides, and the example's docstring or documentation says."""
-SENSITIVE = frozenset({"cpu-contention", "idle-ramp", "input-pipeline", "memory-bound"})
-"""Depend on ratios of times or on waiting for a core: they need a machine that is not crowded."""
 OF_CODE = frozenset(
     {
         *("benchmark-mode", "bias-before-batch-norm", "graph-break", "recompilation"),
         "single-tensor-optimizer",
     }
 )
-"""Rest on what is run, whatever else runs meanwhile."""
+"""Depend on what is run. The others depend on times, and need the cores to themselves."""
 OPTIONS = {
     "idle-ramp": {"pause": "25ms", "budget": "6s"},
     "lazy-loading": {"budget": "2s"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
@@ -15,10 +14,9 @@ from steadytorch.explain.rules import REGISTRY
 
 from . import provoked
 
-pytestmark = pytest.mark.alone
-
 CROWDED = 0.05
 """Share of all cores' time. A quiet machine's own programs take less than one percent."""
+SAMPLE = ("bias-before-batch-norm", "gc-pause", "input-pipeline")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 
 
@@ -66,27 +64,17 @@ def test_every_finding_has_a_section_that_names_its_example(finding):
 # -- what they show -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def explained(of_one_thread):
-    """Explains an example; those of code were, two at a time, before any whose times count."""
-    with ThreadPoolExecutor(2) as pool:
-        done = {
-            (finding, factory): pool.submit(provoked.explained, finding, factory, "cpu")
-            for finding in sorted(provoked.OF_CODE)
-            for factory in ("slow", "mended")
-        }
-        wait(done.values())
+def _marked(finding):
+    marks = [] if finding in provoked.OF_CODE else [pytest.mark.alone]
+    marks += [] if finding in SAMPLE else [pytest.mark.slow]
+    return pytest.param(finding, marks=marks)
 
-        def explain(finding, factory):
-            if (finding, factory) in done:
-                return done[finding, factory].result()
-            return provoked.explained(finding, factory, "cpu")
 
-        yield explain
+each = pytest.mark.parametrize("finding", [_marked(finding) for finding in provoked.ON_CPU])
 
 
 @pytest.fixture
-def others(explained):
+def others():
     """Tells the share of all cores' time that others have had since the test began.
 
     Others are the system's other programs and, where Linux counts it, other virtual machines.
@@ -108,25 +96,24 @@ def _of_others_s():
 
 def disturbed(finding, others):
     """Whether the machine itself, not the code under test, says that others had its cores."""
-    return finding in provoked.SENSITIVE and others() > CROWDED
+    return finding not in provoked.OF_CODE and others() > CROWDED
 
 
-@pytest.mark.parametrize("finding", provoked.ON_CPU)
-def test_the_slow_workload_provokes_its_finding_alone(explained, others, finding):
+@each
+def test_the_slow_workload_provokes_its_finding_alone(others, finding):
     if finding == "allocation-in-loop" and huge_pages_by_itself():
         pytest.skip("huge pages back all memory here, so that there are few faults to find")
-    result = explained(finding, "slow")
-    found = provoked.ids(result)
-    if finding not in found and finding != "cpu-contention" and disturbed(finding, others):
+    result = provoked.explained(finding, "slow", "cpu")
+    as_expected = finding in provoked.ids(result) and not provoked.unexpected(finding, result)
+    if not as_expected and finding != "cpu-contention" and disturbed(finding, others):
         pytest.skip(f"other programs had {others():.0%} of the cores")
-    assert finding in found, provoked.told(result)
-    assert not provoked.unexpected(finding, result), provoked.told(result)
+    assert as_expected, provoked.told(result)
 
 
-@pytest.mark.parametrize("finding", provoked.ON_CPU)
-def test_the_mended_workload_does_not_have_it(explained, others, finding):
-    result = explained(finding, "mended")
-    found = provoked.ids(result)
-    if finding in found and disturbed(finding, others):
+@each
+def test_the_mended_workload_does_not_have_it(others, finding):
+    result = provoked.explained(finding, "mended", "cpu")
+    as_expected = finding not in provoked.ids(result)
+    if not as_expected and disturbed(finding, others):
         pytest.skip(f"other programs had {others():.0%} of the cores")
-    assert finding not in found, provoked.told(result)
+    assert as_expected, provoked.told(result)
