@@ -1,6 +1,6 @@
 """Combinations of models, candidates and what callers do, each compared with the untouched model.
 
-Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m torture tests/torture -k one` runs one.
+Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m slow tests/torture -k one` runs one.
 """
 
 from __future__ import annotations
