@@ -149,6 +149,7 @@ def test_a_training_step_shows_backward_and_optimizer(nothing_left):
     assert any("Optimizer.step#SGD" in name for name in found)
 
 
+@pytest.mark.slow
 def test_a_pause_that_is_asked_for_is_the_one_tried(nothing_left):
     probe = captured("tiny", steps=1, seconds=0.8, pause_s=0.02).notes["pause_probe"]
     assert (probe["pause_ms"], probe["asked"]) == ([20.0], True)

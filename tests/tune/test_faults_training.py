@@ -107,6 +107,7 @@ def tuned(faulty_transforms, tmp_path_factory):
     return SimpleNamespace(plan=plan, workload=workload, store=store)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tuned.plan.candidate == (_spec("awake"),)
     assert tuned.plan.evidence.speedup.verdict == "faster"
@@ -114,6 +115,7 @@ def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tune(tuned.workload, store=tuned.store, mode="strict") == tuned.plan
 
 
+@pytest.mark.slow
 def test_the_plan_trains_the_model_it_is_applied_to(tuned):
     model = tuned.workload.model
     fast, before = tuned.plan.apply(model), model.head.weight.detach().clone()
@@ -132,6 +134,7 @@ def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
     assert found.error is not None
 
 
+@pytest.mark.slow
 def test_another_loss_is_another_plan(tuned):
     step = tuned.workload
     other = Workload.training(step.model, step.inputs, nn.Identity(), trained.momentum)
