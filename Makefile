@@ -11,11 +11,10 @@ demo: $(VENV)/installed
 # Tests that need the cores to themselves run first; then a file per core.
 PYTEST   := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 ALONE    := $$(grep -rl --include='*.py' mark.alone tests)
-SIDE     := -n auto --dist loadfile
 
 test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick
 	$(PYTEST) -m "alone and not slow" $(ALONE)
-	$(PYTEST) $(SIDE) -m "not alone and not slow"
+	$(PYTEST) -n auto --dist loadfile -m "not alone and not slow"
 
 test-slow: $(VENV)/installed-dev  # real compilations, many processes and whole sweeps
 	$(PYTEST) -m "alone and slow" $(ALONE)

@@ -50,13 +50,13 @@ def test_matrices_stay_small_where_products_are_slow(small, takes):
     assert matrix_rate("cpu", "float32") == 2 * 64**3
 
 
-def test_the_data_multiplied_is_random_not_zero(monkeypatch):
+def test_the_data_multiplied_is_random_not_zero(small, monkeypatch):
     seen = []
     real = torch.mm
     monkeypatch.setattr(
         torch, "mm", lambda left, right, out: seen.append((left, right)) or real(left, right)
     )
-    roofline._product(16, torch.float32, "cpu")()
+    matrix_rate("cpu", "float32", budget_s=0.0)
     left, right = seen[0]
     assert left.unique().numel() > 200
     assert not torch.equal(left, right)
@@ -96,20 +96,22 @@ def test_a_process_that_asks_for_repeatable_results_is_measured_too(monkeypatch)
         torch.use_deterministic_algorithms(False)
 
 
-def test_buffers_reach_well_beyond_the_last_level_cache(monkeypatch):
-    cache = 96 << 20
+def test_buffers_reach_well_beyond_the_last_level_cache(takes, monkeypatch):
+    cache = 40 << 20
     monkeypatch.setattr(roofline.host, "last_level_cache_bytes", lambda: cache)
     monkeypatch.setattr(
         roofline.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1 << 40})
     )
-    assert roofline._cpu_buffer_bytes() >= 2 * cache
+    takes(1.0)
+    assert copy_bandwidth("cpu") >= 2 * 2 * cache
 
 
-def test_short_memory_bounds_the_buffers(monkeypatch):
+def test_short_memory_bounds_the_buffers(takes, monkeypatch):
     monkeypatch.setattr(
         roofline.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 80 << 20})
     )
-    assert roofline._cpu_buffer_bytes() == 10 << 20
+    takes(1.0)
+    assert copy_bandwidth("cpu") == 2 * (10 << 20)
 
 
 @pytest.mark.parametrize("dtype", ["int8", torch.int32, "nonsense", "Tensor"])

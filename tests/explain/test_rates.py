@@ -98,7 +98,7 @@ def test_a_broken_file_is_measured_anew(calls, tmp_path, content):
     (path,) = _files(tmp_path)
     path.write_bytes(content)
     assert measure_rates("cpu", ["float32"]) == first
-    assert msgspec.json.decode(path.read_bytes(), type=rates._Kept).rates == first
+    assert msgspec.json.decode(path.read_bytes())["rates"] == msgspec.to_builtins(first)
 
 
 def test_a_link_is_not_followed(calls, tmp_path):
@@ -109,7 +109,7 @@ def test_a_link_is_not_followed(calls, tmp_path):
     path.symlink_to(elsewhere)
     measure_rates("cpu", ["float32"])
     assert not path.is_symlink()
-    assert msgspec.json.decode(path.read_bytes(), type=rates._Kept).occasions["copy"] == 1
+    assert msgspec.json.decode(path.read_bytes())["occasions"]["copy"] == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -73,10 +73,10 @@ def test_replays_whose_result_is_no_answer_are_thrown_away(served, linear):
         assert torch.equal(served(x), linear(x))
     assert torch.equal(served(x.clone().requires_grad_()), linear(x))
     hits = served.report().hits
-    served._model.train()
+    linear.train()
     assert torch.equal(served(x), linear(x))
     assert served.report().hits == hits
-    served._model.eval()
+    linear.eval()
     assert served(x).sum() == 0
     served._gate.off = "closed"
     assert torch.equal(served(x), linear(x))

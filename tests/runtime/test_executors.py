@@ -83,7 +83,7 @@ def test_what_cannot_be_combined_is_refused(model, x, candidate):
 class Recording(executors.Transform):
     """Runs the model while it is applied, as recording a graph does."""
 
-    name, risk = executors._RECORDS, None
+    name, risk = "cuda_graph", None
 
     def applies_to(self, workload, facts):
         raise AssertionError
@@ -104,7 +104,7 @@ class Recording(executors.Transform):
 def recording(monkeypatch):
     monkeypatch.setattr(executors.transforms, "create", lambda spec: Recording())
     monkeypatch.setattr(executors.transforms, "conflict", lambda candidate: None)
-    return (TransformSpec(executors._RECORDS),)
+    return (TransformSpec("cuda_graph"),)
 
 
 class Counting(nn.Module):
@@ -196,9 +196,9 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
             return x
 
     create = executors.transforms.create
-    parts = {"cudnn_deterministic": create, executors._RECORDS: lambda spec: Recording()}
+    parts = {"cudnn_deterministic": create, "cuda_graph": lambda spec: Recording()}
     monkeypatch.setattr(executors.transforms, "create", lambda spec: parts[spec.name](spec))
-    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec(executors._RECORDS))
+    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec("cuda_graph"))
     executor = build(Looking().eval(), (torch.ones(1),), {}, candidate)
     assert alive == [1, 1, 1]
     assert settings.needed.alive == 0

@@ -56,6 +56,11 @@ def _packaged(model, x, tmp_path, compiled=None):
     return call(x), packager.outcome, call
 
 
+def _made(kept):
+    """What the bundle says of where its package was made."""
+    return package.decoded(bundle._read(kept.plan).package).made
+
+
 def test_what_agrees_is_kept_and_answers(kept, ready, tmp_path):
     answer, outcome, call = _packaged(kept.model, kept.x, tmp_path)
     assert outcome.reason == ""
@@ -68,7 +73,7 @@ def test_what_agrees_is_kept_and_answers(kept, ready, tmp_path):
 
 
 def test_it_names_the_sources_of_this_package(kept):
-    made = package.decoded(bundle._read(kept.plan).package).made
+    made = _made(kept)
     assert "steadytorch.transforms.channels_last" in made.sources
     assert not any("tune" in name or "torch.nn" in name for name in made.sources)
 
@@ -110,14 +115,14 @@ def test_a_worker_makes_a_package_and_lets_go_of_it(kept, ready, tmp_path, handl
 
 def test_another_worker_finds_it_in_order_and_lets_go_of_it(kept, handler, packages):
     candidate = msgspec.to_builtins(kept.plan.candidate)
-    made = msgspec.to_builtins(package.decoded(bundle._read(kept.plan).package).made)
+    made = msgspec.to_builtins(_made(kept))
     assert handler.check_package(candidate, os.fspath(kept.file), made, None) == ""
     assert [package() for package in packages] == [None]
 
 
 def test_another_worker_sees_what_it_answers_wrongly(kept, tmp_path, handler):
     candidate = msgspec.to_builtins(kept.plan.candidate)
-    made = msgspec.to_builtins(package.decoded(bundle._read(kept.plan).package).made)
+    made = msgspec.to_builtins(_made(kept))
     handler._workload.model[0].weight.mul_(1.01)
     answer = handler.check_package(candidate, os.fspath(kept.file), made, None)
     assert "output 0 is off by" in answer
