@@ -19,6 +19,7 @@ import multiprocessing as mp
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
@@ -270,7 +271,7 @@ def _block(step: Callable[[], Tensor], count: int) -> tuple[list[float], float]:
         event.record()
     host = (time.perf_counter() - began) / count * 1e3
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)], host
+    return [a.elapsed_time(b) for a, b in pairwise(events)], host
 
 
 # -- the benchmark --------------------------------------------------------------------------------

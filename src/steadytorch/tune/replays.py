@@ -47,8 +47,12 @@ def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> s
         return f"its step is not replayed: {captured.reason()}"
     if not torch.equal(recorded.random, one.random):
         return "its graphs leave the random number generator elsewhere than the eager steps"
-    for what, take in (("losses", 0), ("weights or buffers", 1)):
-        noise, found = distance(other[take], one[take]), distance(recorded[take], one[take])
+    parts = (
+        ("losses", one.losses, other.losses, recorded.losses),
+        ("weights or buffers", one.tensors, other.tensors, recorded.tensors),
+    )
+    for what, right, again, theirs in parts:
+        noise, found = distance(again, right), distance(theirs, right)
         if not found <= max(MOST_APART, NOISE_FACTOR * noise):
             return f"its graphs give other {what} than the eager steps: {found:.1e} apart"
     return None
