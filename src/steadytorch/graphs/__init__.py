@@ -1,0 +1,1 @@
+"""CUDA graphs: recorded nodes, patched to read and write the caller's tensors."""
