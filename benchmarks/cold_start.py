@@ -92,7 +92,7 @@ def kept_unmeasured(session: Any, candidate: Any) -> Any:
 def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
     """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
     from steadytorch import load_workload
-    from steadytorch.plan import bundle
+    from steadytorch.compiled import bundle
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 

@@ -30,12 +30,12 @@ import torch
 
 from engine_runs import repeat_lines, repeats, replay_lines, replays
 from steadytorch import __version__, load_workload
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.race import judge
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import ambient, order
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.conv import choose_engines
 from steadytorch.tune.trial import HANDLER
 from steadytorch.workload.workload import Workload

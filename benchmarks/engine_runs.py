@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.bench.worker import PAYLOAD
 from steadytorch.conv.choices import read_choices
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
 from steadytorch.transforms.base import applied_in_order
-from steadytorch.trial.worker import PAYLOAD
 from steadytorch.tune.conv import ConvReport, choose_engines
 from steadytorch.workload import travel
 from steadytorch.workload.workload import Workload

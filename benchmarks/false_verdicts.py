@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 
 from steadytorch import __version__, load_workload
+from steadytorch.bench.measure import start
+from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts
 from steadytorch.measure.race import Judgement, compare
 from steadytorch.process.worker import Worker
 from steadytorch.transforms import parse
-from steadytorch.trial.measure import start
-from steadytorch.trial.worker import WorkloadHandler, save_payload
 
 COUNT = 7
 METRIC = "latency"

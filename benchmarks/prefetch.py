@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 import steadytorch as steady
+from steadytorch.bench.compare import compare_live
 from steadytorch.device.facts import load_facts
 from steadytorch.transforms.prefetch import Prefetch
-from steadytorch.trial.compare import compare_live
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 

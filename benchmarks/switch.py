@@ -30,11 +30,11 @@ from torch import nn
 
 from cold_start import kept_unmeasured
 from steadytorch import __version__, load_workload, optimize
+from steadytorch.bench.worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms import ambient, order
-from steadytorch.trial.worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.tune.conv import choose_engines
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session

@@ -32,7 +32,7 @@ MOVE = 10_000_000
 
 READ = """
 import json, resource, sys, time
-from steadytorch.explain.trace import read_trace
+from steadytorch.traces.reader import read_trace
 start = time.perf_counter()
 trace = read_trace(sys.argv[1])
 seconds, cpu = time.perf_counter() - start, time.process_time()

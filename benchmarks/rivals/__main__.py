@@ -57,13 +57,13 @@ from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
+from steadytorch.bench.ramp import RAMP_NS
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.trial.ramp import RAMP_NS
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.moves import describe
 from steadytorch.tune.prepare import Silent
 from steadytorch.tune.select import Options

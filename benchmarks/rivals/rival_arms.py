@@ -13,9 +13,9 @@ import numpy as np
 from rival_options import AUTOTUNED, compiles
 from rival_worker import SetUp
 
+from steadytorch.bench.series import Series
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms import ambient
-from steadytorch.trial.series import Series
 from steadytorch.tune.trial import HANDLER as TUNING_HANDLER
 
 OURS, REFERENCE = "steadytorch", "reference"

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from steadytorch.bench.series import Series
+from steadytorch.bench.sustained_runs import POWER
 from steadytorch.device.recorder import Recorder
 from steadytorch.device.recording import READ_EVERY, Recording, reasons
-from steadytorch.explain.finding import Abstention, Case, Finding
-from steadytorch.explain.rules.clock_throttled import followed, rule
-from steadytorch.trial.dwell import POWER
-from steadytorch.trial.series import Series
+from steadytorch.findings.finding import Abstention, Case, Finding
+from steadytorch.rules.clock_throttled import followed, rule
 
 CHANNELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask")
 """Of the recording: those that say something of the clock."""

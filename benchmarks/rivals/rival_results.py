@@ -14,12 +14,12 @@ from rival_arms import OURS, Arm
 from rival_options import AUTOTUNED
 from rival_power import clock_finding
 
+from steadytorch.bench.series import Series
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import judge
 from steadytorch.measure.statistics import order_interval
 from steadytorch.runtime.agreement import TOLERANCES
-from steadytorch.trial.series import Series
 
 SCHEMA = 1
 P99_LIMIT, CV_LIMIT = 1.02, 0.005

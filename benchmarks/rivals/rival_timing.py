@@ -12,11 +12,11 @@ import numpy as np
 from rival_arms import OURS, Arm
 from rival_results import scatters
 
+from steadytorch.bench.series import Series
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import WorkerFault
-from steadytorch.trial.series import Series
 
 NEAR = 1.5
 """Rivals within this factor of ours are timed as often as ours, others just often enough."""

@@ -12,11 +12,11 @@ import torch
 from rival_options import OPTIONS, Call
 
 import steadytorch as steady
+from steadytorch.bench.counting import counted_of, counting
+from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.measure.sampler import warm_up
-from steadytorch.trial.counting import counted_of, counting
-from steadytorch.trial.worker import WorkloadHandler, own_errors
-from steadytorch.tune.verify import verify
 from steadytorch.tune.worker import REFERENCE
+from steadytorch.verification.verify import verify
 
 SETTLING_NS = 4e6
 """Of each turn, beside its ramp, not kept: a dozen processes have had the caches since the last."""

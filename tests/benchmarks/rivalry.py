@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording
-from steadytorch.trial.series import Series
 
 ENVIRONMENT = {
     "device": "cuda",

@@ -12,10 +12,10 @@ from rival_results import row_of
 from torch import nn
 
 from steadytorch import Workload, transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.measure.measurement import summarize
 from steadytorch.plan.record import Speedup
 from steadytorch.process.worker import WorkerFault
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session

@@ -5,11 +5,11 @@ import json
 import msgspec
 import pytest
 
+from steadytorch.bench import compare as module
+from steadytorch.bench.verdict import CompareResult, Effect, Side
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.measurement import summarize
 from steadytorch.report.documents import SCHEMA
-from steadytorch.trial import compare as module
-from steadytorch.trial.verdict import CompareResult, Effect, Side
 
 from .conftest import only_line
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from steadytorch.bench import measure as module
+from steadytorch.bench.measure import HostBlock, MeasureResult, ProcessMeasurement
+from steadytorch.bench.worker import SetUp
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
-from steadytorch.trial import measure as module
-from steadytorch.trial.measure import HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.worker import SetUp
 
 from .conftest import only_line
 

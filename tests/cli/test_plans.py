@@ -13,10 +13,10 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import MachineClaim
 from steadytorch.plan.engines import Kept, store_of_engines
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan, load_plan
 from steadytorch.tune import reverify as engine
 from steadytorch.tune.reverify import Reverified
 from steadytorch.tune.select import Options

@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from steadytorch.explain.finding import Finding
 from steadytorch.explain.result import Explanation
 from steadytorch.explain.session import explain
+from steadytorch.findings.finding import Finding
 from steadytorch.workload.loading import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.explain.ledger import CPU_SLICES, HOST_COLUMNS
-from steadytorch.explain.regime import REGIMES
 from steadytorch.explain.result import Explanation
-from steadytorch.explain.rules import REGISTRY
 from steadytorch.explain.session import explain
+from steadytorch.ledger.ledger import CPU_SLICES, HOST_COLUMNS
+from steadytorch.rates.regime import REGIMES
+from steadytorch.rules import REGISTRY
 from steadytorch.workload.loading import load_workload
 
-from .recorded import on_cpu
+from ..traces.recorded import on_cpu
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 real_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="needs the real traces")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
@@ -17,7 +18,6 @@ from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.stem import choose_config
 from steadytorch.workload.workload import Workload
 

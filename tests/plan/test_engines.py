@@ -12,12 +12,12 @@ from steadytorch.conv.choices import Choice, read_choice, write_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.plan.engines import FOLDER, Kept, keep_engines, known_engines
 from steadytorch.plan.fingerprint import in_environment
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.workload.workload import Workload
 
-from .plans import make_model, make_plan, sealed
+from ..serve.plans import make_model, make_plan, sealed
 
 FACTS = DeviceFacts(
     device="cuda",

@@ -8,10 +8,10 @@ import os
 import pytest
 
 import steadytorch
+from steadytorch.bench.saved import read_measure
+from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.errors import UsageError
 from steadytorch.report.documents import SCHEMA, compare_document, measure_document
-from steadytorch.trial.dwell import Dwell
-from steadytorch.trial.saved import read_measure
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.compiled import prebuilt
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build
-from steadytorch.transforms import prebuilt
 
 from .conftest import CANDIDATES, FROZEN, answer
 

@@ -8,12 +8,7 @@ from steadytorch.runtime import entries
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 
-from .conftest import (
-    CANDIDATES,
-    NO_PLAN,
-    answer,
-    replace_executor,
-)
+from .conftest import CANDIDATES, NO_PLAN, answer, replace_executor
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

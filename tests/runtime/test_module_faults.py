@@ -52,7 +52,7 @@ def test_an_executor_that_fails_in_its_first_call_is_answered_for(model, x, monk
     def broken(self, *args, **kwargs):
         raise ValueError("no")
 
-    monkeypatch.setattr("steadytorch.transforms.conversion.Converting.forward", broken)
+    monkeypatch.setattr("steadytorch.rewrite.conversion.Converting.forward", broken)
     tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
     assert torch.equal(tuned(x), model(x))
     assert tuned.report().calls == {FAILED: 1}

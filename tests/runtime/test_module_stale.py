@@ -16,15 +16,7 @@ from steadytorch.transforms import all_variants, names
 from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload
 
-from .conftest import (
-    CANDIDATES,
-    COPYING,
-    FROZEN,
-    always,
-    answer,
-    copy_into,
-    other_weights,
-)
+from .conftest import CANDIDATES, COPYING, FROZEN, always, answer, copy_into, other_weights
 
 
 def _sgd(model, x):

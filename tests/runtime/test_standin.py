@@ -12,13 +12,7 @@ from torch import nn
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import StandIn, as_module
 
-from .conftest import (
-    CANDIDATES,
-    Network,
-    always,
-    answer,
-    other_weights,
-)
+from .conftest import CANDIDATES, Network, always, answer, other_weights
 
 
 def test_parameters_buffers_and_state_are_the_models(model, tuned):

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.runtime import switch
 from steadytorch.runtime.switch import read_switch, traps
-from steadytorch.transforms.base import flags
 
 CUDNN = torch.backends.cudnn
 

@@ -229,7 +229,7 @@ def test_a_fault_of_the_first_step_reaches_nobody(model, x, caplog):
     own, fast = copy.deepcopy(model), served(model, LAYOUT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "steadytorch.transforms.conversion.Converting.forward",
+            "steadytorch.rewrite.conversion.Converting.forward",
             lambda self, x: self.inner(x).detach().requires_grad_(),
         )
         found = fast(x)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.conv import allot, frontend
 from steadytorch.conv.choose import Outcome
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import conv
 from steadytorch.tune.conv import ConvHandler
 from steadytorch.workload.workload import Workload

@@ -12,34 +12,27 @@ import pytest
 from steadytorch import transforms
 from steadytorch.tune.session import Session
 
+from ..verification.conftest import process_settings  # noqa: F401
 
-def _load(name: str) -> None:
-    """Tests are no package: what several of their files share is loaded by its place."""
+HERE = Path(__file__).parent
+TRAINING = HERE.parent / "training"
+
+
+def _load(name: str, folder: Path = HERE) -> None:
+    """Workers import these files by name, and so do the tests beside."""
     if name in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
 
 
-_load("trained")
+_load("trained", TRAINING)
 _load("faulty")
 _load("scripted")
 _load("stored")
-
-
-@pytest.fixture(autouse=True)
-def process_settings():
-    """Making a reference sets the process's precisions: here they are put back."""
-    import torch
-
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    found = [owner.fp32_precision for owner in owners]
-    yield
-    for owner, value in zip(owners, found, strict=True):
-        owner.fp32_precision = value
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +42,7 @@ def faulty_transforms():
         registry, positions = sys.modules["faulty"].extended()
         patch.setattr(transforms, "REGISTRY", registry)
         patch.setattr(transforms, "_POSITIONS", positions)
-        patch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+        patch.setattr(sys, "path", [*sys.path, str(HERE), str(TRAINING)])
         yield
 
 

@@ -19,10 +19,10 @@ import trained
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.bench import worker
 from steadytorch.measure.sampler import warm_up
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.base import Applicable, Risk, Transform
-from steadytorch.trial import worker
 from steadytorch.tune.worker import TuningHandler
 
 

@@ -11,16 +11,16 @@ import msgspec
 import torch
 from torch import nn
 
-from steadytorch.explain.finding import Finding
+from steadytorch.bench.worker import SetUp
+from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.trial.worker import SetUp
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError, Reference, Verification
 from steadytorch.tune.worker import Character, Explained
+from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
 
 MS = 1e6

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle, contents, package
-from steadytorch.plan.plan import Plan
+from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.package import Outcome
@@ -32,7 +32,7 @@ import torch
 from torch import nn
 import steadytorch as steady
 from steadytorch.plan import bundle
-from steadytorch.plan.plan import load_plan
+from steadytorch.serve.plan import load_plan
 
 logging.basicConfig(level=logging.WARNING)
 plan, cache = load_plan(sys.argv[1]), Path(sys.argv[2])
@@ -255,7 +255,7 @@ def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypa
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, workload, "cpu") is None
-    assert made == [contents.digest(kept.model)]
+    assert made == [model_digest.digest(kept.model)]
 
 
 def _described(kept):

@@ -11,9 +11,9 @@ import torch
 from faulty import Slow, spec
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options

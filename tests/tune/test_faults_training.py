@@ -9,9 +9,9 @@ import trained
 from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch import transforms
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.moves import Moves, describe, recut, stem_of, suggested_by

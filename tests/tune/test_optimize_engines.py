@@ -23,7 +23,7 @@ from faked import fake
 from test_optimize_engines import network
 from steadytorch.conv import allot, choose, engines, plans, timing
 from steadytorch.plan.store import Store
-from steadytorch.plan.plan import load_plan
+from steadytorch.serve.plan import load_plan
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.session import Session
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle, package
+from steadytorch.bench.worker import save_payload
+from steadytorch.compiled import bundle, package
+from steadytorch.compiled.aot_inductor import Package
+from steadytorch.compiled.prebuilt import Task
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE
 from steadytorch.transforms import ambient
-from steadytorch.transforms.package import Package
-from steadytorch.transforms.prebuilt import Task
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import package as made_here
 from steadytorch.tune.package import NEVER_ASKED, Outcome, Packager, PackagingHandler
 from steadytorch.workload.workload import Workload

@@ -18,7 +18,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.tune import prepare
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError
+from steadytorch.verification.verdict import OutputError
 
 SINGLES = [(EAGER,), (FOLD,), (DETERMINISTIC,), (LAYOUT,)]
 

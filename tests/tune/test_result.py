@@ -11,7 +11,7 @@ from steadytorch.tune.result import (
     reference_text,
     speedup_of,
 )
-from steadytorch.tune.verdict import OutputError, Reference
+from steadytorch.verification.verdict import OutputError, Reference
 
 CHOSEN = (TransformSpec("inference_mode"),)
 

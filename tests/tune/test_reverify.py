@@ -15,18 +15,18 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.process import worker as processes
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
-from steadytorch.tune.verdict import OutputError
-from steadytorch.tune.verify import INPUT_SETS
+from steadytorch.verification.verdict import OutputError
+from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 

@@ -15,7 +15,7 @@ from scripted import (
 
 from steadytorch.process.worker import Fault
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError, Reference
+from steadytorch.verification.verdict import OutputError, Reference
 
 OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from steadytorch.bench.worker import own_errors, save_payload
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import StepError
 from steadytorch.process.child import describe
-from steadytorch.trial.worker import own_errors, save_payload
 from steadytorch.workload import operators
 from steadytorch.workload.travel import save
 from steadytorch.workload.workload import Workload

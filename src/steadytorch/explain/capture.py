@@ -11,22 +11,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from steadytorch.bench.measure import ProcessMeasurement, ask_series, one_process, start
+from steadytorch.bench.series import Series
+from steadytorch.bench.worker import STOP, SetUp, save_payload
 from steadytorch.device.facts import parse_device
 from steadytorch.device.recording import Recording
 from steadytorch.device.telemetry import holds_context
 from steadytorch.errors import SteadyError, UnsupportedError, UsageError
-from steadytorch.explain.events import Trace
-from steadytorch.explain.finding import Abstention
-from steadytorch.explain.operands import DTYPES
-from steadytorch.explain.rates import Rates
-from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import TRACE_FILE, Profiled
+from steadytorch.findings.finding import Abstention
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.rates.device_rates import Rates
 from steadytorch.results.candidate import Candidate
-from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
-from steadytorch.trial.series import Series
-from steadytorch.trial.worker import STOP, SetUp, save_payload
+from steadytorch.traces.events import Trace
+from steadytorch.traces.operands import DTYPES
+from steadytorch.traces.reader import read_trace
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.explain.worker:ExplainHandler"

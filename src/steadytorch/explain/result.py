@@ -8,12 +8,12 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.explain.finding import Abstention, Finding
-from steadytorch.explain.ledger import GpuTotals
-from steadytorch.explain.roofline import Roofline
-from steadytorch.explain.utilisation import Utilisation
-from steadytorch.explain.variability import KernelSplit, SlowStep
+from steadytorch.findings.finding import Abstention, Finding
+from steadytorch.ledger.ledger import GpuTotals
+from steadytorch.ledger.variability import KernelSplit, SlowStep
 from steadytorch.measure.measurement import Measurement
+from steadytorch.rates.roofline import Roofline
+from steadytorch.rates.utilisation import Utilisation
 
 
 class StepTime(msgspec.Struct, frozen=True):

@@ -10,23 +10,23 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.explain.conditions import Conditions, join
-from steadytorch.explain.finding import Case
-from steadytorch.explain.ledger import Ledger, build_ledger, host_columns
-from steadytorch.explain.quality import quality
-from steadytorch.explain.regime import regime_of
 from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.explain.roofline import roofline
-from steadytorch.explain.rules import findings
-from steadytorch.explain.trace import read_trace
-from steadytorch.explain.utilisation import utilisation
-from steadytorch.explain.variability import variance_shares
+from steadytorch.findings.finding import Case
+from steadytorch.ledger.conditions import Conditions, join
+from steadytorch.ledger.ledger import Ledger, build_ledger, host_columns
+from steadytorch.ledger.variability import variance_shares
 from steadytorch.quantities import parse_duration
+from steadytorch.rates.regime import regime_of
+from steadytorch.rates.roofline import roofline
+from steadytorch.rates.utilisation import utilisation
+from steadytorch.rules import findings
+from steadytorch.traces.quality import quality
+from steadytorch.traces.reader import read_trace
 
 if TYPE_CHECKING:
     from steadytorch.explain.capture import Capture
-    from steadytorch.explain.events import Trace
     from steadytorch.results.candidate import Candidate
+    from steadytorch.traces.events import Trace
     from steadytorch.workload.workload import Workload
 
 MOST_STEPS = 1000

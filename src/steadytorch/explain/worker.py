@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
+from steadytorch.bench.ramp import DISCARD
+from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.device.recorder import Recorder
 from steadytorch.runtime.benchmark_mode import has_convolved
-from steadytorch.trial.ramp import DISCARD
-from steadytorch.trial.worker import WorkloadHandler, own_errors
 
 STEP_MARK = "ProfilerStep#"
 """What PyTorch's own schedule calls its steps, so that every reader of traces knows them."""
@@ -120,7 +120,7 @@ class ExplainHandler(WorkloadHandler):
 
     def rates(self, device: str, dtypes: list[str]) -> Any:
         """What the device reaches, as `explain.rates.Rates`."""
-        from steadytorch.explain.rates import measure_rates
+        from steadytorch.rates.device_rates import measure_rates
 
         return msgspec.to_builtins(measure_rates(device, dtypes))
 

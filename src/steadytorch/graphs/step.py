@@ -24,7 +24,7 @@ from torch.optim import LBFGS, SparseAdam
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording
-from steadytorch.transforms.static_buffers import feeder, static_inputs
+from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import FUSED, hyper_parameters, move_counters

@@ -13,6 +13,7 @@ from itertools import islice
 
 import msgspec
 
+from steadytorch.ambient import ambient
 from steadytorch.conv.choices import Choice, read_choices, write_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError
@@ -20,7 +21,6 @@ from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, in_environment, make_key
 from steadytorch.plan.store import Store, Stored
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms import ambient
 from steadytorch.workload.workload import Workload
 
 FOLDER = "engines"

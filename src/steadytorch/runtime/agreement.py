@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from steadytorch.transforms.ambient import UNREADABLE, ambient
+from steadytorch.ambient import UNREADABLE, ambient
 from steadytorch.workload.signature import strides_of, tensors_of
 
 TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, UsageError, one_line
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.agreement import bound, disagreement
 from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
-from steadytorch.transforms.copying import copy_with
 from steadytorch.workload.signature import is_size, map_tensors, signature, tensors_of
 
 VERIFYING = "its bucket is being verified"

@@ -24,6 +24,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from steadytorch.compiled.prebuilt import Source
 from steadytorch.errors import UnsupportedError
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Signature
@@ -31,7 +32,6 @@ from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
-from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.containers import Lent
 
 NO_PLAN = "no plan for these inputs"

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.settings import is_process_wide, setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Scoped, Transform
-from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.prebuilt import Source, supplied
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.workload import TrainingStep, Workload
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from steadytorch.transforms.hooks import BACKWARD, ON_ALL, hooks_of
+from steadytorch.rewrite.hooks import BACKWARD, ON_ALL, hooks_of
 
 _OURS = frozenset({"torch", "triton", "steadytorch", "cudnn", "numpy", "msgspec", "builtins"})
 """Packages whose exceptions an executor may raise; so it may those of the standard library."""

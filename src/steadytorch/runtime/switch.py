@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import msgspec
 import torch
 
+from steadytorch.ambient import ambient
 from steadytorch.runtime.benchmark_mode import why_not
-from steadytorch.transforms.ambient import ambient
 
 PREFIX = "TORCH_CUDNN_"
 """Of the environment variables by which PyTorch's use of cuDNN is set."""

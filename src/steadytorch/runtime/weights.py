@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
+from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.state import kept_attributes
-from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
 SAMPLES = 256
 """Elements compared at each look, at least one of each tensor."""

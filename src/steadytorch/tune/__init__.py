@@ -1,1 +1,1 @@
-"""Search, verification and choice; every candidate in a worker process."""
+"""Search and choice; every candidate in a worker process."""

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
+from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.errors import SteadyError, UnsupportedError
-from steadytorch.plan import bundle, contents, package
-from steadytorch.plan.plan import Plan
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
-from steadytorch.trial.worker import save_payload
+from steadytorch.serve.plan import Plan
 from steadytorch.tune.package import Outcome
 from steadytorch.workload.workload import Workload
 
@@ -69,7 +69,7 @@ def _contents(workload: Workload) -> tuple[str | None, str]:
     if workload.module is None:
         return None, "its model is a plain callable"
     try:
-        return contents.digest(workload.module), ""
+        return model_digest.digest(workload.module), ""
     except UnsupportedError as error:
         return None, str(error)
 

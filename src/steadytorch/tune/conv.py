@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from steadytorch import transforms
+from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import Options, Outcome, is_cold, variants
@@ -31,7 +32,6 @@ from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
-from steadytorch.trial.worker import WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.conv:ConvHandler"

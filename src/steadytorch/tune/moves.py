@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from steadytorch import transforms
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.workload import Workload

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadytorch.compiled.bundle import compiles
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
-from steadytorch.plan.bundle import compiles
 from steadytorch.plan.fingerprint import Key, workload_fingerprint
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
@@ -29,6 +28,7 @@ from steadytorch.runtime.entries import parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
+from steadytorch.serve.plan import Plan
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session, objection
 from steadytorch.workload.signature import map_tensors

@@ -20,18 +20,18 @@ from typing import Any
 import msgspec
 import torch
 
+from steadytorch.bench.worker import WorkloadHandler, own_errors
+from steadytorch.compiled.aot_inductor import Package, in_order, make
+from steadytorch.compiled.bundle import MOST_BYTES
+from steadytorch.compiled.model_digest import sources_of
+from steadytorch.compiled.package import Made
+from steadytorch.compiled.prebuilt import Call, Task, supplied
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
-from steadytorch.plan.bundle import MOST_BYTES
-from steadytorch.plan.contents import sources_of
-from steadytorch.plan.package import Made
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.agreement import bound, disagreement, memory_of
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
-from steadytorch.transforms.package import Package, in_order, make
-from steadytorch.transforms.prebuilt import Call, Task, supplied
 from steadytorch.transforms.precision import precision_of
-from steadytorch.trial.worker import WorkloadHandler, own_errors
-from steadytorch.tune.verify import fresh_inputs
+from steadytorch.verification.verify import fresh_inputs
 from steadytorch.workload.signature import signature
 from steadytorch.workload.workload import Workload
 

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.moves import compiles, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
-from steadytorch.tune.verdict import Reference, decide
 from steadytorch.tune.worker import Character, Explained
+from steadytorch.verification.verdict import Reference, decide
 
 EXPLAIN_S = 2.0
 """For the steps that are profiled before the search; three are taken however long they last."""

@@ -8,7 +8,7 @@ from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import Judgement
 from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
 from steadytorch.results.candidate import Candidate
-from steadytorch.tune.verdict import Reference
+from steadytorch.verification.verdict import Reference
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):

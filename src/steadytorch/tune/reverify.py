@@ -16,23 +16,23 @@ import numpy as np
 import psutil
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
-from steadytorch.plan.exchange import misfit
 from steadytorch.plan.fingerprint import differing_fields, told
-from steadytorch.plan.plan import Plan
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Leaf
+from steadytorch.serve.exchange import misfit
+from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
-from steadytorch.tune.verify import INPUT_SETS
+from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload import bundled
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.loading import load_workload

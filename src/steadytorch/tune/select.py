@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from steadytorch.bench.ramp import ramp
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import PRECISIONS
-from steadytorch.trial.ramp import ramp
 from steadytorch.tune.moves import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")

@@ -16,19 +16,19 @@ import psutil
 import torch
 
 from steadytorch import __version__, transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.signature import Signature
+from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import NotApplicable
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.prepare import Preparation, Silent, Watcher

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from steadytorch import transforms
+from steadytorch.bench.worker import WorkloadHandler
 from steadytorch.conv.blocks import Flush
 from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_rounds
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
@@ -21,7 +22,6 @@ from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.base import applied_in_order
-from steadytorch.trial.worker import WorkloadHandler
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.stem:StemHandler"

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from steadytorch.bench.worker import SetUp
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.record import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import precision_of
-from steadytorch.trial.worker import SetUp
-from steadytorch.tune.verdict import Verification
+from steadytorch.verification.verdict import Verification
 
 HANDLER = "steadytorch.tune.worker:TuningHandler"
 

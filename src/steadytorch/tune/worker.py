@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.bench.worker import own_errors
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.explain.finding import Finding
 from steadytorch.explain.worker import (
     FEWEST_STEPS,
     SETTLING,
@@ -20,10 +20,10 @@ from steadytorch.explain.worker import (
     ExplainHandler,
     Profiled,
 )
-from steadytorch.trial.worker import own_errors
-from steadytorch.tune import training_reference
-from steadytorch.tune.verify import make_reference, verify
-from steadytorch.tune.verify_training import verify_training
+from steadytorch.findings.finding import Finding
+from steadytorch.training import reference
+from steadytorch.training.verify import verify_training
+from steadytorch.verification.verify import make_reference, verify
 
 REFERENCE = "reference.pt"
 _COMPUTE_BOUND = 0.3
@@ -66,7 +66,7 @@ class TuningHandler(ExplainHandler):
     def reference(self, seed: int) -> dict[str, Any]:
         """Writes the reference for every verification and returns a `Reference`."""
         if self._workload.is_training:
-            make = training_reference.make_reference
+            make = reference.make_reference
             data, summary = make(self._workload, seed, self._start)
         else:
             data, summary = make_reference(self._workload, seed)
@@ -119,11 +119,11 @@ class TuningHandler(ExplainHandler):
         Rules that need more than a trace abstain. The process is not fit to be timed afterwards.
         """
         # Every candidate's worker loads this file, and only one is asked this.
-        from steadytorch.explain.finding import Case
-        from steadytorch.explain.ledger import build_ledger
-        from steadytorch.explain.roofline import product_flops
-        from steadytorch.explain.rules import findings
-        from steadytorch.explain.trace import read_trace
+        from steadytorch.findings.finding import Case
+        from steadytorch.ledger.ledger import build_ledger
+        from steadytorch.rates.roofline import product_flops
+        from steadytorch.rules import findings
+        from steadytorch.traces.reader import read_trace
 
         self.set_up([])
         profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)

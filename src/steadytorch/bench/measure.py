@@ -1,0 +1,349 @@
+"""Measuring a workload: fresh processes, each warmed up, sampled without a break, and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from steadytorch import transforms
+from steadytorch.bench.series import Series
+from steadytorch.bench.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
+from steadytorch.device.facts import resolve_device
+from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
+from steadytorch.errors import UsageError
+from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.race import LEAST_PROCESSES
+from steadytorch.process.folder import shared_folder
+from steadytorch.process.worker import Fault, Worker, WorkerFault
+from steadytorch.quantities import parse_duration
+from steadytorch.results.candidate import Candidate
+from steadytorch.workload.given import workload_of
+from steadytorch.workload.workload import Workload
+
+HANDLER = "steadytorch.bench.worker:WorkloadHandler"
+LATENCY_SHARE = 0.3
+"""Of the sampling time on CUDA, where latency is taken in a series of its own."""
+SETUP_S = 600.0
+PATIENCE_S = 10.0
+"""For the samples of a series that the user interrupted: the worker looks twice a second."""
+
+
+class HostBlock(msgspec.Struct, frozen=True):
+    """What the host did.
+
+    Attributes:
+        enqueue_median_ns: time to enqueue an iteration; on the CPU that is the iteration.
+        overhead_ns: what the probe adds to an iteration, measured on an empty step; None where
+            the workload failed before that was known.
+        gc_collections: runs of Python's garbage collector meanwhile.
+        gc_ns: their time together.
+        involuntary_switches: times a thread was made to give up its core; None where unknown.
+        major_faults: pages read from a disk; None where unknown.
+        steal_ns: CPU time taken by other virtual machines, over all cores; None where unknown.
+        recorder_share: CPU time of the recorder over the time recorded.
+    """
+
+    enqueue_median_ns: float
+    overhead_ns: float | None
+    gc_collections: int
+    gc_ns: int
+    involuntary_switches: int | None
+    major_faults: int | None
+    steal_ns: int | None
+    recorder_share: float
+
+
+class DeviceBlock(msgspec.Struct, frozen=True):
+    """What the GPU did; a field is None where it could not be observed.
+
+    Attributes:
+        sm_clock_mhz: median clock of the multiprocessors.
+        power_watts: median draw.
+        clock_held_by: reasons that held the clock at any tick.
+        other_processes: most other processes with a context seen at once.
+        clock_difference: periods by the device's clock over the same by the host's, less one.
+    """
+
+    sm_clock_mhz: float | None
+    power_watts: float | None
+    clock_held_by: tuple[str, ...] | None
+    other_processes: int | None
+    clock_difference: float | None = None
+
+
+class ProcessMeasurement(msgspec.Struct, frozen=True):
+    """One process.
+
+    Attributes:
+        period: end of an iteration to the end of the next.
+        latency: call to finished result; None on the CPU, where it is the period.
+        set_up: how the workload came to be ready.
+        resolved: whether the median was known well enough when the time was over.
+        host: what the host did.
+        device: what the GPU did; None on the CPU.
+        unknown: channel to the reason why it could not be observed.
+        complete: whether neither the user nor an exception ended it before its time.
+    """
+
+    period: Measurement
+    latency: Measurement | None
+    set_up: SetUp
+    resolved: bool
+    host: HostBlock
+    device: DeviceBlock | None
+    unknown: dict[str, str]
+    complete: bool = True
+
+
+class MeasureResult(msgspec.Struct, frozen=True):
+    """All processes of one measurement.
+
+    Attributes:
+        processes: in the order taken; at least one.
+        claim: `machine` from three replicates on, else `process`.
+        median_ns: of the replicate, or the geometric mean of the replicates' medians.
+        median_ci_ns: 95 % interval: of the median within the replicate, or by Student's t over the
+            replicates' log medians; None where none may be claimed.
+        spread: standard deviation of the replicates' log medians, None for one.
+        failed: the exception that ended it early, None if none did; what was taken is kept.
+        interrupted: whether the user stopped it.
+    """
+
+    processes: tuple[ProcessMeasurement, ...]
+    claim: str
+    median_ns: float
+    median_ci_ns: tuple[float, float] | None
+    spread: float | None
+    failed: str | None = None
+    interrupted: bool = False
+
+    @property
+    def replicates(self) -> tuple[ProcessMeasurement, ...]:
+        """The complete processes: few samples are no equal of thousands. All where none is."""
+        return tuple(each for each in self.processes if each.complete) or self.processes
+
+
+def measure(
+    workload: Workload | tuple[Any, Any],
+    *,
+    processes: int = 1,
+    budget: str | float = "20s",
+    device: str | None = None,
+    candidate: Candidate = (),
+    progress: Callable[[str], None] = lambda message: None,
+) -> MeasureResult:
+    """Measures a workload in fresh processes, one after another.
+
+    Ctrl-C ends it early and keeps what was timed until then; before anything was timed it is raised
+    as `KeyboardInterrupt`.
+
+    Args:
+        workload: what to measure, or its `(model, inputs)`; it is not run in this process.
+        processes: how many; three or more support a claim for the machine.
+        budget: time for sampling in all, such as `20s`; starting and warming up come on top.
+        device: where to run; None for where the workload is.
+        candidate: transforms to apply; none for the workload as it is.
+        progress: is told what is going on.
+
+    Raises:
+        UsageError: the workload fails before anything was timed, or an argument is wrong.
+    """
+    if processes < 1:
+        raise UsageError(f"cannot measure in {processes} processes: give 1 or more")
+    seconds = parse_duration(budget) / processes
+    workload = workload_of(workload)
+    target = resolve_device(device or str(workload.device))
+    done: list[ProcessMeasurement] = []
+    failed, interrupted = None, False
+    try:
+        with shared_folder() as directory:
+            save_payload(workload, directory)
+            while len(done) < processes and failed is None and not interrupted:
+                progress(f"process {len(done) + 1} of {processes}")
+                worker, set_up = Worker(HANDLER, directory, f"measure-{len(done)}"), None
+                try:
+                    set_up = start(worker, target, candidate)
+                    ask = partial(ask_series, worker, directory / STOP, set_up)
+                    taken, failed, interrupted = one_process(ask, set_up, target, seconds)
+                except WorkerFault as fault:
+                    if done:
+                        raise
+                    taken, failed = (
+                        _broken_off(worker, fault, target)
+                        if set_up is None
+                        else _left_behind(directory, set_up, fault, target)
+                    )
+                finally:
+                    worker.kill()
+                done.append(taken)
+    except WorkerFault as fault:
+        failed = fault.reason
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        interrupted = True
+    if not done:
+        raise UsageError(f"the workload fails: {failed}")
+    return _together(tuple(done), failed, interrupted)
+
+
+def _together(
+    done: tuple[ProcessMeasurement, ...], failed: str | None, interrupted: bool
+) -> MeasureResult:
+    result = MeasureResult(done, "process", 0.0, None, None, failed, interrupted)
+    counted = result.replicates
+    logs = np.log([process.period.median_ns for process in counted])
+    spread = float(np.std(logs, ddof=1)) if len(counted) > 1 else None
+    if len(counted) == 1:
+        claim, interval = "process", counted[0].period.median_ci_ns
+    elif len(counted) < LEAST_PROCESSES:
+        claim, interval = "process", None
+    else:
+        claim, interval = "machine", t_interval(logs)
+    median_ns = float(np.exp(logs.mean()))
+    return msgspec.structs.replace(
+        result, claim=claim, median_ns=median_ns, median_ci_ns=interval, spread=spread
+    )
+
+
+def t_interval(logs: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the geometric mean of independent values, from their logarithms."""
+    from scipy.stats import t
+
+    half = t.ppf((1 + confidence) / 2, len(logs) - 1) * np.std(logs, ddof=1) / np.sqrt(len(logs))
+    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+
+
+def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
+    """Loads the payload in a worker, applies a candidate and warms it up.
+
+    Raises:
+        WorkerFault: it raised, died, or took too long.
+    """
+    worker.call("load", SETUP_S, device=device, ambient=transforms.ambient())
+    reply = worker.call("set_up", SETUP_S, candidate=msgspec.to_builtins(candidate))
+    return msgspec.convert(reply, SetUp)
+
+
+def one_process(
+    ask: Callable[[str, float], Series], set_up: SetUp, device: str, seconds: float
+) -> tuple[ProcessMeasurement, str | None, bool]:
+    """One process's part, the exception that ended it early, and whether the user did."""
+    on_gpu = device.startswith("cuda")
+    period = last = ask("period", seconds * (1.0 - LATENCY_SHARE if on_gpu else 1.0))
+    if not period.durations_ns:
+        raise WorkerFault(Fault.RAISED, period.failed or "no iteration was finished")
+    recording = msgspec.convert(period.recording, Recording)
+    latency = None
+    if on_gpu and period.failed is None and not period.stopped:
+        last = ask("latency", LATENCY_SHARE * seconds)
+        if last.durations_ns:
+            latency = last.summary("latency")
+    taken = ProcessMeasurement(
+        period=period.summary("period"),
+        latency=latency,
+        set_up=set_up,
+        resolved=period.resolved,
+        host=_host(np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording),
+        device=_device(recording, period.clock_difference) if on_gpu else None,
+        unknown=recording.unknown,
+        complete=last.failed is None and not last.stopped,
+    )
+    return taken, last.failed, last.stopped
+
+
+def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
+    """Has a worker time a series; Ctrl-C asks it, by the file `stop`, for what it has by then."""
+    worker.send("series", metric=metric, seconds=seconds)
+    try:
+        reply = worker.receive(60.0 + 20.0 * (seconds + set_up.warm_up.iteration_ns * 1e-9))
+    except KeyboardInterrupt:
+        stop.touch()
+        try:
+            reply = worker.receive(PATIENCE_S)
+        except WorkerFault:
+            raise KeyboardInterrupt from None
+    return msgspec.convert(reply, Series)
+
+
+def _broken_off(worker: Worker, fault: WorkerFault, device: str) -> tuple[ProcessMeasurement, str]:
+    """What is left of a process whose workload raised while it was warmed up.
+
+    Raises:
+        WorkerFault: nothing is.
+    """
+    reply = worker.call("broken_off", PATIENCE_S) if fault.raised is not None else None
+    if reply is None:
+        raise fault
+    broken = msgspec.convert(reply, BrokenOff)
+    return _unrecorded(broken.series.durations_ns, "latency", broken.set_up, device), fault.reason
+
+
+def _left_behind(
+    directory: Path, set_up: SetUp, fault: WorkerFault, device: str
+) -> tuple[ProcessMeasurement, str]:
+    """What is left of a process that died, or was killed, while its period was timed.
+
+    Raises:
+        WorkerFault: nothing is.
+    """
+    kept = directory / TAKEN.format(metric="period")
+    samples = kept.read_bytes() if kept.exists() else b""
+    durations = np.frombuffer(samples[: len(samples) // 8 * 8], dtype=np.int64)
+    if not len(durations):
+        raise fault
+    return _unrecorded(durations.tolist(), "period", set_up, device), fault.reason
+
+
+def _unrecorded(
+    durations_ns: list[int], metric: str, set_up: SetUp, device: str
+) -> ProcessMeasurement:
+    """Samples whose recording went with the process, or was never begun."""
+    nothing = Recording(device=device.partition(":")[0], interval_ns=0)
+    return ProcessMeasurement(
+        period=summarize(durations_ns, metric),
+        latency=None,
+        set_up=set_up,
+        resolved=False,
+        host=_host(np.median(durations_ns), None, nothing),
+        device=None,
+        unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed and left no recording"),
+        complete=False,
+    )
+
+
+def _host(enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording) -> HostBlock:
+    def rise(column: tuple[int, ...] | None) -> int | None:
+        return column[-1] - column[0] if column else None
+
+    return HostBlock(
+        enqueue_median_ns=float(enqueue_ns),
+        overhead_ns=overhead_ns,
+        gc_collections=len(recording.gc_start_ns),
+        gc_ns=sum(recording.gc_duration_ns),
+        involuntary_switches=rise(recording.involuntary_switches),
+        major_faults=rise(recording.major_faults),
+        steal_ns=rise(recording.steal_ns),
+        recorder_share=recording.cpu_share,
+    )
+
+
+def _device(recording: Recording, clock_difference: float | None) -> DeviceBlock:
+    def middle(column: tuple[int, ...] | None, scale: float) -> float | None:
+        return float(np.median(column)) * scale if column else None
+
+    mask = recording.clock_event_mask
+    held = None if mask is None else {name for m in set(mask) for name in reasons(m)}
+    others = recording.other_gpu_processes
+    return DeviceBlock(
+        sm_clock_mhz=middle(recording.sm_clock_mhz, 1.0),
+        power_watts=middle(recording.power_milliwatts, 1e-3),
+        clock_held_by=None if held is None else tuple(sorted(held)),
+        other_processes=max(others) if others else None,
+        clock_difference=clock_difference,
+    )

@@ -1,0 +1,132 @@
+"""Calls on the host in a trace: found by name, placed in steps, with the operator around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadytorch.findings.finding import Abstention
+from steadytorch.ledger.ledger import Ledger
+from steadytorch.traces.events import Category, Trace
+from steadytorch.traces.evidence import by_name
+from steadytorch.traces.intervals import firsts, innermost
+from steadytorch.traces.steps import MARK
+
+
+@dataclass(frozen=True, eq=False)
+class Steady:
+    """Those of some rows that lie in steady steps.
+
+    Attributes:
+        rows: the rows, int64, shape (rows,).
+        steps: how many steps are taken to be steady.
+        hit: how many of these hold such a row.
+        sure: whether the trace marks its steps; else its second half stands for steady ones.
+        early: rows that lie before.
+    """
+
+    rows: np.ndarray
+    steps: int
+    hit: int
+    sure: bool
+    early: int
+
+
+def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
+    """Place in `ledger.steps` of each moment, int64, shape as given; -1 outside of all steps."""
+    starts = np.asarray([step.start_ns for step in ledger.steps], dtype=np.int64)
+    ends = np.asarray([step.end_ns for step in ledger.steps], dtype=np.int64)
+    if not len(starts):
+        return np.full(np.shape(times_ns), -1, dtype=np.int64)
+    places = np.searchsorted(starts, times_ns, side="right") - 1
+    inside = (places >= 0) & (times_ns <= ends[places.clip(min=0)])
+    return np.where(inside, places, -1)
+
+
+def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
+    """Which rows lie in steady steps.
+
+    The first of several marked steps may still warm up and is left out. So is a lone step that is
+    marked as the first of its run. Without marks the second half of the trace stands for them.
+    """
+    begin = trace.events.start_ns[rows]
+    if not ledger.marked or (len(ledger.steps) == 1 and ledger.steps[0].index == 0):
+        middle = _middle(ledger)
+        late = begin >= middle
+        hit = int(bool(late.any()))
+        return Steady(rows[late], 1, hit, False, int((~late).sum()))
+    places = steps_of(ledger, begin)
+    first = 1 if len(ledger.steps) > 1 else 0
+    late = places >= first
+    hit = len(np.unique(places[late]))
+    early = int(((places >= 0) & ~late).sum())
+    return Steady(rows[late], len(ledger.steps) - first, hit, True, early)
+
+
+def callers(trace: Trace, rows: np.ndarray) -> list[str]:
+    """For each call the outermost operator around it, else the innermost annotation, else itself.
+
+    Marks of steps are neither.
+    """
+    events, unmarked = trace.events, rf"(?!{MARK.pattern}$).*"
+    operators = by_name(trace, (Category.CPU_OP,), unmarked)
+    annotations = by_name(trace, (Category.ANNOTATION,), unmarked)
+    found = rows.copy()
+    for thread in np.unique(events.thread[rows]):
+        here = np.flatnonzero(events.thread[rows] == thread)
+        begun, ended = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        named = annotations[events.thread[annotations] == thread]
+        place = innermost(events.start_ns[named], events.end_ns[named], begun)
+        around = np.where(place >= 0, named[place] if len(named) else -1, -1)
+        mine = operators[events.thread[operators] == thread]
+        places, spans = firsts(events.start_ns[mine], events.end_ns[mine])
+        if len(places):
+            at = np.searchsorted(spans.start, begun, side="right") - 1
+            outer = mine[places[at.clip(min=0)]]
+            inside = (at >= 0) & (events.end_ns[outer] >= ended) & (outer != rows[here])
+            around = np.where(inside, outer, around)
+        found[here] = np.where(around >= 0, around, rows[here])
+    return [trace.name_of(int(row)) for row in found]
+
+
+def tally(trace: Trace, rows: np.ndarray, most: int = 3) -> str:
+    """How often each name occurs among rows: `cudaMalloc (12), cudaFree (3)`."""
+    counts = Counter(trace.name_of(int(row)) for row in rows)
+    listed = [f"{name} ({count})" for name, count in counts.most_common(most)]
+    return ", ".join([*listed, *(["..."] if len(counts) > most else [])])
+
+
+def spent_ns(trace: Trace, rows: np.ndarray) -> int:
+    """Time that rows cover on their threads, nested and repeated ones counted once."""
+    events, total = trace.events, 0
+    for thread in np.unique(events.thread[rows]):
+        mine = rows[events.thread[rows] == thread]
+        order = np.argsort(events.start_ns[mine], kind="stable")
+        starts, ends = events.start_ns[mine][order], events.end_ns[mine][order]
+        reached = np.concatenate([starts[:1], np.maximum.accumulate(ends)[:-1]])
+        total += int((ends - np.maximum(starts, reached)).clip(min=0).sum())
+    return total
+
+
+def owned_ns(trace: Trace, ledger: Ledger, name: str, rows: np.ndarray) -> int:
+    """Of a slice of the ledger, what these rows own, over all steps."""
+    if name not in ledger.names:
+        return 0
+    owners, lengths = ledger.idle_of(name)
+    return int(lengths[np.isin(owners, rows)].sum())
+
+
+def _middle(ledger: Ledger) -> int:
+    return (ledger.steps[0].start_ns + ledger.steps[-1].end_ns) // 2 if ledger.steps else 0
+
+
+def unmarked(rule: str, what: str) -> Abstention:
+    """What a rule says of a trace that shows something which only matters in steady steps."""
+    return Abstention(
+        rule,
+        f"{what} occurs early in a trace whose steps are not marked: it may be the warm-up",
+        "profile with torch.profiler.schedule(wait=1, warmup=2, active=5) and call prof.step() "
+        "after every step",
+    )

@@ -1,0 +1,198 @@
+"""Which slices make the steps differ in length, and what was different in the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadytorch.ledger.conditions import Conditions, unusual
+from steadytorch.ledger.ledger import Ledger
+from steadytorch.ledger.repeated_kernels import Repeats, repeats
+from steadytorch.traces.events import Trace
+from steadytorch.traces.kernel_names import short
+
+FEWEST = 3
+"""Steps below which a covariance says nothing: two always correlate fully."""
+SLOWEST = 5
+"""Slow steps that are named."""
+SLOW = 0.01
+"""A step that is slower than the median by less than this part of it is not slow."""
+TOLD = 0.1
+"""Part of a step's excess that a difference must be to be told."""
+NAME = 80
+"""Letters of an event's name that are shown."""
+
+
+@dataclass(frozen=True)
+class KernelSplit:
+    """The kernels' part of the variance in two; they add up to `shares["gpu_kernel"]`.
+
+    Attributes:
+        more_kernels: steps ran other kernels, or more or fewer of them.
+        same_kernels_slower: the same kernels took longer, or overlapped less.
+    """
+
+    more_kernels: float
+    same_kernels_slower: float
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """A step that was slower than usual.
+
+    Attributes:
+        index: place in `Ledger.steps`.
+        name: of the step.
+        total_ns: how long it took.
+        over_median_ns: how much longer than the median step.
+        what: what was different, one line each with figures, the largest difference first.
+    """
+
+    index: int
+    name: str
+    total_ns: int
+    over_median_ns: int
+    what: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class VarianceShares:
+    """Where the variance of the steps comes from.
+
+    Attributes:
+        shares: by slice, cov(slice, step) / var(step): they add up to 1, and one that makes up for
+            another is negative. None, with `reason`, where no such shares exist.
+        reason: why `shares` is None; else None.
+        slowest: the slowest steps, the slowest first.
+        kernels: the part of `gpu_kernel` in two; None where `shares` is, and without a GPU.
+    """
+
+    shares: dict[str, float] | None
+    reason: str | None
+    slowest: tuple[SlowStep, ...]
+    kernels: KernelSplit | None
+
+
+def variance_shares(
+    trace: Trace, ledger: Ledger, conditions: Sequence[Conditions] = ()
+) -> VarianceShares:
+    """Attributes the variance of the steps to slices, and says what was different in the slowest.
+
+    The slices of a step add up to it, so that their covariances with it add up to its variance.
+
+    Args:
+        trace: the trace.
+        ledger: of that trace.
+        conditions: what telemetry saw during each step, from `conditions.join`; may be empty.
+    """
+    total = np.array([step.total_ns for step in ledger.steps], np.float64)
+    slices = {
+        name: np.array([step.slices[name] for step in ledger.steps], np.float64)
+        for name in ledger.names
+    }
+    if len(total) < FEWEST:
+        reason = f"{len(total)} steps: a variance needs {FEWEST}, better 10 and more"
+        return VarianceShares(None, reason, (), None)
+    again = repeats(trace, ledger) if ledger.kind == "gpu" else None
+    slowest = _slowest(trace, ledger, total, slices, again, conditions)
+    if not np.ptp(total):
+        return VarianceShares(None, "all steps took the same time", slowest, None)
+    shares = {name: _share(values, total) for name, values in slices.items()}
+    split = None
+    if again is not None:
+        more = _share(again.usual_ns, total)
+        split = KernelSplit(more, shares["gpu_kernel"] - more)
+    return VarianceShares(shares, None, slowest, split)
+
+
+def _share(part: np.ndarray, total: np.ndarray) -> float:
+    """cov(part, total) / var(total)."""
+    off = total - total.mean()
+    return float((part - part.mean()) @ off / (off @ off))
+
+
+def _slowest(
+    trace: Trace,
+    ledger: Ledger,
+    total: np.ndarray,
+    slices: dict[str, np.ndarray],
+    again: Repeats | None,
+    conditions: Sequence[Conditions],
+) -> tuple[SlowStep, ...]:
+    median = float(np.median(total))
+    slow = [
+        place
+        for place in np.argsort(-total, kind="stable")[:SLOWEST].tolist()
+        if total[place] - median > SLOW * median
+    ]
+    found = []
+    for place in slow:
+        excess = float(total[place] - median)
+        lines = _differences(trace, ledger, place, excess, slices)
+        if again is not None:
+            lines += _kernel_lines(trace, again, place, excess)
+        if conditions:
+            lines += [(0.0, text) for text in unusual(conditions, place)]
+        lines.sort(key=lambda line: -line[0])
+        step = ledger.steps[place]
+        what = tuple(text for _, text in lines)
+        found.append(SlowStep(place, step.name, step.total_ns, round(excess), what))
+    return tuple(found)
+
+
+def _differences(
+    trace: Trace, ledger: Ledger, place: int, excess: float, slices: dict[str, np.ndarray]
+) -> list[tuple[float, str]]:
+    """Slices that took longer than usual in this step."""
+    lines = []
+    for name, values in slices.items():
+        usual = float(np.median(values))
+        over = float(values[place] - usual)
+        if over >= TOLD * excess and name != "gpu_kernel":
+            text = f"{name} {_ms(values[place])}, usually {_ms(usual)}"
+            lines.append((over, text + _longest(trace, ledger, place, name)))
+    return lines
+
+
+def _longest(trace: Trace, ledger: Ledger, place: int, name: str) -> str:
+    """The event that owns most of a slice within one step."""
+    owned, step = ledger.owned, ledger.steps[place]
+    mine = (owned.slice == ledger.names.index(name)) & (owned.row >= 0)
+    mine &= (owned.start_ns >= step.start_ns) & (owned.end_ns <= step.end_ns)
+    if not mine.any():
+        return ""
+    rows, which = np.unique(owned.row[mine], return_inverse=True)
+    time = np.bincount(which, weights=(owned.end_ns - owned.start_ns)[mine])
+    most = int(np.argmax(time))
+    return f" (most of it, {_ms(time[most])}: {trace.name_of(int(rows[most]))[:NAME]})"
+
+
+def _kernel_lines(
+    trace: Trace, again: Repeats, place: int, excess: float
+) -> list[tuple[float, str]]:
+    """More kernels and slower kernels, apart."""
+    lines = []
+    more = float(again.usual_ns[place] - np.median(again.usual_ns))
+    if more >= TOLD * excess:
+        extra = int(again.count[place] - np.median(again.count))
+        text = f"gpu_kernel: {extra:+d} kernels than usual, worth {_ms(more)}"
+        lines.append((more, text + _named(trace, again.extra(place))))
+    slower = float(again.slower_ns[place] - np.median(again.slower_ns))
+    if slower >= TOLD * excess:
+        usual = float(again.usual_ns[place])
+        text = f"gpu_kernel: the same kernels took {_ms(slower)} longer"
+        text += f" ({100 * slower / usual:.1f} %)" if usual else ""
+        lines.append((slower, text + _named(trace, again.slowed(place))))
+    return lines
+
+
+def _named(trace: Trace, kernel: tuple[int, float] | None) -> str:
+    if kernel is None:
+        return ""
+    return f"; most by {short(trace.names[kernel[0]])}, {_ms(kernel[1])}"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.3f} ms"

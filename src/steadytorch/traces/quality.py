@@ -1,0 +1,218 @@
+"""The quality gate: what is wrong with a trace, and which figures must then not be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from steadytorch.traces.events import Category, Trace
+from steadytorch.traces.evidence import Evidence, evidence
+from steadytorch.traces.intervals import union
+from steadytorch.traces.steps import CALLS, launch_rows, step_marks
+
+FEW = 0.01
+"""Up to this share of the GPU's events may be odd in one way: captures begin and end in the middle
+of things. Beyond it the figures that rest on them are not to be trusted."""
+
+CUT_SHORT = 0.8
+"""A last step with less than this share of the median step's kernels was cut off by the end of the
+capture: the profiler stopped before the GPU's records of it had arrived."""
+
+OVERHEAD = 0.05
+"""Share of the trace in which the profiler was writing its own buffers; beyond it, the times of the
+host are the profiler's as much as the program's."""
+
+LAUNCHES = ("idle_launch", "idle_synchronisation", "idle_cross_stream")
+"""Slices that rest on which call launched what, and when."""
+
+
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts, and what they mean.
+
+    Attributes:
+        gpu_events: kernels, copies and fills.
+        orphans: GPU events whose launching call is not in the trace.
+        negative_latency: GPU events that start before the call that launched them.
+        worst_latency_ns: the furthest of these, as a positive number; 0 without any.
+        zero_timestamps: events that had no time; they are not in the trace's columns.
+        bad_durations: events whose duration was negative or absurd, and is taken as 0.
+        overlaps: GPU events that start before an earlier one on the same stream has ended.
+        overlap_ns: by how much, in sum.
+        steps: marked steps.
+        last_step_share: GPU events of the last marked step over the median of those before; None
+            for fewer than two marked steps, or without GPU events in them.
+        overhead_ns: time of the `overhead` events that are the profiler's own doing, on whichever
+            threads, each moment once.
+        distrusted: ledger slices and figures that must not be trusted: names of slices, or
+            "last step", "exclusive times".
+        problems: what is wrong, one line each, for people.
+        notes: what one should know besides, one line each.
+    """
+
+    gpu_events: int
+    orphans: int
+    negative_latency: int
+    worst_latency_ns: int
+    zero_timestamps: int
+    bad_durations: int
+    overlaps: int
+    overlap_ns: int
+    steps: int
+    last_step_share: float | None
+    overhead_ns: int
+    distrusted: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def quality(trace: Trace) -> Quality:
+    """Looks for what makes a trace's figures untrue.
+
+    Args:
+        trace: any trace.
+
+    Returns:
+        Counts, and which figures to distrust where they pass `FEW`, `CUT_SHORT` or `OVERHEAD`.
+    """
+    events, rows = trace.events, trace.on_gpu
+    calls = launch_rows(trace, rows)
+    orphans = calls < 0
+    early = np.where(orphans, 0, events.start_ns[calls] - events.start_ns[rows])
+    overlaps = _overlaps(trace, rows)
+    marks = step_marks(trace)
+    overhead = events.of(Category.OVERHEAD)
+    overhead = overhead[evidence(trace)[overhead] == Evidence.PROFILER]
+    counts = Quality(
+        gpu_events=len(rows),
+        orphans=int(orphans.sum()),
+        negative_latency=int((early > 0).sum()),
+        worst_latency_ns=int(early.max(initial=0)),
+        zero_timestamps=trace.irregular.get("zero_timestamp", 0),
+        bad_durations=trace.irregular.get("duration", 0),
+        overlaps=len(overlaps),
+        overlap_ns=int(overlaps.sum()),
+        steps=len(marks),
+        last_step_share=_last_step_share(trace, np.where(orphans, rows, calls), marks),
+        overhead_ns=union(events.start_ns[overhead], events.end_ns[overhead]).total_ns,
+    )
+    found = tuple(_problems(trace, counts))
+    return msgspec.structs.replace(
+        counts,
+        distrusted=tuple(dict.fromkeys(name for _, names in found for name in names)),
+        problems=tuple(text for text, _ in found),
+        notes=tuple(_notes(trace, counts)),
+    )
+
+
+def _resolution_ns(trace: Trace) -> int:
+    """Traces of up to 2023 hold whole microseconds, start and duration rounded each by itself."""
+    whole = not (trace.events.start_ns % 1000).any() and not (trace.events.end_ns % 1000).any()
+    return 1000 if whole else 1
+
+
+def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
+    """Ns by which events start before an earlier one on their stream ends, where they do."""
+    events = trace.events
+    rows = rows[events.stream[rows] >= 0]
+    order = rows[np.lexsort((events.start_ns[rows], events.stream[rows], events.device[rows]))]
+    if not len(order):
+        return np.empty(0, np.int64)
+    places = np.stack([events.device[order], events.stream[order]])
+    other = (places[:, 1:] != places[:, :-1]).any(axis=0)
+    stream = np.concatenate([[0], np.cumsum(other)])
+    # The latest end so far within each stream, in one pass: ranks of ends, streams lifted apart.
+    ends = np.sort(events.end_ns[order])
+    ranks = np.searchsorted(ends, events.end_ns[order]) + stream * len(order)
+    latest = ends[np.maximum.accumulate(ranks) - stream * len(order)]
+    by = latest[:-1] - events.start_ns[order][1:]
+    return by[~other & (by > _resolution_ns(trace))]
+
+
+def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> float | None:
+    """Of GPU events; each belongs to the step in which it was launched."""
+    if len(marks) < 2:
+        return None
+    began = trace.events.start_ns[launches]
+    step = np.searchsorted(trace.events.start_ns[marks], began, side="right") - 1
+    within = (step >= 0) & (began < trace.events.end_ns[marks[step]])
+    each = np.bincount(step[within], minlength=len(marks))
+    usual = float(np.median(each[:-1]))
+    return float(each[-1]) / usual if usual else None
+
+
+def _problems(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is wrong, and what must then not be trusted."""
+    yield from _problems_of_launches(trace, found)
+    events, some = found.gpu_events, FEW * found.gpu_events
+    if found.zero_timestamps > some:
+        yield (
+            f"{found.zero_timestamps:,} events without a time were left out: the GPU was busier",
+            ("gpu_kernel", *LAUNCHES),
+        )
+    if found.overlaps > some:
+        yield (
+            f"{found.overlaps:,} of {events:,} GPU events overlap an earlier one on their stream, "
+            f"by {found.overlap_ns / 1e6:,.3f} ms in sum (kernels started early by the one before, "
+            "or branches of a CUDA graph): the times of single kernels add up to more than the GPU "
+            "was busy",
+            ("exclusive times",),
+        )
+    if found.last_step_share is not None and found.last_step_share < CUT_SHORT:
+        yield (
+            f"the last step has {found.last_step_share:.0%} of the GPU events of the others: the "
+            "capture was cut off; leave that step out",
+            ("last step",),
+        )
+    span = int(trace.events.end_ns.max(initial=1))
+    if found.overhead_ns > OVERHEAD * span:
+        yield (
+            f"the profiler was busy with itself for {found.overhead_ns / 1e6:,.3f} ms, "
+            f"{found.overhead_ns / span:.0%} of the trace: record fewer steps, without stacks",
+            ("idle_launch", "idle_profiler"),
+        )
+
+
+def _problems_of_launches(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ...]]]:
+    events, some = found.gpu_events, FEW * found.gpu_events
+    if events and not len(trace.events.of(*CALLS)):
+        yield (
+            "no CUDA calls were recorded: what the GPU waited for cannot be told; record "
+            "ProfilerActivity.CPU as well",
+            LAUNCHES,
+        )
+    elif found.orphans > some:
+        yield (
+            f"{found.orphans:,} of {events:,} GPU events have no launching call in the trace: what "
+            "the GPU waited for before them is a guess",
+            LAUNCHES,
+        )
+    if found.negative_latency > some:
+        yield (
+            f"{found.negative_latency:,} of {events:,} GPU events start before they were launched, "
+            f"by up to {found.worst_latency_ns / 1000:,.1f} us: the clocks of host and GPU "
+            "disagree, and idle time of that size is assigned by chance",
+            LAUNCHES,
+        )
+
+
+def _notes(trace: Trace, found: Quality) -> Iterator[str]:
+    """What the reader mended, and what is missing or was recorded at a price."""
+    yield from trace.notes
+    events = trace.events
+    if not found.gpu_events:
+        yield "no GPU events: only the host's time can be explained"
+    elif not len(events.of(Category.CPU_OP)):
+        yield "no operators were recorded: GPU events cannot be traced to the operator behind them"
+    if not found.steps:
+        yield "no step marks: call profiler.step() after every step to tell steps apart"
+    if len(events.of(Category.PYTHON)):
+        yield "Python calls were recorded (with_stack): the host was slower than it is without"
+    if 0 < found.orphans <= FEW * found.gpu_events:
+        yield f"{found.orphans:,} GPU events were launched before the capture began"
+    if 0 < found.negative_latency <= FEW * found.gpu_events:
+        yield (
+            f"{found.negative_latency:,} GPU events start before they were launched, by up to "
+            f"{found.worst_latency_ns / 1000:,.1f} us"
+        )
