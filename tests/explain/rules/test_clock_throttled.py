@@ -113,8 +113,8 @@ def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
     found = the(rule(timed(times, clocks_mhz=clocks, **silent)))
     assert found.variance_share > 0.9
     assert found.confidence == "medium"
-    assert found.title.startswith("the GPU's clock moves, which makes 9")
-    assert "NVML named no reason" in found.evidence[0]
+    assert found.title.startswith("the GPU clock moves, causing 9")
+    assert "NVML reported no reason" in found.evidence[0]
     # What only varies beside a clock that rests is not its doing.
     assert rule(timed(times, clocks_mhz=np.full(700, 1700.0), **silent)) == ()
 
@@ -122,9 +122,9 @@ def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (None, "NVML did not say why"),
-        (REASON_BITS["gpu_idle"], "NVML named gpu_idle"),
-        (REASON_BITS["clocks_setting"], "NVML named clocks_setting"),
+        (None, "NVML's reason was not recorded"),
+        (REASON_BITS["gpu_idle"], "NVML reported gpu_idle"),
+        (REASON_BITS["clocks_setting"], "NVML reported clocks_setting"),
     ],
 )
 def test_a_counted_clock_that_moves_is_told_with_what_nvml_says_of_it(mask, said):
@@ -144,9 +144,9 @@ def test_a_limit_that_was_hardly_ever_seen_is_not_what_makes_the_variance():
     times = noise(700, 4 * MS) * 1700 / clocks
     once = {"clock_event_mask": lambda at: np.where(at < at[0] + 2 * TICK, CAPPED, 0)}
     found = the(rule(timed(times, clocks_mhz=clocks, **once)))
-    assert found.title.startswith("the GPU's clock moves")
+    assert found.title.startswith("the GPU clock moves")
     assert found.confidence == "medium"
-    assert "NVML named power_cap" in found.evidence[0]
+    assert "NVML reported power_cap" in found.evidence[0]
 
 
 def test_growth_at_a_clock_that_was_counted_and_rests_is_not_heat():
@@ -169,7 +169,7 @@ def test_an_outlier_is_put_down_to_the_clock_that_was_counted_over_it():
     clocks[300:330] = 1400.0
     times = noise(700, 4 * MS) * 1700 / clocks
     found = the(rule(_held(times, clocks_mhz=clocks)))
-    assert "30 outliers fall on a lower clock" in found.evidence
+    assert "30 outliers at a lower clock" in found.evidence
 
 
 def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
@@ -181,7 +181,7 @@ def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
     clocks[::5] = np.nan
     found = the(rule(timed(_following(), clocks_mhz=clocks, **known)))
     assert found.variance_share > 0.8
-    assert "(read now and then)" in " ".join(found.evidence)
+    assert "(read periodically)" in " ".join(found.evidence)
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -93,7 +93,7 @@ def test_too_few_calls_to_rule_chance_out_are_no_acquittal():
     probe = _probe(0.5, rounds=3, asked=True)
     found = rule(Case(notes={"pause_probe": probe}))
     assert isinstance(found, Abstention)
-    assert "time for 3" in found.why
+    assert "3 of 5 rounds" in found.why
     assert rule(Case(notes={"pause_probe": _probe(0.0, rounds=3, asked=True)})) == ()
 
 

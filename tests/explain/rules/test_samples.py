@@ -72,7 +72,7 @@ def test_a_gpu_bound_host_is_told_from_one_that_holds_the_step_up():
 
 def test_what_was_not_recorded_is_told_with_its_reason():
     samples = samples_of(timed(noise(50), unknown={"wait_ns": "schedstats are off"}))
-    said = unrecorded("cpu-contention", samples, "wait_ns", "waiting for a core")
+    said = unrecorded("cpu-contention", samples, "wait_ns", "time waiting for a core")
     assert "schedstats are off" in said.why
     assert said.recapture
 
