@@ -66,7 +66,7 @@ def test_the_workload_is_measured_before_it_is_profiled(tiny):
         "measuring without the profiler",
         "calls after pauses",
         "profiling",
-        "what the device reaches",
+        "measuring the device's limits",
     ]
     assert len(seen.measured.period.samples_ns) == len(seen.series.durations_ns) >= 10
     assert (seen.gaps, seen.failed, seen.interrupted) == ((), None, False)
@@ -179,7 +179,9 @@ def test_a_workload_that_cannot_be_profiled_is_measured_all_the_same(nothing_lef
     assert seen.notes["pause_probe"]["rounds"] >= 1
 
 
-@pytest.mark.parametrize("moment", ["calls after pauses", "profiling", "what the device reaches"])
+@pytest.mark.parametrize(
+    "moment", ["calls after pauses", "profiling", "measuring the device's limits"]
+)
 def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     def interrupt(message):
         if message == moment:
@@ -188,7 +190,7 @@ def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     seen = captured("tiny", seconds=0.8, progress=interrupt)
     assert seen.interrupted
     assert seen.measured.period.median_ns > 0
-    assert (seen.trace is not None) == (moment == "what the device reaches")
+    assert (seen.trace is not None) == (moment == "measuring the device's limits")
 
 
 def test_an_interrupt_before_anything_was_timed_is_raised(nothing_left):

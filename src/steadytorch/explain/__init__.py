@@ -1,1 +1,1 @@
-"""Where time and variability go: traces, the ledger of each step, findings by rule."""
+"""Explain where time and variability go: traces, the ledger of each step, findings by rule."""

@@ -48,7 +48,7 @@ def _in_samples(samples: Samples) -> Verdict:
     share = spent / samples.elapsed_ns
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
-    own = 2 * spent >= int(announced[within].sum())  # most of it is not waiting for a core
+    own = 2 * spent >= int(announced[within].sum())  # at least half is not waiting for a core
     stands_out = varies is not None and varies >= LEAST_VARIANCE
     if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
         return ()
