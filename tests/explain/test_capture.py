@@ -35,7 +35,7 @@ def names_of(trace, *categories):
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """What the device reaches is measured once for all of these tests."""
+    """Measure the device's limits once for all of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -49,7 +49,7 @@ def tiny(cache):
 
 @pytest.fixture
 def nothing_left(tmp_path, monkeypatch):
-    """Fails the test if a process or a folder that it made is still there at its end."""
+    """Fail the test if it leaves a process or a folder behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
     yield
@@ -78,7 +78,7 @@ def test_each_profiled_step_is_marked_and_holds_its_operators(tiny):
     steps = [row for row in marks if trace.name_of(int(row)).startswith("ProfilerStep#")]
     count = len(seen.profiled.periods_ns)
     assert 3 <= count <= 4
-    # Those that warmed up and settled are counted and not marked.
+    # Warm-up and settling steps are counted but not marked.
     numbers = [trace.name_of(int(row)).removeprefix("ProfilerStep#") for row in steps]
     assert numbers == [str(number) for number in range(3, 3 + count)]
     products = [row for row in trace.events.of(Category.CPU_OP) if "addmm" in trace.name_of(row)]
@@ -227,7 +227,7 @@ def test_a_workload_that_fetches_its_inputs_shows_its_loader(handler, tmp_path):
 
 @pytest.fixture
 def little_to_collect():
-    """Collections pass over what the tests before this one keep alive."""
+    """Exclude objects of earlier tests from collections."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Files that are no trace, or not quite one."""
+"""Files that are damaged, or not traces."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ SMALL = (build(EVENTS), build(EVENTS, "2021"), gzip.compress(build(EVENTS), mtim
 
 @st.composite
 def _mutated(draw):
-    """A sound trace with stretches replaced, removed or repeated."""
+    """A valid trace with parts replaced, removed or repeated."""
     text = bytearray(
         draw(st.sampled_from((*SMALL, on_cpu()[:60_000] + on_cpu()[-3000:], on_cpu())))
     )

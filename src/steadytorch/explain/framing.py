@@ -81,7 +81,7 @@ class EventStream:
             yield events
         self._close(in_object)
 
-    # The text at hand ---------------------------------------------------------------------------
+    # Buffer -------------------------------------------------------------------------------------
 
     def _more(self) -> None:
         """Append about one block to the current text."""
@@ -106,7 +106,7 @@ class EventStream:
         self._text = self._text[count:]
         self._offset += count
 
-    # Its parts ----------------------------------------------------------------------------------
+    # Structure ----------------------------------------------------------------------------------
 
     def _open(self) -> bool:
         """Advance to the first event; return whether the event list is a value of an object."""

@@ -12,7 +12,7 @@ ON, OFF = {"cudnn_benchmark": True}, {"cudnn_benchmark": False}
 
 
 def _steps(*names, growing=False, kernel_ns=5 * MS):
-    """Three steps that run these operators; kernels of convolutions are as long as asked."""
+    """Three steps that run these operators, with convolution kernels of the given length."""
     events, number = [], 0
     for k in range(3):
         at = 100 * k * MS

@@ -96,7 +96,7 @@ def test_a_clock_that_moves_between_readings_of_nvml_is_found_where_it_was_count
     assert found.variance_share > 0.9
     assert found.confidence == "high"
     assert "the clock (counted over each sample) explains 9" in " ".join(found.evidence)
-    # A few that are not known do not matter; many do, and nothing is made up for them.
+    # A few unknown clocks do not matter; with many unknown, no share is claimed.
     clocks[::15] = np.nan
     assert the(rule(_held(times, clocks_mhz=clocks))).variance_share > 0.9
     clocks[::5] = np.nan
@@ -115,7 +115,7 @@ def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
     assert found.confidence == "medium"
     assert found.title.startswith("the GPU clock moves, causing 9")
     assert "NVML reported no reason" in found.evidence[0]
-    # What only varies beside a clock that rests is not its doing.
+    # A constant clock explains no variance.
     assert rule(timed(times, clocks_mhz=np.full(700, 1700.0), **silent)) == ()
 
 
@@ -209,7 +209,7 @@ def test_a_clock_that_moves_slowly_is_found_too(clock_at, counted):
 
 
 def test_a_clock_that_falls_seldom_and_far_is_found_and_one_that_hardly_moves_is_not():
-    """Bound half by arithmetic: 8 % less of the clock for 3 % of the samples are a CV of 0.7 %."""
+    """Half compute-bound: an 8 % lower clock for 3 % of the samples gives a CV of 0.7 %."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         clocks = 1815 * rng.normal(1, 0.002, 600)
@@ -229,7 +229,7 @@ def test_a_long_sample_that_met_a_lower_clock_is_not_put_down_to_it(count):
         times = noise(count, 4 * MS, 0.001)
         times[count // 2] *= 1.5
         clocks[count // 2] *= 0.99
-        # Beside others that are a little longer, so that the effect is not too small to speak of.
+        # Other samples vary a little, so that the effect exceeds the minimum.
         times[::7] *= 1.02
         clocks[::7] *= 0.999
         assert followed(times, clocks) == 0.0

@@ -14,7 +14,7 @@ from .cases import MS, US, launch, step, the, traced
 
 
 def _probe(slower, spread=0.002, rounds=10, seed=3, **more) -> dict[str, Any]:
-    """What the capture notes: calls after 10 and 100 ms, the latter `slower` by this share."""
+    """The capture's note: calls after 10 and 100 ms, the latter `slower` by this share."""
     normal = np.random.default_rng(seed).standard_normal
 
     def taken(middle):
