@@ -157,9 +157,9 @@ def _problems(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ..
     if found.overlaps > some:
         yield (
             f"{found.overlaps:,} of {events:,} GPU events overlap an earlier one on their "
-            f"stream, by {found.overlap_ns / 1e6:,.3f} ms in total (kernels that start "
-            "early, or branches of a CUDA graph): single kernel times add up to more than the "
-            "GPU's busy time",
+            f"stream, by {found.overlap_ns / 1e6:,.3f} ms in total: single kernel times add up "
+            "to more than the GPU's busy time. Causes are kernels that start early, or branches "
+            "of a CUDA graph",
             ("exclusive times",),
         )
     if found.last_step_share is not None and found.last_step_share < CUT_SHORT:

@@ -46,9 +46,9 @@ _WORK = {
 def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
     """Return one of `REGIMES`.
 
-    If waiting takes `IDLE` of the step or more, its largest cause names the regime. Otherwise it is
-    communication or copies that take more than half of the work, or the limit that bounds most
-    kernel time, if kernels reach `LIMITED` of it.
+    If waiting takes `IDLE` of the step or more, its largest cause names the regime. Otherwise
+    communication or copies do, if they take more than half of the work. Otherwise the limit that
+    bounds most kernel time does, if kernels reach `LIMITED` of it.
 
     Args:
         ledger: ledger of the profiled steps; None if there are none.

@@ -35,7 +35,7 @@ def rule(case: Case) -> Verdict:
     owners, lengths = ledger.idle_of(name)
     rows = owners[owners >= 0]
     single = len(by_name(case.trace, RANGES, r".*SingleProcessDataLoaderIter.*")) > 0
-    idle = "the GPU is idle" if ledger.kind == "gpu" else "no operator runs"
+    idle = "the GPU is idle" if ledger.kind == "gpu" else "the model is idle"
     lines = [
         f"{idle} for {duration(wait_ns)} of a step's {duration(step_ns(ledger))} while the "
         f"loader prepares the batch: {tally(case.trace, rows)}",

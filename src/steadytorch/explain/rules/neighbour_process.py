@@ -27,8 +27,8 @@ def rule(case: Case) -> Verdict:
     """Report processes that the driver lists on this GPU besides this one.
 
     The driver knows that they hold a context, not that they compute. Their cost is estimated from
-    samples with and without a neighbour, or from kernels slower than the best launch of the same
-    kernel, since processes share the GPU in turns. Contexts of the session's own processes
+    samples with and without a neighbour. The other sign is kernels slower than the best launch of
+    the same kernel, since processes share the GPU in turns. Contexts of the session's own processes
     (`own_contexts` in the notes) do not count, such as a caller that holds the model on the GPU.
 
     Source: "nvmlDeviceGetComputeRunningProcesses", NVML API reference; "Compute modes", CUDA

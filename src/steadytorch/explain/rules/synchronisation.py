@@ -22,8 +22,8 @@ LEAST_SHARE = 0.02
 change."""
 LONG_NS = 50_000_000
 LEAST_SHARE_SHORT = 0.01
-"""Minimum share of a shorter step. A fixed millisecond would be a third of a 3 ms step, and one
-percent of a step that runs hundreds of times a second is easy to measure."""
+"""Minimum share of a shorter step. A fixed millisecond would be a third of a 3 ms step. One
+percent is easy to measure at hundreds of steps a second."""
 LEAST_NS = 5_000
 """Minimum cost per step: about one kernel launch, or the profiler's cost of a call or two."""
 
