@@ -33,8 +33,8 @@ def rule(case: Case) -> Verdict:
         return unmarked(NAME, "kernel loading") if late.early and not late.sure else ()
     spent = round(spent_ns(trace, late.rows) / late.steps)
     owned = round(owned_ns(trace, ledger, "idle_compile", late.rows) / late.steps)
-    where = f"{late.hit} of {late.steps} steady steps" if late.sure else "the second half of the "
-    "trace"
+    half = "the second half of the trace"
+    where = f"{late.hit} of {late.steps} steady steps" if late.sure else half
     return (
         Finding(
             id=NAME,

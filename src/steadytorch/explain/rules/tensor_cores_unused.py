@@ -189,8 +189,9 @@ def _speed_up(rates: Rates | None) -> float:
 
 def _fix(capability: tuple[int, int], single: bool) -> str:
     if not single:
-        return f"Pad channels and features to multiples of {MULTIPLE}, so that 16-bit tensor "
-        "core kernels apply."
+        return (
+            f"Pad channels and features to multiples of {MULTIPLE}, for 16-bit tensor core kernels."
+        )
     tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
     return "Compute in 16 bits: torch.autocast, or weights in bfloat16 or float16" + (
         f"{tf32}." if capability >= WITH_TF32 else "."
