@@ -138,7 +138,7 @@ def stolen_s(result: Explanation, cores: int) -> float | None:
     assert result.measured is not None
     if found is None:
         return None
-    share = found.title.removeprefix("cores are contended: ").partition(" of the time")[0]
+    share = found.title.removeprefix("CPU cores are contended: ").partition(" of the time")[0]
     if f"other virtual machines took {share} of all cores' time" not in found.evidence:
         return None
     return cores * found.cost_ns / result.measured.mean_ns

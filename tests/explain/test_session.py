@@ -166,7 +166,7 @@ def test_a_trace_says_what_ran_it():
     facts = explain(TRACES / "kineto_v100_resnet50_workers0.json.gz").environment
     assert (facts.device, facts.name) == ("cuda", "Tesla V100-DGXS-32GB")
     assert facts.compute_capability == "7.0"
-    assert facts.unknown["torch"] == "the trace does not say"
+    assert facts.unknown["torch"] == "not in the trace"
 
 
 # -- wrong requests -----------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def timed(
     clocks_mhz: Sequence[float] | None = None,
     **known: Any,
 ) -> Case:
-    """A case of these samples, one after another from time zero on, and a tick every 15 ms.
+    """A case of these consecutive samples from time zero, with a tick every 15 ms.
 
     Args:
         durations_ns: of the samples.
@@ -113,7 +113,7 @@ def timed(
 
 
 def noise(count: int, middle_ns: float = 3 * MS, spread: float = 0.004) -> np.ndarray:
-    """Quiet samples, float64, shape (count,): the same ones each time."""
+    """Reproducible quiet samples, float64, shape (count,)."""
     return middle_ns * (1 + spread * np.random.default_rng(7).standard_normal(count))
 
 

@@ -108,7 +108,7 @@ def test_names_are_counted_the_most_frequent_first():
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), min_size=1, max_size=30))
 def test_nested_and_repeated_calls_are_counted_once(spans):
-    """Against a set of all microseconds covered."""
+    """Compare with the set of all covered microseconds."""
     read = trace(
         [runtime("x", a * US, (a + length) * US) for a, length in [(0, 1), *spans]], flows=False
     )

@@ -33,7 +33,7 @@ def test_outliers_come_with_the_cause_that_was_recorded():
 
 
 def test_a_counter_is_read_over_the_steady_part_alone():
-    """The warm-up's share of a counter that stops with it is left out."""
+    """A counter that only rises during warm-up is excluded."""
     times = np.concatenate([noise(100, 30 * MS), noise(900)])
     warm_up = int(times[:100].sum())
     rises = timed(times, compilations=lambda at: np.minimum(at, warm_up) // MS)
@@ -44,7 +44,7 @@ def test_a_counter_is_read_over_the_steady_part_alone():
 
 
 def test_a_rate_is_of_the_time_that_the_counter_was_read_over():
-    """Ticks that lie far outside of the samples count what happened there."""
+    """Ticks far outside the samples also count events there."""
     samples = samples_of(timed([MS] * 60, wait_ns=steadily(900_000_000)))
     assert samples is not None
     far = (-500 * MS, 700 * MS)
@@ -72,7 +72,7 @@ def test_a_gpu_bound_host_is_told_from_one_that_holds_the_step_up():
 
 def test_what_was_not_recorded_is_told_with_its_reason():
     samples = samples_of(timed(noise(50), unknown={"wait_ns": "schedstats are off"}))
-    said = unrecorded("cpu-contention", samples, "wait_ns", "waiting for a core")
+    said = unrecorded("cpu-contention", samples, "wait_ns", "time waiting for a core")
     assert "schedstats are off" in said.why
     assert said.recapture
 

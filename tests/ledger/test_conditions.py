@@ -73,7 +73,7 @@ def test_a_step_between_two_ticks_takes_the_last_value_before_it():
 
 def test_a_trace_without_a_time_cannot_be_joined():
     read = dataclasses.replace(syn.trace([syn.step(0, 0, 10)]), origin_ns=None)
-    with pytest.raises(UsageError, match="does not say when it began"):
+    with pytest.raises(UsageError, match="has no start time"):
         join(read, build_ledger(read), recording(), offset_ns=0)
 
 
@@ -87,5 +87,5 @@ def test_only_what_differs_from_the_median_step_is_told():
         "SM clock 1,400 MHz, usually 1,980 MHz (held by power_cap)",
         "other virtual machines took 20.000 ms of CPU time, usually 0.000 ms",
         "garbage collection took 1.000 ms, usually 0.000 ms",
-        "processes of others on the GPU: 1, usually 0",
+        "other processes on the GPU: 1, usually 0",
     ]

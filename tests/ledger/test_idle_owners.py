@@ -16,7 +16,7 @@ def late(at, **where):
 
 
 def idle(*events):
-    """What owns the idle time between `FIRST` and the next kernel: slice to ns and owner's name."""
+    """Owners of the idle time between `FIRST` and the next kernel: slice to ns and owner's name."""
     read = syn.trace(list(events))
     ledger = build_ledger(read)
     owned = ledger.owned

@@ -173,7 +173,7 @@ def test_published_busy_idle_and_total(name):
 @pytest.mark.parametrize("name", ["h100_bert_small", "h100_owlv2"])
 def test_published_computation_and_exposed_copies(name):
     ledger, ms = build_ledger(trace(name)), oracle(name)["ms"]
-    # Their computation holds fills, ours keeps them apart.
+    # The published computation time includes fills; ours keeps them apart.
     computed = ledger.total("gpu_kernel", "gpu_memset") / 1e6
     assert computed == pytest.approx(ms["computation"], rel=1e-5)
     assert ledger.total("gpu_memcpy") / 1e6 == pytest.approx(ms["exposed_memcpy"], rel=1e-5)
@@ -189,8 +189,8 @@ def test_published_totals_without_the_last_step():
     rows = rows[(calls >= 0) & (read.events.start_ns[calls] <= last)]
     totals = gpu_totals(read, rows)
     assert totals.total_ns // 1000 == wanted["total"]
-    # Those figures hold microseconds since 1970 as floats, which keep a quarter of one, and round
-    # every event inwards. Exactly, the GPU is idle for 6,453 us and not for 10,113.
+    # Those figures store microseconds since 1970 as floats, to a quarter of one, and round every
+    # event inwards. Exactly, the GPU is idle for 6,453 us and not for 10,113.
     exactly = (read.events.start_ns[rows] + read.origin_ns).astype(np.longdouble) / 1000
     start = exactly.astype(np.float64)
     end = np.floor(start + (read.events.end_ns[rows] - read.events.start_ns[rows]) / 1000)

@@ -75,7 +75,7 @@ def test_the_same_kernels_taking_longer():
     slow = found.slowest[0]
     assert (slow.index, slow.name, slow.over_median_ns) == (3, "ProfilerStep#3", 30 * US)
     assert slow.what == (
-        "gpu_kernel: the same kernels took 0.030 ms longer (50.0 %); most by gemm, 0.030 ms",
+        "gpu_kernel: the same kernels took 0.030 ms longer (50.0 %); mostly gemm, 0.030 ms",
     )
 
 
@@ -85,7 +85,7 @@ def test_more_kernels():
     found = run(usual, usual, usual, more)
     assert found.kernels.more_kernels == pytest.approx(1)
     assert found.slowest[0].what == (
-        "gpu_kernel: +1 kernels than usual, worth 0.030 ms; most by resize, 0.030 ms",
+        "gpu_kernel: +1 kernels, 0.030 ms more; mostly resize, 0.030 ms",
     )
 
 
@@ -95,7 +95,7 @@ def test_a_slow_step_names_the_event_that_held_it():
     found = run(plain(), plain(), plain(), held)
     assert found.shares["idle_allocation"] > 0.8
     assert found.slowest[0].what[0] == (
-        "idle_allocation 0.250 ms, usually 0.000 ms (most of it, 0.250 ms: cudaMalloc)"
+        "idle_allocation 0.250 ms, usually 0.000 ms (mostly cudaMalloc, 0.250 ms)"
     )
 
 

@@ -14,7 +14,7 @@ from steadytorch.rates.device_rates import measure_rates
 
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
-    """Measurements that were made, instead of making them; files go to a folder of the test."""
+    """Replace measurements by recorded ones; files go to the test's folder."""
     made = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -46,7 +46,7 @@ def test_rates_are_measured(calls):
 
 @pytest.fixture
 def thrice(monkeypatch):
-    """Fewer occasions than in use, so that tests read shorter."""
+    """Use fewer runs, so that tests are shorter."""
     monkeypatch.setattr(device_rates, "OCCASIONS", 3)
 
 

@@ -125,7 +125,7 @@ def test_joins_hold_on_any_trace(events):
 @needs_published
 @pytest.mark.parametrize("name", ["h100_bert_small", "h100_owlv2", "kineto_v100_resnet50_workers0"])
 def test_published_kernels_are_joined_by_their_external_ids_too(name):
-    """What the profiler itself says, by another way."""
+    """The profiler's external ids are an independent link to operators."""
     read = published(name)
     seen = launches_of(read, build_ledger(read))
     assert (seen.operator >= 0).all()

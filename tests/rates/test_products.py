@@ -15,7 +15,7 @@ FLOAT = "float"
 
 
 def _made(dims, concrete=(), types=FLOAT):
-    """Inputs of these shapes; None stands for what is no tensor."""
+    """Inputs of these shapes; None stands for an input that is not a tensor."""
     kinds = [types if shape is not None else "Scalar" for shape in dims]
     texts = [*concrete, *[""] * (len(dims) - len(concrete))]
     return {"dims": [shape or [] for shape in dims], "types": kinds, "concrete": texts}
@@ -36,7 +36,7 @@ def test_a_convolution_by_hand():
 
 
 def test_a_convolution_without_its_settings_is_unknown():
-    """So it was recorded before 2022."""
+    """Traces recorded it this way before 2022."""
     dims = [[2, 3, 8, 8], [4, 3, 3, 3], []]
     assert work_of("aten::cudnn_convolution", {"dims": dims, "types": [FLOAT] * 3}) is None
 

@@ -183,7 +183,7 @@ def test_products_of_a_published_trace_stay_below_their_limit():
     )
     found = roofline(read, rates, build_ledger(read))
     assert found.known_ns > 0.95 * found.busy_ns
-    # Small operands come from the cache; nothing large may beat the memory by much.
+    # Small operands come from the cache; large ones cannot exceed the bandwidth by much.
     large = [line for line in found.lines if line.share > 0.01 and line.share_of_limit]
     assert all(line.share_of_limit < 1.0 for line in large)
     gemm = next(line for line in found.lines if line.name.startswith("sm90_xmma_gemm_bf16"))

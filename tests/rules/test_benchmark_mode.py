@@ -12,7 +12,7 @@ ON, OFF = {"cudnn_benchmark": True}, {"cudnn_benchmark": False}
 
 
 def _steps(*names, growing=False, kernel_ns=5 * MS):
-    """Three steps that run these operators; kernels of convolutions are as long as asked."""
+    """Three steps that run these operators, with convolution kernels of the given length."""
     events, number = [], 0
     for k in range(3):
         at = 100 * k * MS
@@ -60,9 +60,9 @@ def test_on_after_convolutions_had_run_it_came_late():
 
 def test_off_with_convolutions_of_fixed_shapes_it_points_to_their_engines():
     found = the(rule(traced(_steps(CONVOLUTION, "aten::mm"), notes=OFF)))
-    assert "first suggestion: 50 %" in found.title
+    assert "default engines: 50 %" in found.title
     assert "steady conv" in found.fix
-    assert any("1 shape" in line and "3 steps" in line for line in found.evidence)
+    assert any("1 convolution shape" in line and "3 steps" in line for line in found.evidence)
     assert (found.information, found.recoverable_ns) == (True, (0, 0))
 
 

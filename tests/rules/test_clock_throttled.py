@@ -96,7 +96,7 @@ def test_a_clock_that_moves_between_readings_of_nvml_is_found_where_it_was_count
     assert found.variance_share > 0.9
     assert found.confidence == "high"
     assert "the clock (counted over each sample) explains 9" in " ".join(found.evidence)
-    # A few that are not known do not matter; many do, and nothing is made up for them.
+    # A few unknown clocks do not matter; with many unknown, no share is claimed.
     clocks[::15] = np.nan
     assert the(rule(_held(times, clocks_mhz=clocks))).variance_share > 0.9
     clocks[::5] = np.nan
@@ -113,18 +113,18 @@ def test_a_counted_clock_that_moves_is_told_though_nvml_names_no_limit():
     found = the(rule(timed(times, clocks_mhz=clocks, **silent)))
     assert found.variance_share > 0.9
     assert found.confidence == "medium"
-    assert found.title.startswith("the GPU's clock moves, which makes 9")
-    assert "NVML named no reason" in found.evidence[0]
-    # What only varies beside a clock that rests is not its doing.
+    assert found.title.startswith("the GPU clock moves, causing 9")
+    assert "NVML reported no reason" in found.evidence[0]
+    # A constant clock explains no variance.
     assert rule(timed(times, clocks_mhz=np.full(700, 1700.0), **silent)) == ()
 
 
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (None, "NVML did not say why"),
-        (REASON_BITS["gpu_idle"], "NVML named gpu_idle"),
-        (REASON_BITS["clocks_setting"], "NVML named clocks_setting"),
+        (None, "NVML's reason was not recorded"),
+        (REASON_BITS["gpu_idle"], "NVML reported gpu_idle"),
+        (REASON_BITS["clocks_setting"], "NVML reported clocks_setting"),
     ],
 )
 def test_a_counted_clock_that_moves_is_told_with_what_nvml_says_of_it(mask, said):
@@ -144,9 +144,9 @@ def test_a_limit_that_was_hardly_ever_seen_is_not_what_makes_the_variance():
     times = noise(700, 4 * MS) * 1700 / clocks
     once = {"clock_event_mask": lambda at: np.where(at < at[0] + 2 * TICK, CAPPED, 0)}
     found = the(rule(timed(times, clocks_mhz=clocks, **once)))
-    assert found.title.startswith("the GPU's clock moves")
+    assert found.title.startswith("the GPU clock moves")
     assert found.confidence == "medium"
-    assert "NVML named power_cap" in found.evidence[0]
+    assert "NVML reported power_cap" in found.evidence[0]
 
 
 def test_growth_at_a_clock_that_was_counted_and_rests_is_not_heat():
@@ -169,7 +169,7 @@ def test_an_outlier_is_put_down_to_the_clock_that_was_counted_over_it():
     clocks[300:330] = 1400.0
     times = noise(700, 4 * MS) * 1700 / clocks
     found = the(rule(_held(times, clocks_mhz=clocks)))
-    assert "30 outliers fall on a lower clock" in found.evidence
+    assert "30 outliers at a lower clock" in found.evidence
 
 
 def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
@@ -181,7 +181,7 @@ def test_where_too_little_was_counted_the_readings_of_nvml_stand_in():
     clocks[::5] = np.nan
     found = the(rule(timed(_following(), clocks_mhz=clocks, **known)))
     assert found.variance_share > 0.8
-    assert "(read now and then)" in " ".join(found.evidence)
+    assert "(read periodically)" in " ".join(found.evidence)
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -209,7 +209,7 @@ def test_a_clock_that_moves_slowly_is_found_too(clock_at, counted):
 
 
 def test_a_clock_that_falls_seldom_and_far_is_found_and_one_that_hardly_moves_is_not():
-    """Bound half by arithmetic: 8 % less of the clock for 3 % of the samples are a CV of 0.7 %."""
+    """Half compute-bound: an 8 % lower clock for 3 % of the samples gives a CV of 0.7 %."""
     for seed in range(20):
         rng = np.random.default_rng(seed)
         clocks = 1815 * rng.normal(1, 0.002, 600)
@@ -229,7 +229,7 @@ def test_a_long_sample_that_met_a_lower_clock_is_not_put_down_to_it(count):
         times = noise(count, 4 * MS, 0.001)
         times[count // 2] *= 1.5
         clocks[count // 2] *= 0.99
-        # Beside others that are a little longer, so that the effect is not too small to speak of.
+        # Other samples vary a little, so that the effect exceeds the minimum.
         times[::7] *= 1.02
         clocks[::7] *= 0.999
         assert followed(times, clocks) == 0.0

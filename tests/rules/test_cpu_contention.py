@@ -13,7 +13,7 @@ from ..findings.cases import MS, US, noise, steadily, the, timed
 
 
 def _preempted(count, wait_ns, every):
-    """Samples of which every so many-th waits for a core, and the counter that shows it."""
+    """Samples of which every n-th waits for a core, and the counter of these waits."""
     times = noise(count)
     times[every::every] += wait_ns
     ends = np.cumsum(times)[every::every]
@@ -31,11 +31,11 @@ def test_waiting_for_a_core_is_found(device):
 
 
 def test_the_switches_of_a_quiet_machine_are_not():
-    """They always happen; only time counts."""
+    """Switches always happen; only lost time counts."""
     case = timed(
         noise(2000),
         involuntary_switches=steadily(40),
-        wait_ns=steadily(400_000),  # 0.4 thousandths of the time
+        wait_ns=steadily(400_000),  # 0.04 % of the time
         steal_ns=lambda at: at // 10**9 * 10 * MS,
     )
     assert rule(case) == ()
@@ -62,7 +62,7 @@ def test_stolen_time_is_found():
 
 @pytest.mark.parametrize("cpus", [64, None])
 def test_stolen_time_is_that_of_the_whole_machine(cpus):
-    """A hundredth of each core's is little, though it is two thirds of one core's."""
+    """One percent of each core is little, though it adds up to two thirds of one core."""
     facts = DeviceFacts(device="cpu", cores_logical=2)
     steal = steadily(640 * MS)
     case = timed(

@@ -26,7 +26,7 @@ def test_long_collections_are_found_with_their_share_of_the_variance():
 
 
 def test_a_collection_that_waits_for_a_core_is_not_to_blame():
-    """It lasts as long as its thread is kept waiting, which is another finding."""
+    """Such a collection is long because its thread waits for a core: another finding."""
 
     def waiting(share):
         return lambda at: share * at

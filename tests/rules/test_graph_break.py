@@ -71,4 +71,4 @@ def test_a_break_in_a_real_function_is_seen_in_its_trace(tmp_path: Path):
 
     torch._dynamo.reset()
     assert found(whole) == ()
-    assert "regions within regions" in the(found(broken)).title
+    assert "regions are nested" in the(found(broken)).title

@@ -14,7 +14,7 @@ from ..findings.cases import MS, US, launch, step, the, traced
 
 
 def _probe(slower, spread=0.002, rounds=10, seed=3, **more) -> dict[str, Any]:
-    """What the capture notes: calls after 10 and 100 ms, the latter `slower` by this share."""
+    """The capture's note: calls after 10 and 100 ms, the latter `slower` by this share."""
     normal = np.random.default_rng(seed).standard_normal
 
     def taken(middle):
@@ -93,7 +93,7 @@ def test_too_few_calls_to_rule_chance_out_are_no_acquittal():
     probe = _probe(0.5, rounds=3, asked=True)
     found = rule(Case(notes={"pause_probe": probe}))
     assert isinstance(found, Abstention)
-    assert "time for 3" in found.why
+    assert "3 of 5 rounds" in found.why
     assert rule(Case(notes={"pause_probe": _probe(0.0, rounds=3, asked=True)})) == ()
 
 

@@ -36,7 +36,7 @@ def test_short_kernels_with_gaps_are_found():
     assert found.id == NAME
     assert found.confidence == "high"
     assert found.recoverable_ns[1] == found.cost_ns > 600 * US
-    assert "20 kernels a step of 5.00 us" in found.evidence[0]
+    assert "20 kernels a step, 5.00 us each" in found.evidence[0]
     assert "cuda_graph" in found.transforms
 
 

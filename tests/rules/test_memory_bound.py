@@ -9,7 +9,7 @@ from ..findings.cases import MS, US, launch, op, step, the, traced
 RATES = Rates(device="", copy_bandwidth_bytes_per_s=1e12, matrix_flops_per_s={"float32": 1e13})
 VECTORS = {"dims": [[1 << 20], [1 << 20], []], "types": ["float", "float", "Scalar"]}
 LEAST_NS = 12 * (1 << 20) / 1e3
-"""Of one addition: 12 bytes an element at 1,000 bytes a ns."""
+"""Time of one addition: 12 bytes an element at 1,000 bytes per ns."""
 
 
 def _additions(length, **inputs):

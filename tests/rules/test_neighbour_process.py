@@ -68,5 +68,5 @@ def test_without_the_drivers_list_it_abstains():
 
 @given(st.lists(st.integers(100_000, 20 * MS), min_size=5, max_size=80))
 def test_alone_on_the_gpu_nothing_is_ever_found(times):
-    """However the samples vary, and whatever the kernels do."""
+    """Without a neighbour there is no finding, however samples and kernels vary."""
     assert rule(timed(times, other_gpu_processes=never)) == ()

@@ -7,7 +7,7 @@ from ..findings.cases import MS, US, kernel, launch, op, overhead, runtime, step
 
 
 def _burst(count, streams=(7,)):
-    """Launched one a microsecond, run one a ten microseconds."""
+    """One launch per microsecond; each kernel runs for ten."""
     events = [step(1, 0, count * 10 * US + 2 * MS)]
     for at in range(count):
         events += launch(

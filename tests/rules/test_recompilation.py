@@ -38,7 +38,7 @@ def test_a_region_compiled_anew_is_named():
 
 
 def test_regions_compiled_beforehand_may_take_turns():
-    """As buckets do: several compiled sizes, and nothing is compiled any more."""
+    """As with buckets: several compiled sizes, and no further compilation."""
     assert rule(traced(_steps(regions=("0/0", "0/1", "0/0", "0/1")))) == ()
 
 

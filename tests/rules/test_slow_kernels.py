@@ -45,7 +45,7 @@ def test_steady_kernels_are_not():
 
 
 def test_places_in_a_step_are_compared_with_themselves():
-    """Whose data lay in the cache is faster each time, and nothing is wrong."""
+    """A kernel whose data is in cache is faster each time; that is no fault."""
     assert rule(traced(_steps(*[[100 * US, 300 * US]] * 4, shapes=MATRICES))) == ()
 
 
@@ -68,7 +68,7 @@ def test_other_shapes_are_other_work():
 def test_kernels_that_run_beside_others_are_left_out():
     events = _steps([100 * US] * 4, [100 * US] * 4, [100 * US] * 3 + [300 * US])
     slow = max(event.start_ns for event in events if event.name == "k")
-    # Its counterparts in the other steps, so that steps stay alike.
+    # Also its counterparts in other steps, so that steps stay equal.
     beside = [
         kernel("other", slow - ago, slow - ago + 10 * US, correlation=500 + ago, stream=20)
         for ago in (0, 10 * MS, 20 * MS)

@@ -125,7 +125,7 @@ def test_a_wait_that_keeps_the_host_from_running_ahead_is_found():
 
 
 def test_waiting_while_the_gpu_works_costs_nothing():
-    """Summed time of calls is no lost time: all but all of the step is spent in a waiting call."""
+    """The summed time of calls is not lost time: nearly the whole step is one waiting call."""
     program = Program()
     for index in range(1, 4):
         program.kernel(9000 * US)

@@ -1,4 +1,4 @@
-"""A trace with one event of every kind, and how to look at what was read of it."""
+"""A trace with one event of every kind, and helpers to look up what was read."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def rows_of(read: Any) -> list[tuple[int, int, str]]:
 
 
 def row_of(read: Any, name: str) -> int:
-    """Where an event of this name is."""
+    """Row of the event of this name."""
     return next(at for at in range(len(read.events)) if read.name_of(at) == name)

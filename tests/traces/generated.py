@@ -35,7 +35,7 @@ THREADS = (syn.PROCESS, syn.PROCESS + 1)
 
 @st.composite
 def spans(draw: st.DrawFn, length: int = 2_000_000) -> tuple[int, int]:
-    """A stretch of time; many are empty, or touch others."""
+    """A time span; many are empty or touch others."""
     grid = draw(st.sampled_from((1, 1_000, 250_000)))
     start = draw(st.integers(0, LATEST_NS // grid)) * grid
     return start, start + draw(st.integers(0, length // grid)) * grid
@@ -43,7 +43,7 @@ def spans(draw: st.DrawFn, length: int = 2_000_000) -> tuple[int, int]:
 
 @st.composite
 def host_events(draw: st.DrawFn) -> syn.Event:
-    """Something on a thread of the host."""
+    """An event on a host thread."""
     kind = draw(st.sampled_from(("op", "annotation", "call", "python", "overhead", "memory")))
     start, end = draw(spans())
     thread = draw(st.sampled_from(THREADS))
@@ -61,7 +61,7 @@ def host_events(draw: st.DrawFn) -> syn.Event:
 
 @st.composite
 def gpu_events(draw: st.DrawFn, correlation: int) -> list[syn.Event]:
-    """Something on a GPU, with the call that launched it, with that of another, or with none."""
+    """A GPU event with its launch call, with another event's, or with none."""
     start, end = draw(spans())
     shared = draw(st.integers(0, 3))
     where = {

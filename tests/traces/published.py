@@ -1,4 +1,4 @@
-"""Traces that others published with figures; not part of the repository."""
+"""Traces published with figures; not part of the repository."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ needs_published = pytest.mark.skipif(
 
 @cache
 def trace(name: str) -> Any:
-    """One of them, as the reader gives it."""
+    """One of these traces, read."""
     from steadytorch.traces.reader import read_trace
 
     return read_trace(FOLDER / f"{name}.json.gz")
 
 
 def oracle(name: str) -> dict[str, Any]:
-    """The figures published with it."""
+    """Figures published with a trace."""
     return json.loads((FOLDER / "oracle.json").read_text())[name]

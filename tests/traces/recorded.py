@@ -13,7 +13,7 @@ KEPT = Path(__file__).parents[3] / "shared" / "traces"
 
 @functools.cache
 def on_cpu() -> bytes:
-    """Three steps of a tiny training loop as this PyTorch writes them: about 200 KB."""
+    """Three steps of a tiny training loop, recorded by this PyTorch: about 200 KB."""
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -35,7 +35,7 @@ def on_cpu() -> bytes:
 
 
 def kept(name: str) -> Path:
-    """A trace kept beside the repository; skips where it is not."""
+    """A trace kept beside the repository; skips the test if it is missing."""
     path = KEPT / name
     if not path.is_file():
         pytest.skip(f"no {name} beside the repository")

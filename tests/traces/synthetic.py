@@ -49,7 +49,7 @@ GRID = {
 
 @dataclass(frozen=True)
 class Event:
-    """One event, whatever the schema will call it; `kind` is a category of today."""
+    """One event, independent of the schema; `kind` is a current category."""
 
     kind: str
     name: str
@@ -183,7 +183,7 @@ def gpu_annotation(name: str, start_ns: int, end_ns: int, *, stream: int = 7) ->
 
 
 def overhead(name: str, start_ns: int, end_ns: int) -> Event:
-    """Time the profiler itself took, as `Buffer Flush`."""
+    """Overhead of the profiler, such as `Buffer Flush`."""
     return Event("overhead", name, start_ns, end_ns, -1, 0)
 
 
@@ -220,7 +220,7 @@ def build(
 
 
 def trace(events: list[Event] | tuple[Event, ...], schema: str = "2026", **top: Any) -> Any:
-    """The events as the reader gives them."""
+    """The events as read."""
     from steadytorch.traces.reader import parse_trace
 
     return parse_trace(build(events, schema, **top), "synthetic")

@@ -55,7 +55,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory():
 
 
 def test_more_bytes_than_allowed_are_refused():
-    with pytest.raises(TraceError, match="longer than 5,000 bytes") as raised:
+    with pytest.raises(TraceError, match="more than 5,000 bytes") as raised:
         _all(TEXT, Limits(json_bytes=5000))
     assert raised.value.offset == 5000
 

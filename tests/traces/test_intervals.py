@@ -35,7 +35,7 @@ def instants(spans):
 
 
 def nested(stretches):
-    """Sorted as in a trace, each cut at the end of what surrounds it."""
+    """Sorted as in a trace, each cut at the end of its enclosing event."""
     found = []
     for start, length in sorted(stretches, key=lambda s: (s[0], -s[1])):
         end = start + length

@@ -11,12 +11,12 @@ from steadytorch.traces.json_repair import mend
     ("broken", "value", "what"),
     [
         (b'{"name": "a\x01b\nc"}', "a b c", "control characters"),
-        (b'{"name": "a\xffb"}', "a?b", "bytes that are no UTF-8"),
+        (b'{"name": "a\xffb"}', "a?b", "invalid UTF-8"),
         (rb'{"name": "C:\Users\path"}', "C:/Users/path", "backslashes"),
         (rb'{"name": "x\ud800y"}', "x�y", "backslashes"),
-        (b'{"name": NaN}', "", "NaN, inf or N/A instead of a value"),
-        (b'{"name":-inf }', "", "NaN, inf or N/A instead of a value"),
-        (b'{"name": N/A}', "", "NaN, inf or N/A instead of a value"),
+        (b'{"name": NaN}', "", "NaN, inf or N/A values"),
+        (b'{"name":-inf }', "", "NaN, inf or N/A values"),
+        (b'{"name": N/A}', "", "NaN, inf or N/A values"),
     ],
 )
 def test_what_writers_get_wrong_is_mended(broken, value, what):

@@ -112,8 +112,8 @@ def test_quotes_within_a_name_are_an_error_with_their_byte():
 
 
 def test_json_without_events_is_no_trace():
-    assert "no trace" in str(_error(b'{"name": "package", "version": 1}'))
-    assert "no trace" in str(_error(b'{"traceEvents": {"a": 1}}'))
+    assert "not a trace" in str(_error(b'{"name": "package", "version": 1}'))
+    assert "not a trace" in str(_error(b'{"traceEvents": {"a": 1}}'))
 
 
 @pytest.mark.parametrize("head", [b"", b'{"a":', b'{"traceEvents":', b'{"traceEvents":[{"args":'])
@@ -128,8 +128,8 @@ def test_deep_nesting_is_an_error(head):
         (b"[" + b" " * 50_000, "no event ends"),
         (b'[{"name": "' + b"x" * 50_000, "no event ends"),
         (b'[{"args": [' + b'{"ph": 1}, ' * 5000, "no event ends"),
-        (b'{"a": "' + b"x" * 50_000, "that are no events"),
-        (b'{"traceEvents": [' + EVENT + b'], "a": "' + b"x" * 50_000, "that are no events"),
+        (b'{"a": "' + b"x" * 50_000, "bytes without events"),
+        (b'{"traceEvents": [' + EVENT + b'], "a": "' + b"x" * 50_000, "bytes without events"),
         (b"[" + b'"' * 50_000, "not JSON at byte"),
     ],
 )
@@ -150,13 +150,13 @@ def test_what_never_ends_is_refused_before_it_is_all_read(monkeypatch, text, sai
 
 def test_many_elements_that_are_no_events_are_another_format(monkeypatch):
     monkeypatch.setattr(json_stream, "_MALFORMED", 10)
-    with pytest.raises(TraceError, match="11 elements are no events"):
+    with pytest.raises(TraceError, match="11 elements are not events"):
         _names(_stream(b"[" + b",".join([EVENT] + [b"1"] * 20) + b"]"))
 
 
 def test_keys_of_that_name_elsewhere_cost_no_decoding_each():
     text = b'{"a": [' + b'{"traceEvents": []}, ' * 200_000 + b"1]}"
-    assert "no trace" in str(_error(text))
+    assert "not a trace" in str(_error(text))
 
 
 @pytest.mark.parametrize(

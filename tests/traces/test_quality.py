@@ -154,7 +154,7 @@ def test_what_is_missing_is_noted():
     assert _of([op("x", 0, 5), python("f", 0, 5)]).notes == (
         "no GPU events: only the host's time can be explained",
         "no step marks: call profiler.step() after every step to tell steps apart",
-        "Python calls were recorded (with_stack): the host was slower than it is without",
+        "Python calls were recorded (with_stack), which slowed the host",
     )
 
 

@@ -40,7 +40,7 @@ def test_every_schema_gives_the_same_categories(schema):
     read, today = trace(EVENTS, schema), trace(EVENTS, "2026")
     expected = [Category(code) for code in today.events.category]
     if schema == "2021":
-        # Operators, ranges and both kinds of calls had one name each then.
+        # That schema has one name each for operators and ranges, and for both kinds of calls.
         mine = row_of(today, "mine")
         expected = [
             OLD[c] if c == Category.DRIVER or i == mine else c for i, c in enumerate(expected)

@@ -1,4 +1,4 @@
-"""Files that are no trace, or not quite one."""
+"""Files that are damaged, or not traces."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_error_is_misuse_and_names_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"", "not JSON: nothing is there from byte 0 on"),
-        (b" \n", "not JSON: nothing is there from byte 2 on"),
+        (b"", "not JSON: no content from byte 0 on"),
+        (b" \n", "not JSON: no content from byte 2 on"),
         (b"garbage", "not JSON: it starts with 'g' at byte 0"),
         (b"\xff", r"not JSON: it starts with byte 0xff at byte 0"),
     ],
@@ -52,7 +52,7 @@ def test_a_trace_without_events_is_an_error(text):
 
 def test_a_trace_of_another_tool_is_an_error():
     other = [{"ph": "X", "cat": "browser", "name": "paint", "ts": i, "dur": 1} for i in range(9)]
-    with pytest.raises(TraceError, match="9 events are another tool's"):
+    with pytest.raises(TraceError, match="9 events come from another tool"):
         parse_trace(msgspec.json.encode({"traceEvents": other}), "chrome")
 
 
@@ -79,7 +79,7 @@ def test_events_without_a_time_are_left_out():
     read = trace([*EVENTS, zero, zero], "epoch-float")
     assert rows_of(read) == rows_of(trace(EVENTS))
     assert read.irregular == {"zero_timestamp": 2}
-    assert read.notes == ("2 events without a time (zero) were left out",)
+    assert read.notes == ("omitted 2 events without a time (zero)",)
 
 
 def test_a_first_event_at_zero_is_no_missing_time():
@@ -118,7 +118,7 @@ def test_the_longest_times_do_not_overflow():
 def test_mended_files_say_so():
     read = parse_trace(build(EVENTS).replace(b"sgemm", b"sg\x02mm"), "mended")
     assert "sg mm" in read.names
-    assert read.notes == ("the file is not quite JSON; mended: control characters",)
+    assert read.notes == ("the file was not valid JSON; repaired: control characters",)
 
 
 def test_odd_values_of_the_top_level_are_ignored():
@@ -145,7 +145,7 @@ SMALL = (build(EVENTS), build(EVENTS, "2021"), gzip.compress(build(EVENTS), mtim
 
 @st.composite
 def _mutated(draw):
-    """A sound trace with stretches replaced, removed or repeated."""
+    """A valid trace with parts replaced, removed or repeated."""
     text = bytearray(
         draw(st.sampled_from((*SMALL, on_cpu()[:60_000] + on_cpu()[-3000:], on_cpu())))
     )

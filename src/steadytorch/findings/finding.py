@@ -1,4 +1,4 @@
-"""What a rule may say: a finding with its evidence, or that it cannot tell and why."""
+"""Answers of a rule: a finding with its evidence, or an abstention with its reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from steadytorch.workload.workload import Workload
 
 NO_GPU_EVENTS = "the trace has no GPU events"
-"""How rules about a GPU say that there was none."""
+"""Reason of GPU rules that abstain because nothing ran on a GPU."""
 SOURCES = (
     "memory bandwidth",
     "kernel-launch overhead",
@@ -31,23 +31,24 @@ CONFIDENCES = ("high", "medium", "low")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of time or variability. All times are ns per step unless said otherwise.
+    """One cause of time or variability. Times are ns per step unless stated otherwise.
 
     Attributes:
-        id: stable name, as `launch-bound`.
+        id: stable name, such as `launch-bound`.
         source: one of `SOURCES`.
-        title: one line for people, with the figures that matter.
-        evidence: the events and times it rests on, one line each, the most telling first.
-        slices: ledger slices it is about.
+        title: one line with the figures that matter.
+        evidence: events and times that support it, one line each, most telling first.
+        slices: ledger slices that it claims.
         cost_ns: time per step that it accounts for.
-        recoverable_ns: [lo, hi]: hi is what it owns; lo is 0 unless the fix was measured.
-        variance_share: of the variance of the steps, where it explains some; else None.
+        recoverable_ns: [lo, hi]: hi is the time the cause owns; lo is 0 unless the fix was
+            measured.
+        variance_share: share of the steps' variance that it explains; None if it explains none.
         confidence: one of `CONFIDENCES`.
-        fix: what to do, one or two sentences.
-        transforms: names of the transforms that would do it; empty where none does.
+        fix: what to do, in one or two sentences.
+        transforms: names of transforms that apply the fix; empty if there is none.
         check: a command that shows whether the fix worked.
-        false_alarm: when this would be wrong.
-        information: whether it only informs, and nothing needs mending.
+        false_alarm: condition under which the finding is wrong, as a clause after "if".
+        information: whether it only informs and needs no fix.
     """
 
     id: str
@@ -67,12 +68,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abstention(msgspec.Struct, frozen=True):
-    """A rule that could not tell: never the same as "healthy".
+    """A rule that could not tell. This never means "healthy".
 
     Attributes:
-        rule: its name.
+        rule: name of the rule.
         why: what is missing.
-        recapture: how to capture what it needs.
+        recapture: how to capture it.
     """
 
     rule: str
@@ -82,18 +83,18 @@ class Abstention(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """All that rules may look at; what was not captured is None.
+    """Input of the rules; whatever was not captured is None.
 
     Attributes:
         trace: the profiled steps.
         ledger: where their time went.
-        variance: shares of the variance of the steps; None for fewer than three.
+        variance: shares of the steps' variance; None for fewer than three steps.
         measured: the unprofiled measurement.
-        series: its samples on the host's clock, with the recording beside them.
-        workload: what was run; only its structure is looked at.
-        facts: of the device that ran it.
-        rates: what this device reaches; None where not measured.
-        notes: what else the capture saw, by name: see `capture`.
+        series: its samples on the host's clock, with the recording of the machine.
+        workload: what was run; rules only inspect its structure.
+        facts: facts of the device that ran it.
+        rates: measured limits of this device; None if not measured.
+        notes: other observations of the capture, by name: see `capture`.
     """
 
     trace: Trace | None = None
@@ -108,6 +109,6 @@ class Case:
 
 
 Verdict = Sequence[Finding] | Abstention
-"""A rule's answer; no findings where all that it needs is there and nothing is wrong."""
+"""Answer of a rule; an empty sequence means that all inputs were there and nothing is wrong."""
 
 Rule = Callable[[Case], Verdict]

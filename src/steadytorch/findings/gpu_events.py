@@ -1,4 +1,4 @@
-"""What rules about the GPU begin with: its events in the steps, or why there are none."""
+"""Helpers of GPU rules: the GPU events of the steps, or the reason for having none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steadytorch.traces.intervals import intersect, subtract, union
 from steadytorch.traces.kernel_names import short
 
 CHECK = "steady explain WORKLOAD"
-"""Shows whether a fix worked: the finding is gone, and so is its time."""
+"""Shows whether a fix worked: the finding and its time are gone."""
 PROFILE = (
     "profile on the GPU: `steady explain WORKLOAD --device cuda`, or torch.profiler with "
     "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
@@ -24,18 +24,18 @@ SHAPES = "profile with record_shapes=True, as `steady explain WORKLOAD` does"
 
 
 def no_trace(rule: str, what: str) -> Abstention:
-    """What a rule says that needs a trace and has none."""
+    """Abstention of a rule that needs a trace and has none."""
     recipe = "run `steady explain WORKLOAD`, which profiles a few steps, or `steady explain TRACE`"
     return Abstention(rule, f"no steps were profiled: {what} cannot be seen", recipe)
 
 
 def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Abstention:
-    """The trace and its ledger, of a GPU; or why a rule about the GPU cannot tell.
+    """Return the GPU trace and its ledger, or an abstention.
 
     Args:
-        case: what there is to look at.
-        rule: its name.
-        what: it looks for.
+        case: input of the rule.
+        rule: name of the rule.
+        what: events that the rule looks for, as a noun for the message.
     """
     if case.trace is None or case.ledger is None:
         return no_trace(rule, what)
@@ -46,20 +46,20 @@ def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Absten
 
 
 def gpu_launches(case: Case, rule: str) -> Launches | Abstention:
-    """The GPU events of the case's steps.
+    """Return the GPU events of the steps, or an abstention.
 
     Args:
-        case: what there is to look at.
-        rule: the name of the rule, for the abstention where there are no such events.
+        case: input of the rule.
+        rule: name of the rule, for the abstention.
     """
-    found = gpu_trace(case, rule, "what runs there")
+    found = gpu_trace(case, rule, "GPU work")
     return found if isinstance(found, Abstention) else launches_of(*found)
 
 
 def exposed_ns(seen: Launches, chosen: np.ndarray) -> int:
-    """Time of some events within the steps in which no kernel runs, per step.
+    """Time of the chosen events within steps with no kernel running, in ns per step.
 
-    That is what the ledger counts as copying: kernels come first where both run.
+    The ledger counts this time as copying: kernels take precedence where both run.
     """
     kernels = seen.of(Category.KERNEL)
     mine = union(seen.start_ns[chosen], seen.end_ns[chosen])
@@ -71,29 +71,29 @@ def exposed_ns(seen: Launches, chosen: np.ndarray) -> int:
 
 
 def per_step(seen: Launches, chosen: np.ndarray) -> float:
-    """How many of some events there are per step."""
+    """Number of chosen events per step."""
     return int(np.count_nonzero(chosen)) / seen.steps
 
 
 def spent_per_step(seen: Launches, chosen: np.ndarray) -> int:
-    """Time of some events, those that run at once counted each, in ns per step."""
+    """Summed time of the chosen events in ns per step; concurrent events each count."""
     return int(seen.length_ns[chosen].sum()) // seen.steps
 
 
 def step_ns(ledger: Ledger) -> float:
-    """Mean length of a step, at least 1 ns."""
+    """Mean step length in ns, at least 1."""
     return max(1.0, sum(step.total_ns for step in ledger.steps) / max(1, len(ledger.steps)))
 
 
 def busy_ns(ledger: Ledger) -> float:
-    """Mean time of a step in which the GPU runs anything, at least 1 ns."""
+    """Mean GPU busy time per step in ns, at least 1."""
     return max(1.0, sum(ledger.mean(name) for name in ledger.names if name.startswith("gpu_")))
 
 
 def by_prefetch(case: Case) -> tuple[str, ...]:
-    """The transform that takes batches ahead, where the workload carries the loader that it takes.
+    """The transform `prefetch`, if the steps ran on a GPU and the workload carries its loader.
 
-    It is for a GPU: on a CPU there is nothing to copy, and nothing that computes meanwhile.
+    On a CPU there is nothing to copy, and no device computes meanwhile.
     """
     on_gpu = case.ledger is not None and case.ledger.kind == "gpu"
     fed = case.workload is not None and case.workload.feed is not None
@@ -101,7 +101,7 @@ def by_prefetch(case: Case) -> tuple[str, ...]:
 
 
 class Named(NamedTuple):
-    """All events of one name: how many, and their time in ns, per step."""
+    """All events of one name: count and time in ns, per step."""
 
     name: str
     number: float
@@ -112,7 +112,7 @@ class Named(NamedTuple):
 
 
 def longest(seen: Launches, chosen: np.ndarray, most: int = 3) -> list[Named]:
-    """The names that take most time among some events, the longest first."""
+    """Names that take most time among the chosen events, longest first."""
     names = seen.trace.events.name[seen.rows[chosen]]
     kinds, place = np.unique(names, return_inverse=True)
     total = np.zeros(len(kinds), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Whether steps only ever get slower."""
+"""Detect steps that keep getting slower."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from steadytorch.findings.host_calls import steps_of
 from steadytorch.traces.steps import gpu_rows
 
 MOST_OVER_MEDIAN = 1.5
-"""The slowest part over the median one."""
+"""Minimum ratio of the slowest part to the median part."""
 PARTS = 10
 FEWEST = 5
-"""Parts: five in rising order are chance once in 120."""
+"""Minimum number of parts: five in rising order are chance once in 120."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What grows, over how many parts, from what time per step to what."""
+    """A rising series: its name, number of parts, and time per step at first and last."""
 
     what: str
     blocks: int
@@ -28,7 +28,7 @@ class Growth:
 
 
 def growth(case: Case) -> Growth | None:
-    """Growth of the timed samples, or of kernel time in steps of equally many kernels."""
+    """Growth of the timed samples, else of kernel time in steps with equal kernel counts."""
     if case.series is not None:
         samples = np.asarray(case.series.durations_ns, dtype=np.float64)
         return _grows("samples", samples)
@@ -38,7 +38,7 @@ def growth(case: Case) -> Growth | None:
     rows = gpu_rows(trace, ledger.device)
     places = steps_of(ledger, trace.events.end_ns[rows])
     counts = np.bincount(places[places >= 0], minlength=len(ledger.steps))
-    # More kernels are more work: no matter of clocks.
+    # More kernels mean more work, not a lower clock.
     if not len(counts) or counts.max() > 1.02 * counts.min():
         return None
     kernels = np.asarray([step.slices.get("gpu_kernel", 0) for step in ledger.steps], float)

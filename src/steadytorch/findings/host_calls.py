@@ -1,4 +1,4 @@
-"""Calls on the host in a trace: found by name, placed in steps, with the operator around them."""
+"""Locate host calls in a trace: by name, by step, and by the operator around them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Steady:
 
     Attributes:
         rows: the rows, int64, shape (rows,).
-        steps: how many steps are taken to be steady.
-        hit: how many of these hold such a row.
-        sure: whether the trace marks its steps; else its second half stands for steady ones.
-        early: rows that lie before.
+        steps: number of steps that count as steady.
+        hit: number of these steps that hold at least one row.
+        sure: whether the trace marks its steps; if not, its second half counts as steady.
+        early: number of rows before the steady steps.
     """
 
     rows: np.ndarray
@@ -35,7 +35,7 @@ class Steady:
 
 
 def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
-    """Place in `ledger.steps` of each moment, int64, shape as given; -1 outside of all steps."""
+    """Index in `ledger.steps` of each time, int64, shape as given; -1 outside all steps."""
     starts = np.asarray([step.start_ns for step in ledger.steps], dtype=np.int64)
     ends = np.asarray([step.end_ns for step in ledger.steps], dtype=np.int64)
     if not len(starts):
@@ -46,10 +46,10 @@ def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
 
 
 def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
-    """Which rows lie in steady steps.
+    """Select the rows that lie in steady steps.
 
-    The first of several marked steps may still warm up and is left out. So is a lone step that is
-    marked as the first of its run. Without marks the second half of the trace stands for them.
+    The first of several marked steps may still warm up and is excluded. Without marks, or with only
+    the first step of a run, the second half of the trace counts as steady.
     """
     begin = trace.events.start_ns[rows]
     if not ledger.marked or (len(ledger.steps) == 1 and ledger.steps[0].index == 0):
@@ -66,9 +66,9 @@ def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
 
 
 def callers(trace: Trace, rows: np.ndarray) -> list[str]:
-    """For each call the outermost operator around it, else the innermost annotation, else itself.
+    """Name the caller of each call: outermost operator, else innermost annotation, else the call.
 
-    Marks of steps are neither.
+    Step marks are ignored.
     """
     events, unmarked = trace.events, rf"(?!{MARK.pattern}$).*"
     operators = by_name(trace, (Category.CPU_OP,), unmarked)
@@ -92,14 +92,14 @@ def callers(trace: Trace, rows: np.ndarray) -> list[str]:
 
 
 def tally(trace: Trace, rows: np.ndarray, most: int = 3) -> str:
-    """How often each name occurs among rows: `cudaMalloc (12), cudaFree (3)`."""
+    """Format how often each name occurs among rows: `cudaMalloc (12), cudaFree (3)`."""
     counts = Counter(trace.name_of(int(row)) for row in rows)
     listed = [f"{name} ({count})" for name, count in counts.most_common(most)]
     return ", ".join([*listed, *(["..."] if len(counts) > most else [])])
 
 
 def spent_ns(trace: Trace, rows: np.ndarray) -> int:
-    """Time that rows cover on their threads, nested and repeated ones counted once."""
+    """Time that rows cover on their threads, in ns; overlapping rows count once."""
     events, total = trace.events, 0
     for thread in np.unique(events.thread[rows]):
         mine = rows[events.thread[rows] == thread]
@@ -111,7 +111,7 @@ def spent_ns(trace: Trace, rows: np.ndarray) -> int:
 
 
 def owned_ns(trace: Trace, ledger: Ledger, name: str, rows: np.ndarray) -> int:
-    """Of a slice of the ledger, what these rows own, over all steps."""
+    """Time in a ledger slice that these rows own, over all steps, in ns."""
     if name not in ledger.names:
         return 0
     owners, lengths = ledger.idle_of(name)
@@ -123,10 +123,10 @@ def _middle(ledger: Ledger) -> int:
 
 
 def unmarked(rule: str, what: str) -> Abstention:
-    """What a rule says of a trace that shows something which only matters in steady steps."""
+    """Abstention for an event that only matters in steady steps, in a trace without step marks."""
     return Abstention(
         rule,
-        f"{what} occurs early in a trace whose steps are not marked: it may be the warm-up",
+        f"{what} occurs early in a trace without step marks: it may be warm-up",
         "profile with torch.profiler.schedule(wait=1, warmup=2, active=5) and call prof.step() "
         "after every step",
     )

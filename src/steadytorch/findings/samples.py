@@ -1,4 +1,4 @@
-"""The unprofiled samples of a case, joined with what was recorded of the machine meanwhile."""
+"""The unprofiled samples of a case, joined with the recording of the machine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from steadytorch.measure.causes import attribute
 from steadytorch.measure.variability import Outlier, find_outliers
 from steadytorch.measure.warmup import steady_part
 
-RECORD = "run `steady explain WORKLOAD`: it times the workload and records the machine beside it"
-"""The recipe for whatever lacks a recording."""
+RECORD = "run `steady explain WORKLOAD`, which times the workload and records the machine"
+"""Advice of rules that lack a recording."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +23,14 @@ class Samples:
     """The steady part of a series. Times are ns on the clock of the recording.
 
     Attributes:
-        durations_ns: of one sample, which is the time of `group` iterations, float64, (samples,).
-        starts_ns: when each began, int64, (samples,).
-        host_ns: what the host took to enqueue each, float64, (samples,); empty for latencies.
-        group: iterations to a sample.
-        outliers: samples that stand out, with the cause that was seen; `index` counts from here.
-        recording: what was recorded.
-        clocks_mhz: of the GPU over each sample by its counter of cycles, float64, (samples,), NaN
-            where unknown; None where none was counted.
+        durations_ns: time of each sample, which is `group` iterations, float64, (samples,).
+        starts_ns: start of each, int64, (samples,).
+        host_ns: host time to enqueue each, float64, (samples,); empty for latencies.
+        group: iterations per sample.
+        outliers: outliers with their observed cause; `index` counts within this part.
+        recording: the recording of the machine.
+        clocks_mhz: GPU clock over each sample from the cycle counter, float64, (samples,), NaN
+            where unknown; None if not counted.
     """
 
     durations_ns: np.ndarray
@@ -43,7 +43,7 @@ class Samples:
 
     @property
     def median_ns(self) -> float:
-        """Of a sample."""
+        """Median time of a sample."""
         return float(np.median(self.durations_ns))
 
     @property
@@ -53,22 +53,22 @@ class Samples:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU did the work."""
+        """Whether the work ran on a GPU."""
         return self.recording.device != "cpu"
 
     @property
     def host_bound(self) -> bool:
         """Whether a delay of the host delays the step.
 
-        So it is on the CPU and for synchronised latencies. Of periods on a GPU it is where
-        enqueueing takes most of the period: otherwise the host is ahead and has time to spare.
+        True on the CPU and for synchronised latencies. For periods on a GPU it is true if
+        enqueueing takes most of the period; otherwise the host is ahead and has slack.
         """
         if not len(self.host_ns):
             return True
         return float(np.median(self.host_ns)) >= 0.8 * self.median_ns
 
     def caused_by(self, *causes: str) -> np.ndarray:
-        """Places of the slow outliers with one of these causes."""
+        """Indices of the slow outliers with one of these causes."""
         median = self.median_ns
         return np.asarray(
             [o.index for o in self.outliers if o.cause in causes and o.sample_ns > median],
@@ -76,23 +76,23 @@ class Samples:
         )
 
     def excess_ns(self, places: np.ndarray) -> float:
-        """What these samples took beyond the median, per iteration of the whole series."""
+        """Time of these samples beyond the median, in ns per iteration of the whole series."""
         beyond = self.durations_ns[places] - self.median_ns
         return float(beyond.clip(min=0).sum()) / self.steps
 
     def variance_share(self, places: np.ndarray) -> float | None:
-        """Of the squared distances from the median, those of these samples; None for none."""
+        """Share of these samples in the squared distances from the median; None without any."""
         squares = (self.durations_ns - self.median_ns) ** 2
         total = float(squares.sum())
         return float(squares[places].sum()) / total if total and len(places) else None
 
     def column(self, channel: str) -> np.ndarray | None:
-        """A channel at all ticks, int64, (ticks,); None where it was not recorded."""
+        """A channel at all ticks, int64, (ticks,); None if not recorded."""
         values = getattr(self.recording, channel)
         return np.asarray(values, dtype=np.int64) if values else None
 
     def level(self, channel: str) -> np.ndarray | None:
-        """How a channel stood at the end of each sample, int64, (samples,)."""
+        """Value of a channel at the end of each sample, int64, (samples,); None if not recorded."""
         column = self.column(channel)
         if column is None:
             return None
@@ -101,7 +101,7 @@ class Samples:
         return column[latest.clip(min=0)]
 
     def rises(self, channel: str) -> np.ndarray | None:
-        """What a counter rose by from tick to tick while steady, int64; None if unrecorded."""
+        """Increases of a counter from tick to tick while steady, int64; None if not recorded."""
         column = self.column(channel)
         if column is None:
             return None
@@ -109,14 +109,15 @@ class Samples:
         return np.diff(column[first : last + 1]).clip(min=0)
 
     def rise(self, channel: str) -> int | None:
-        """What a counter rose by while steady; None where it was not recorded."""
+        """Increase of a counter while steady; None if not recorded."""
         rises = self.rises(channel)
         return None if rises is None else int(rises.sum())
 
     def rate(self, channel: str) -> float | None:
-        """What a counter rose by per ns while steady; None where it was not recorded.
+        """Increase of a counter per ns while steady; None if not recorded.
 
-        Of the time between the same ticks: on a busy machine these may lie far outside the samples.
+        Counter and time are read at the same ticks: on a busy machine these may lie far outside the
+        samples.
         """
         rise = self.rise(channel)
         if rise is None:
@@ -126,7 +127,7 @@ class Samples:
         return rise / elapsed if elapsed else 0.0
 
     def _ticks(self) -> tuple[int, int]:
-        """The last tick before the steady part, and the first after it where there is one."""
+        """Indices of the last tick before the steady part, and of the first after it if any."""
         at = np.asarray(self.recording.at_ns, dtype=np.int64)
         end = self.starts_ns[-1] + int(self.durations_ns[-1])
         first = max(0, int(np.searchsorted(at, self.starts_ns[0], side="right")) - 1)
@@ -134,15 +135,15 @@ class Samples:
 
     @property
     def elapsed_ns(self) -> int:
-        """From the first steady sample's start to the last one's end."""
+        """Time from the start of the first steady sample to the end of the last."""
         return int(self.starts_ns[-1] - self.starts_ns[0]) + int(self.durations_ns[-1])
 
 
 @lru_cache(maxsize=1)
 def samples_of(case: Case) -> Samples | None:
-    """The samples of a case after their warm-up; None without any, or without a recording.
+    """Samples of a case after warm-up; None without samples or without a recording.
 
-    Outliers and their causes are found as `steady measure` finds them.
+    Outliers and their causes are found as in `steady measure`.
     """
     series = case.series
     if series is None or not series.durations_ns or series.recording is None:
@@ -169,13 +170,13 @@ def samples_of(case: Case) -> Samples | None:
 
 
 def unrecorded(rule: str, samples: Samples | None, channel: str, what: str) -> Abstention:
-    """Why a rule cannot tell that needs a channel of the recording.
+    """Abstention of a rule that lacks a channel of the recording.
 
     Args:
-        rule: its name.
-        samples: of the case, None where there are none.
-        channel: the channel that it needs.
-        what: the channel in words.
+        rule: name of the rule.
+        samples: samples of the case, None if there are none.
+        channel: the missing channel.
+        what: the channel as a noun, for the message.
     """
     if samples is None:
         return Abstention(rule, f"{what} was not recorded: there is no unprofiled run", RECORD)
@@ -183,5 +184,5 @@ def unrecorded(rule: str, samples: Samples | None, channel: str, what: str) -> A
     return Abstention(
         rule,
         f"{what} was not recorded: {reason}",
-        "run `steady explain WORKLOAD` where `steady doctor` shows it as observable",
+        "run `steady explain WORKLOAD` on a machine where `steady doctor` shows it as observable",
     )

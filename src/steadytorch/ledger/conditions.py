@@ -1,4 +1,4 @@
-"""Telemetry joined with the steps of a trace: how the machine stood during each."""
+"""Join telemetry with the steps of a trace."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from steadytorch.ledger.ledger import Ledger
 from steadytorch.traces.events import Trace
 
 CLOCK_DIFFERS = 0.01
-"""Part by which a clock must be below the median of the steps to be told: one step of 15 MHz."""
+"""Minimum drop of a clock below the median of the steps to be reported: one clock step of 15
+MHz."""
 IDLE_REASONS = frozenset({"gpu_idle", "idle"})
-"""Clock-event reasons that hold nothing back."""
+"""Clock-event reasons that do not hold the clock down."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What telemetry saw during one step; None where it was not recorded.
+    """Telemetry during one step; None where not recorded.
 
     Attributes:
-        sm_clock_mhz: mean clock of the GPU's multiprocessors.
-        power_watts: mean draw of the whole GPU.
-        reasons: what held the clock at any time.
-        other_gpu_processes: most processes of others on the GPU.
+        sm_clock_mhz: mean SM clock of the GPU.
+        power_watts: mean power of the whole GPU.
+        reasons: reasons that held the clock at any time.
+        other_gpu_processes: maximum number of other processes on the GPU.
         steal_ns: CPU time taken by other virtual machines, over all cores.
-        wait_ns: time the measured thread was ready to run and had no core.
-        gc_ns: time Python's garbage collector ran.
-        allocator_calls: segments that PyTorch's allocator requested or gave back.
-        compilations: frames that torch.compile began to compile.
+        wait_ns: time the measured thread was ready to run without a core.
+        gc_ns: running time of Python's garbage collector.
+        allocator_calls: segments that PyTorch's allocator requested or returned.
+        compilations: frames whose compilation by torch.compile began.
     """
 
     sm_clock_mhz: float | None = None
@@ -48,24 +49,24 @@ class Conditions:
 def join(
     trace: Trace, ledger: Ledger, recording: Recording, *, offset_ns: int
 ) -> tuple[Conditions, ...]:
-    """What a recording says about each step, in order.
+    """Conditions of each step, in order.
 
-    Counters are those between the ticks around a step: what happens beside it within a tick counts
-    too. The recording must cover the trace.
+    Counters use the ticks around a step, so other events within a tick count too. The recording
+    must cover the trace.
 
     Args:
-        trace: whose `origin_ns` puts its times on the clock of the world.
-        ledger: of that trace.
-        recording: taken meanwhile.
-        offset_ns: what to add to the recording's times to have unix time, as
-            `time.time_ns() - time.perf_counter_ns()`.
+        trace: trace whose `origin_ns` gives its unix time.
+        ledger: ledger of that trace.
+        recording: telemetry of the same period.
+        offset_ns: offset from the recording's times to unix time, as `time.time_ns() -
+            time.perf_counter_ns()`.
 
     Raises:
-        UsageError: The trace does not say when it began.
+        UsageError: the trace has no start time.
     """
     if trace.origin_ns is None:
         raise UsageError(
-            f"{trace.source or 'the trace'} does not say when it began: telemetry cannot be joined"
+            f"{trace.source or 'the trace'} has no start time: telemetry cannot be joined"
         )
     shift = trace.origin_ns - offset_ns
     return tuple(
@@ -96,7 +97,7 @@ def _within(recording: Recording, begin: int, end: int) -> Conditions:
 def _level(
     column: tuple[int, ...] | None, at: np.ndarray, begin: int, end: int
 ) -> np.ndarray | None:
-    """The values at the ticks within a step, or at the one before it; None where none are."""
+    """Values at the ticks within a step, else at the tick before it; None if there are none."""
     if not column:
         return None
     first, after = np.searchsorted(at, [begin, end], side="left")
@@ -106,7 +107,7 @@ def _level(
 
 
 def _rise(recording: Recording, channel: str, at: np.ndarray, begin: int, end: int) -> int | None:
-    """What a counter rose by around a step."""
+    """Increase of a counter around a step."""
     column = getattr(recording, channel)
     if not column:
         return None
@@ -127,14 +128,14 @@ COUNTED = (
     ("steal_ns", "other virtual machines took {} of CPU time", "{:.3f} ms", 1e-6),
     ("wait_ns", "the thread waited {} for a core", "{:.3f} ms", 1e-6),
     ("gc_ns", "garbage collection took {}", "{:.3f} ms", 1e-6),
-    ("allocator_calls", "calls of the allocator to the driver: {}", "{:.0f}", 1),
-    ("compilations", "frames that torch.compile compiled: {}", "{:.0f}", 1),
-    ("other_gpu_processes", "processes of others on the GPU: {}", "{:.0f}", 1),
+    ("allocator_calls", "allocator calls to the driver: {}", "{:.0f}", 1),
+    ("compilations", "frames compiled by torch.compile: {}", "{:.0f}", 1),
+    ("other_gpu_processes", "other processes on the GPU: {}", "{:.0f}", 1),
 )
 
 
 def unusual(conditions: Sequence[Conditions], place: int) -> list[str]:
-    """How the conditions of one step differ from those of the median step, one line each."""
+    """Differences of one step's conditions from the median step, one line each."""
     this = conditions[place]
     lines = []
     clocks = [c.sm_clock_mhz for c in conditions if c.sm_clock_mhz is not None]

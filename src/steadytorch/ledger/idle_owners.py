@@ -1,9 +1,8 @@
-"""Who owns each idle nanosecond of the GPU: what kept its next event from beginning earlier.
+"""Find the owner of each idle GPU nanosecond: the reason why the next event began no earlier.
 
-The next event is launched by one call of one thread. Until that call has returned, the host is what
-the GPU waits for, and of the host that thread, unless it does nothing while another works. From
-then on the event is in the queue and waits for the device. So the call that returns late is asked
-for its reasons, and time in blocking calls while the GPU is busy costs nothing.
+One call on one thread launches the next event. Until that call returns, the GPU waits for the host:
+for that thread, or for another one while that thread does nothing. After the return, the event is
+in the queue and waits for the device. Blocking calls during GPU work therefore cost nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from steadytorch.traces.intervals import (
 from steadytorch.traces.steps import CALLS, HOST, launch_rows
 
 LAUNCH_LIMIT_NS = 1_000_000
-"""Longest that the host may do one thing, or an event stay in the queue of an idle GPU, and have it
-called launching. An operator of PyTorch takes the host some 10 us and a launch a few, so a
-thousand times that is something else; and the GPU's time slices between processes are longer."""
+"""Maximum time that counts as launching, for one host activity or for an event in the queue of
+an idle GPU. A PyTorch operator takes the host some 10 us and a launch a few, so a thousand times
+that has another cause; the GPU's time slices between processes are longer."""
 
 ANYWHERE = (Evidence.PROFILER, Evidence.GC)
-"""Holds every thread: Python's lock, or the driver's."""
+"""Evidence that stops every thread, by Python's lock or the driver's."""
 IN_ORDER = (
     Evidence.DATA_WAIT,
     Evidence.COMPILE,
     Evidence.SYNCHRONISATION,
     Evidence.ALLOCATION,
 )
-"""Who is asked first where several last at once: the one that brought the others about."""
+"""Order of precedence if several last at once: the one that causes the others first."""
 
 
 NO_ROWS = np.empty(0, np.int64)
@@ -49,13 +48,13 @@ NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """Stretches of time with one owner each, sorted, none overlapping, shape (pieces,).
+    """Spans of time with one owner each, sorted, not overlapping, shape (pieces,).
 
     Attributes:
         start_ns: int64, from the trace's origin.
         end_ns: int64.
         slice: uint8, index into the ledger's `names`.
-        row: int64, row of the event that owns it; -1 where none is known.
+        row: int64, row of the event that owns it; -1 if unknown.
     """
 
     start_ns: np.ndarray
@@ -65,10 +64,10 @@ class Owned:
 
 
 class Share:
-    """Hands out stretches of time: whoever asks first gets it.
+    """Assign time to owners; the first claim gets it.
 
     Args:
-        time: what there is.
+        time: time to assign.
         names: the slices.
     """
 
@@ -78,12 +77,12 @@ class Share:
         self._given: list[Owned] = []
 
     def give(self, name: str, spans: Spans, rows: np.ndarray | int = -1) -> None:
-        """Gives what is left of these spans to a slice.
+        """Assign the rest of these spans to a slice.
 
         Args:
             name: the slice.
-            spans: what is asked for.
-            rows: the owner of each span, shape (spans,), or of all.
+            spans: claimed time.
+            rows: owner of each span, shape (spans,), or one owner of all.
         """
         if not len(self.left.start) or not len(spans.start):
             return
@@ -94,12 +93,12 @@ class Share:
         self.left = subtract(self.left, got)
 
     def owned(self) -> Owned:
-        """All that was given."""
+        """All assigned time."""
         return merged(self._given)
 
 
 def merged(several: list[Owned]) -> Owned:
-    """Several that do not overlap, as one."""
+    """Merge several that do not overlap into one."""
     if not several:
         return Owned(*NEVER, np.empty(0, np.uint8), np.empty(0, np.int64))
     order = np.argsort(np.concatenate([owned.start_ns for owned in several]), kind="stable")
@@ -112,12 +111,12 @@ def merged(several: list[Owned]) -> Owned:
 
 
 class Host:
-    """What the threads of the host did, looked up by thread.
+    """Activity of the host's threads, by thread.
 
     Args:
         trace: the trace.
         marks: rows of the step marks.
-        threads: those that the GPU may wait for, the main thread first.
+        threads: threads that the GPU may wait for, the main thread first.
     """
 
     def __init__(self, trace: Trace, marks: np.ndarray, threads: tuple[int, ...]) -> None:
@@ -132,40 +131,40 @@ class Host:
         self._of_any = {kind: self._apart(rows) for kind, rows in self._told.items()}
 
     def _apart(self, rows: np.ndarray) -> tuple[np.ndarray, Spans]:
-        """Rows, and the time of each; overlaps go to the first."""
+        """Rows and their time; overlaps go to the first."""
         places, spans = firsts(self.trace.events.start_ns[rows], self.trace.events.end_ns[rows])
         return rows[places], spans
 
     def evidence_of(self, kind: Evidence, thread: int | None) -> tuple[np.ndarray, Spans]:
-        """Rows, and the time of each, of one thread or of all; overlaps go to the first."""
+        """Rows and their time, of one thread or of all; overlaps go to the first."""
         if thread is None:
             return self._of_any[kind]
         return self._apart(self._told_by[kind].get(thread, NO_ROWS))
 
     def work_of(self, thread: int) -> np.ndarray:
-        """Rows of operators and calls of this thread, step marks left out."""
+        """Rows of the operators and calls of this thread, without step marks."""
         return self._work.get(thread, NO_ROWS)
 
     def busy(self, thread: int) -> Spans:
-        """When operators or calls of this thread were open."""
+        """Time in which operators or calls of this thread were open."""
         rows = self.work_of(thread)
         return union(self.trace.events.start_ns[rows], self.trace.events.end_ns[rows])
 
     @cached_property
     def quiet(self) -> Spans:
-        """Stretches longer than the limit in which nothing of the threads begins or ends.
+        """Spans longer than the limit in which no thread's activity begins or ends.
 
-        Those before the first event and after the last count too, however short.
+        Time before the first event and after the last counts too, however short.
         """
         events = self.trace.events
         rows = np.concatenate([*map(self.work_of, self.threads), self.marks])
         edges = np.sort(np.concatenate([events.start_ns[rows], events.end_ns[rows]]))
         start, end = np.concatenate([[-EVER], edges]), np.concatenate([edges, [EVER]])
-        # Not `end - start`: ever less minus ever does not fit.
+        # Not `end - start`: the difference of the limits overflows int64.
         return Spans(start, end).pick(start < end - LAUNCH_LIMIT_NS)
 
     def innermost(self, thread: int, moments: np.ndarray) -> np.ndarray:
-        """Rows of what a thread was in, Python included; where in nothing, the main thread."""
+        """Rows of a thread's innermost event, Python included; the main thread's if it has none."""
         events = self.trace.events
         found = np.full(len(moments), -1)
         for asked in (thread, self.threads[0]):
@@ -179,7 +178,7 @@ class Host:
 
     @cached_property
     def _shown(self) -> dict[int, np.ndarray]:
-        """All that lasts and tells what a thread was in, step marks left out, by thread."""
+        """Events with a duration that show a thread's activity, by thread, without step marks."""
         events = self.trace.events
         rows = events.of(*HOST, Category.ANNOTATION, Category.PYTHON)
         rows = rows[events.end_ns[rows] > events.start_ns[rows]]
@@ -198,14 +197,14 @@ def _by_thread(trace: Trace, rows: np.ndarray) -> dict[int, np.ndarray]:
 def own_idle(
     trace: Trace, idle: Spans, rows: np.ndarray, marks: np.ndarray, names: tuple[str, ...]
 ) -> Owned:
-    """One owner for every ns of `idle`.
+    """Assign one owner to every ns of `idle`.
 
     Args:
         trace: the trace.
-        idle: when none of `rows` runs, cut at the steps' ends.
+        idle: time without any of `rows`, cut at the ends of the steps.
         rows: events of the GPU, sorted.
         marks: the step marks, sorted.
-        names: of the slices, as `ledger.SLICES`.
+        names: slices, as `ledger.SLICES`.
     """
     events = trace.events
     place = np.searchsorted(events.start_ns[rows], idle.end)
@@ -238,7 +237,7 @@ def _main_thread(trace: Trace, marks: np.ndarray, call: np.ndarray) -> int:
 
 
 def _ask_host(share: Share, host: Host, own: int, gaps: Spans, call: np.ndarray) -> None:
-    """Why one thread launched no earlier: its own reasons, those of others while it did nothing."""
+    """Assign the time before a launch: to its thread's reasons, else to those of others."""
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
         share.give(_slice(kind), spans, rows)
@@ -248,7 +247,7 @@ def _ask_host(share: Share, host: Host, own: int, gaps: Spans, call: np.ndarray)
         share.give(_slice(kind), spans, rows)
     for kind in IN_ORDER:
         rows, spans = host.evidence_of(kind, None)
-        # Another thread's reason counts only where this one does nothing itself.
+        # Another thread's reason counts only while this thread does nothing.
         _, place, idling = crossings(subtract(share.left, busy), spans)
         share.give(_slice(kind), idling, rows[place])
     quiet = intersect(share.left, host.quiet)
@@ -264,7 +263,7 @@ def _slice(kind: Evidence) -> str:
 def _in_queue(
     trace: Trace, waits: Spans, event: np.ndarray, call: np.ndarray, names: tuple[str, ...]
 ) -> Owned:
-    """The time between the return of a launch and its beginning on the idle GPU."""
+    """Owners of the time from the return of a launch to its start on the idle GPU."""
     some = np.flatnonzero(waits.end > waits.start)
     waits, event = waits.pick(some), event[some]
     crossing = _waited_for_stream(trace)[np.maximum(call[some], 0)]
@@ -278,10 +277,9 @@ def _in_queue(
 
 
 def _waited_for_stream(trace: Trace) -> np.ndarray:
-    """For each row: whether it is a launch whose stream its thread just made wait for another.
+    """Mask of launches whose thread has just made their stream wait for another.
 
-    The call that makes a stream wait does not say which one: it is taken to be that of the next
-    launch of its thread.
+    The waiting call does not name its stream; it is taken to be that of the thread's next launch.
     """
     events = trace.events
     waits = by_name(trace, CALLS, WAITS.pattern)

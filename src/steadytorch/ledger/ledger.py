@@ -1,8 +1,8 @@
-"""Where each step's time went: slices that exclude each other and add up to the step.
+"""Cut each step into slices that exclude each other and add up to the step.
 
-The GPU's time goes by class; where classes overlap the first in `ON_GPU_FIRST` counts, so that
-copies and communication show only where no kernel hides them. Each idle nanosecond has one owner:
-see `owners`. A trace without GPU events is cut by what its operators did: see `operators`.
+GPU time goes by class. Where classes overlap, the first in `ON_GPU_FIRST` counts, so copies and
+communication show only where no kernel hides them. Each idle nanosecond has one owner: see
+`owners`. A trace without GPU events is cut by its operators: see `operators`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steadytorch.traces.kernel_names import communicates
 from steadytorch.traces.steps import CALLS, Step, busiest_device, find_steps, gpu_rows, step_marks
 
 ON_GPU_FIRST = ("gpu_kernel", "gpu_memcpy", "gpu_memset", "gpu_communication")
-"""Classes of GPU events, the first counts where they overlap."""
+"""Classes of GPU events; the first counts where they overlap."""
 SLICES = (
     "gpu_kernel",
     "gpu_communication",
@@ -36,24 +36,23 @@ SLICES = (
     "idle_profiler",
     "unknown",
 )
-"""What a step of a GPU's trace is cut into.
+"""Slices of a step in a GPU trace.
 
 - `gpu_kernel`, `gpu_memcpy`, `gpu_memset`, `gpu_communication`: the GPU worked.
 - `idle_data_wait`: the host was in the input pipeline.
-- `idle_synchronisation`: it waited for the GPU, which had already ended.
-- `idle_compile`: it compiled, tuned or loaded a kernel's code.
-- `idle_allocation`: it asked the driver for memory or gave some back.
+- `idle_synchronisation`: the host waited for the GPU, which had already finished.
+- `idle_compile`: the host compiled, autotuned or loaded a kernel.
+- `idle_allocation`: the host requested memory from the driver or returned it.
 - `idle_gc`: Python collected garbage.
-- `idle_launch`: it worked its way to the next launch, or the launch was on its way.
-- `idle_cross_stream`: the next event waited for one of another stream.
+- `idle_launch`: the host prepared the next launch, or the launch was on its way.
+- `idle_cross_stream`: the next event waited for another stream.
 - `idle_profiler`: the profiler saved its records.
-- `unknown`: nothing recorded says why; the owner is what the host was in.
-"""
+- `unknown`: no record gives a reason; the owner is the host's current event."""
 
 
 @dataclass(frozen=True)
 class GpuTotals:
-    """One GPU over the whole trace, marked steps or not.
+    """Totals of one GPU over the whole trace, with or without step marks.
 
     Attributes:
         busy_ns: time with any event running.
@@ -71,14 +70,14 @@ class Ledger:
     """Where the time of each step went.
 
     Attributes:
-        steps: in order; their `slices` add up to `total_ns` each, to the nanosecond.
-        owned: every idle nanosecond of every step once; of a "cpu" ledger every nanosecond.
+        steps: steps in order; the `slices` of each add up to `total_ns`, to the nanosecond.
+        owned: owners of every idle nanosecond; in a "cpu" ledger, of every nanosecond.
         gpu: totals of the GPU; None for a "cpu" ledger.
         kind: "gpu" or "cpu".
-        marked: whether the trace marks its steps; else the whole trace is one step.
-        names: the slices, `SLICES` or `CPU_SLICES`; `Owned.slice` counts in these.
+        marked: whether the trace marks its steps; if not, the whole trace is one step.
+        names: the slices, `SLICES` or `CPU_SLICES`; `Owned.slice` indexes them.
         device: index of the GPU; -1 for a "cpu" ledger.
-        notes: what a reader must know to judge it.
+        notes: caveats for the reader.
     """
 
     steps: tuple[Step, ...]
@@ -100,18 +99,18 @@ class Ledger:
         return sum(step.slices[name] for step in self.steps for name in names)
 
     def mean(self, *names: str) -> float:
-        """Time of these slices per step, in ns."""
+        """Mean time of these slices per step, in ns."""
         return self.total(*names) / len(self.steps) if self.steps else 0.0
 
     def share(self, *names: str) -> float:
-        """Part of the time of all steps that these slices take, 0 to 1."""
+        """Share of these slices in the time of all steps, 0 to 1."""
         return self.total(*names) / self.total_ns if self.total_ns else 0.0
 
     def idle_of(self, *names: str) -> tuple[np.ndarray, np.ndarray]:
         """The events that own these slices.
 
         Returns:
-            Rows (-1: nothing is known) and ns of each over all steps, int64, largest first.
+            Rows (-1 for unknown) and the ns of each over all steps, int64, largest first.
         """
         kinds = [self.names.index(name) for name in names]
         mine = np.isin(self.owned.slice, kinds)
@@ -123,11 +122,11 @@ class Ledger:
 
 
 def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
-    """Cuts every step into slices.
+    """Cut every step into slices.
 
     Args:
         trace: the trace.
-        device: index of the GPU; None for the one that works most. Ignored without GPU events.
+        device: index of the GPU; None for the busiest. Ignored without GPU events.
     """
     chosen = busiest_device(trace) if device is None or not len(trace.on_gpu) else device
     steps, marks = find_steps(trace, chosen)
@@ -166,7 +165,7 @@ def gpu_totals(trace: Trace, rows: np.ndarray) -> GpuTotals:
 
 
 def gpu_classes(trace: Trace, rows: np.ndarray) -> dict[str, Spans]:
-    """When each class of these events ran and none before it in `ON_GPU_FIRST` did."""
+    """Time in which each class of these events ran without a class before it in `ON_GPU_FIRST`."""
     category, name = trace.events.category[rows], trace.events.name[rows]
     used = np.unique(name[category == Category.KERNEL])
     exchanging = np.isin(name, [index for index in used if communicates(trace.names[index])])
@@ -181,11 +180,11 @@ def gpu_classes(trace: Trace, rows: np.ndarray) -> dict[str, Spans]:
 
 
 def exclusive(classes: dict[str, np.ndarray], trace: Trace) -> dict[str, Spans]:
-    """When events of each class lasted and none of a class before it did.
+    """Time in which events of each class ran without a class before it.
 
     Args:
         classes: rows by class, sorted; in order of priority.
-        trace: where they are.
+        trace: the trace.
     """
     found: dict[str, Spans] = {}
     taken = NEVER
@@ -199,7 +198,7 @@ def exclusive(classes: dict[str, np.ndarray], trace: Trace) -> dict[str, Spans]:
 def _filled(
     steps: tuple[Step, ...], names: tuple[str, ...], classes: dict[str, Spans], owned: Owned
 ) -> tuple[Step, ...]:
-    """The steps with their slices."""
+    """The steps with their slices filled in."""
     start = np.array([step.start_ns for step in steps], np.int64)
     end = np.array([step.end_ns for step in steps], np.int64)
     columns = {name: covered_ns(spans, start, end) for name, spans in classes.items()}
@@ -218,15 +217,15 @@ def _notes(trace: Trace, marks: np.ndarray, device: int | None) -> tuple[str, ..
     notes = []
     if not len(marks):
         notes.append(
-            "no step is marked: the whole trace counts as one step; "
-            "call the profiler's step() after each"
+            "no step marks: the whole trace counts as one step; call the profiler's step() after "
+            "each step"
         )
     devices = np.unique(trace.events.device[trace.on_gpu]).tolist()
     if len(devices) > 1:
         listed = ", ".join(map(str, devices))
-        notes.append(f"several GPUs in the trace ({listed}): the ledger is of GPU {device}")
+        notes.append(f"the trace has several GPUs ({listed}): the ledger is for GPU {device}")
     if device is None:
-        notes.append("no GPU events: the ledger is of the operators on the CPU")
+        notes.append("no GPU events: the ledger is for the operators on the CPU")
     return tuple(notes)
 
 
@@ -234,13 +233,13 @@ HOST_COLUMNS = (*ON_GPU_FIRST, "runtime", "dataloader", "cpu_exec", "other")
 
 
 def host_columns(trace: Trace, ledger: Ledger) -> tuple[dict[str, int], ...]:
-    """The steps cut as PyTorch's TensorBoard plug-in cut them, so that its figures can be compared.
+    """Cut the steps as PyTorch's TensorBoard plug-in did, for comparison with its figures.
 
-    What the GPU does not do goes to whatever the host did at that time, on any thread and whether
-    the GPU waited for it or not. `owned` is what says why the GPU was idle.
+    Time without GPU work goes to the host's activity on any thread, whether or not the GPU waited
+    for it. `owned` gives the reasons for idle time.
 
     Returns:
-        For each step ns by column of `HOST_COLUMNS`, which add up to the step.
+        For each step, ns by column of `HOST_COLUMNS`; the columns add up to the step.
     """
     events = trace.events
     ranges = events.of(Category.CPU_OP, Category.ANNOTATION)

@@ -1,4 +1,4 @@
-"""Where the time of a step without a GPU went: by what its operators do, and what lies between."""
+"""Cut the steps of a trace without GPU events by the work of its operators."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ CPU_SLICES = (
     "cpu_profiler",
     "unknown",
 )
-"""What a step of a trace without GPU events is cut into.
+"""Slices of a step in a trace without GPU events.
 
 - `cpu_compute`: convolutions, matrix products, attention, recurrent layers.
-- `cpu_elementwise`: element by element, reductions, normalisation, pooling, fused passes.
-- `cpu_copy`: copies, changes of layout, concatenation, gathering.
-- `cpu_operator`: all other operators: views, calling other operators, custom ones.
+- `cpu_elementwise`: elementwise operators, reductions, normalisation, pooling, fused passes.
+- `cpu_copy`: copies, layout changes, concatenation, gathering.
+- `cpu_operator`: all other operators: views, calls of other operators, custom ones.
 - `cpu_communication`: collectives between processes.
-- `cpu_allocation`: operators that do nothing but allocate.
+- `cpu_allocation`: operators that only allocate.
 - `cpu_data_wait`: the input pipeline, whatever it did.
-- `cpu_waiting`: a Python call that waits: sleep, lock, queue, pipe (known with stacks only).
+- `cpu_waiting`: a Python call that waits: sleep, lock, queue, pipe (only with stacks).
 - `cpu_compile`, `cpu_gc`, `cpu_profiler`: as in `ledger.SLICES`.
-- `cpu_python`: Python between operators; without stacks only where it is shorter than
-  `owners.LAUNCH_LIMIT_NS`.
-- `unknown`: nothing recorded says.
-"""
+- `cpu_python`: Python between operators; without stacks, only stretches shorter than
+`owners.LAUNCH_LIMIT_NS`.
+- `unknown`: no record gives a reason."""
 
 KINDS = (
     (
@@ -70,21 +69,21 @@ KINDS = (
     ("cpu_elementwise", r"aten::.*|.*fused.*|inductor.*|.*(norm|pool|softmax|relu|gelu).*"),
     ("cpu_operator", r".*"),
 )
-"""Slices of operators by their whole name; the first that fits decides."""
+"""Slices of operators, by a pattern for the whole name; the first match decides."""
 
 WAITING = re.compile(
     r"<built-in .*\b(sleep|acquire|poll|select|epoll|recv\w*|wait\w*|read|readinto|accept|join)\b.*"
     r"|.*\b(threading|queue|selectors|connection|subprocess|popen_fork|synchronize)\.py\(\d+\): "
     r"(wait|get|select|poll|join|acquire|_recv|recv\w*|_wait\w*|__enter__)"
 )
-"""Python frames that wait, as the profiler writes them."""
+"""Python frames that wait, by the profiler's names."""
 
 
 def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
-    """One owner for every ns of `time`.
+    """Assign one owner to every ns of `time`.
 
-    The thread of the step marks counts first, the innermost operator of it; where it is in none,
-    another thread's operator, as it may wait for that.
+    The innermost operator on the thread of the step marks comes first. Outside its operators,
+    another thread's operator owns the time, since the first may wait for it.
 
     Args:
         trace: a trace without GPU events.
@@ -115,7 +114,7 @@ def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
 
 
 _NATIVE = re.compile(r"<built-in .*")
-"""Calls out of Python, in which a thread may also wait for another."""
+"""Calls out of Python, in which a thread may wait for another."""
 
 
 def _slice(kind: Evidence) -> str:
@@ -123,7 +122,7 @@ def _slice(kind: Evidence) -> str:
 
 
 def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
-    """The thread of the step marks, then those with operators, those that work most first."""
+    """The thread of the step marks, then those with operators, busiest first."""
     events = trace.events
     rows = events.of(Category.CPU_OP)
     worked = np.bincount(
@@ -138,7 +137,7 @@ def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
 
 
 def _give_operators(share: Share, trace: Trace, rows: np.ndarray) -> None:
-    """Gives each operator of one thread the time that it does not spend in others."""
+    """Assign to each operator of one thread its time without nested operators."""
     events = trace.events
     rows = rows[events.end_ns[rows] > events.start_ns[rows]]
     owner, spans = self_times(events.start_ns[rows], events.end_ns[rows])
@@ -150,14 +149,14 @@ def _give_operators(share: Share, trace: Trace, rows: np.ndarray) -> None:
 
 
 def _kinds(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """The slice of each operator, as its place in `CPU_SLICES`."""
+    """Slice of each operator, as its index in `CPU_SLICES`."""
     names, place = np.unique(trace.events.name[rows], return_inverse=True)
     kinds = [CPU_SLICES.index(operator_slice(trace.names[name])) for name in names.tolist()]
     return np.array(kinds, dtype=np.int64)[place]
 
 
 def operator_slice(name: str) -> str:
-    """The slice of an operator's own time."""
+    """Slice of an operator's own time."""
     return next(kind for kind, fits in _COMPILED if fits(name))
 
 
@@ -165,7 +164,7 @@ _COMPILED = tuple((kind, re.compile(text, re.DOTALL).fullmatch) for kind, text i
 
 
 def _frames(trace: Trace, thread: int) -> tuple[np.ndarray, Spans]:
-    """Rows of a thread's innermost Python frames, and when."""
+    """Rows of a thread's innermost Python frames, and their time."""
     events = trace.events
     rows = events.of(Category.PYTHON)
     rows = rows[(events.thread[rows] == thread) & (events.end_ns[rows] > events.start_ns[rows])]
@@ -174,7 +173,7 @@ def _frames(trace: Trace, thread: int) -> tuple[np.ndarray, Spans]:
 
 
 def _matching(trace: Trace, rows: np.ndarray, pattern: re.Pattern[str]) -> np.ndarray:
-    """Which of these rows have a name that fits, as a mask."""
+    """Mask of the rows whose whole name matches."""
     names, place = np.unique(trace.events.name[rows], return_inverse=True)
     fits = [pattern.fullmatch(trace.names[name]) is not None for name in names.tolist()]
     return np.array(fits, dtype=bool)[place]

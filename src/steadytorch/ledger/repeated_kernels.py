@@ -1,4 +1,4 @@
-"""Kernels that come back in every step: which were added, and which only took longer."""
+"""Match kernels that recur in every step: find extra kernels and slower ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Repeats:
 
     Attributes:
         count: kernels of each step, int64, shape (steps,).
-        usual_ns: time that its kernels take in the median of the steps that have them, likewise;
-            steps differ in it because they run other kernels.
-        slower_ns: what its kernels took beyond that, less what was hidden by overlap.
+        usual_ns: summed median time of each step's kernels, shape (steps,); steps differ in it if
+            they run other kernels.
+        slower_ns: kernel time of each step beyond that, less overlap, shape (steps,).
         step: step of each kernel, shape (kernels,).
-        name: index into `Trace.names`, likewise.
-        over_ns: what each took beyond its median, float64, likewise.
-        typical_ns: that median, likewise.
-        everywhere: whether every step has it, likewise.
+        name: index into `Trace.names`, shape (kernels,).
+        over_ns: time of each kernel beyond its median, float64, shape (kernels,).
+        typical_ns: that median, shape (kernels,).
+        everywhere: whether every step has the kernel, shape (kernels,).
     """
 
     count: np.ndarray
@@ -37,7 +37,7 @@ class Repeats:
     everywhere: np.ndarray
 
     def extra(self, place: int) -> tuple[int, float] | None:
-        """Of the kernels that not every step has, the name that takes this step longest."""
+        """Among kernels that not every step has, the name with the most time in this step."""
         return self._most(place, np.where(self.everywhere, 0.0, self.typical_ns))
 
     def slowed(self, place: int) -> tuple[int, float] | None:
@@ -55,7 +55,7 @@ class Repeats:
 
 
 def repeats(trace: Trace, ledger: Ledger) -> Repeats:
-    """Matches the kernels of a GPU ledger's steps; a kernel belongs to the step it begins in."""
+    """Match the kernels of a GPU ledger's steps; a kernel belongs to the step it begins in."""
     events, count = trace.events, len(ledger.steps)
     rows = gpu_rows(trace, ledger.device)
     rows = rows[events.category[rows] == Category.KERNEL]
@@ -100,7 +100,7 @@ def _same(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _occurrence(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """How many of its group came before it in its step."""
+    """Number of earlier members of its group in its step."""
     pair = _same(group, step)
     order = np.argsort(pair, kind="stable")
     ordered = pair[order]
@@ -111,7 +111,7 @@ def _occurrence(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _medians(group: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The median of each value's group, and how many are in it."""
+    """Median of each value's group, and the size of the group."""
     order = np.lexsort((values, group))
     ordered, sorted_groups = values[order], group[order]
     first = np.searchsorted(sorted_groups, group, side="left")

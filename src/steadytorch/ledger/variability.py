@@ -1,4 +1,4 @@
-"""Which slices make the steps differ in length, and what was different in the slowest."""
+"""Attribute the variance of step times to slices, and describe the slowest steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from steadytorch.traces.events import Trace
 from steadytorch.traces.kernel_names import short
 
 FEWEST = 3
-"""Steps below which a covariance says nothing: two always correlate fully."""
+"""Minimum steps for a covariance: two steps always correlate fully."""
 SLOWEST = 5
-"""Slow steps that are named."""
+"""Maximum slow steps reported."""
 SLOW = 0.01
-"""A step that is slower than the median by less than this part of it is not slow."""
+"""Minimum excess of a slow step over the median step, as a share of it."""
 TOLD = 0.1
-"""Part of a step's excess that a difference must be to be told."""
+"""Minimum share of a step's excess for a difference to be reported."""
 NAME = 80
-"""Letters of an event's name that are shown."""
+"""Maximum characters shown of an event's name."""
 
 
 @dataclass(frozen=True)
 class KernelSplit:
-    """The kernels' part of the variance in two; they add up to `shares["gpu_kernel"]`.
+    """The kernels' share of the variance in two parts that add up to `shares["gpu_kernel"]`.
 
     Attributes:
         more_kernels: steps ran other kernels, or more or fewer of them.
@@ -40,14 +40,14 @@ class KernelSplit:
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A step that was slower than usual.
+    """A step slower than usual.
 
     Attributes:
         index: place in `Ledger.steps`.
-        name: of the step.
-        total_ns: how long it took.
-        over_median_ns: how much longer than the median step.
-        what: what was different, one line each with figures, the largest difference first.
+        name: name of the step.
+        total_ns: length of the step.
+        over_median_ns: excess over the median step.
+        what: differences with figures, one line each, largest first.
     """
 
     index: int
@@ -59,14 +59,14 @@ class SlowStep:
 
 @dataclass(frozen=True)
 class VarianceShares:
-    """Where the variance of the steps comes from.
+    """Sources of the steps' variance.
 
     Attributes:
-        shares: by slice, cov(slice, step) / var(step): they add up to 1, and one that makes up for
-            another is negative. None, with `reason`, where no such shares exist.
+        shares: cov(slice, step) / var(step) by slice. They add up to 1; a slice that compensates
+            another is negative. None, with `reason`, if undefined.
         reason: why `shares` is None; else None.
-        slowest: the slowest steps, the slowest first.
-        kernels: the part of `gpu_kernel` in two; None where `shares` is, and without a GPU.
+        slowest: slowest steps, slowest first.
+        kernels: the share of `gpu_kernel` in two parts; None without shares or without a GPU.
     """
 
     shares: dict[str, float] | None
@@ -78,14 +78,14 @@ class VarianceShares:
 def variance_shares(
     trace: Trace, ledger: Ledger, conditions: Sequence[Conditions] = ()
 ) -> VarianceShares:
-    """Attributes the variance of the steps to slices, and says what was different in the slowest.
+    """Attribute the variance of the steps to slices, and describe the slowest steps.
 
-    The slices of a step add up to it, so that their covariances with it add up to its variance.
+    The slices add up to the step, so their covariances with it add up to its variance.
 
     Args:
         trace: the trace.
-        ledger: of that trace.
-        conditions: what telemetry saw during each step, from `conditions.join`; may be empty.
+        ledger: ledger of that trace.
+        conditions: telemetry of each step, from `conditions.join`; may be empty.
     """
     total = np.array([step.total_ns for step in ledger.steps], np.float64)
     slices = {
@@ -93,7 +93,7 @@ def variance_shares(
         for name in ledger.names
     }
     if len(total) < FEWEST:
-        reason = f"{len(total)} steps: a variance needs {FEWEST}, better 10 and more"
+        reason = f"{len(total)} steps: variance shares need at least {FEWEST}, better 10"
         return VarianceShares(None, reason, (), None)
     again = repeats(trace, ledger) if ledger.kind == "gpu" else None
     slowest = _slowest(trace, ledger, total, slices, again, conditions)
@@ -157,7 +157,7 @@ def _differences(
 
 
 def _longest(trace: Trace, ledger: Ledger, place: int, name: str) -> str:
-    """The event that owns most of a slice within one step."""
+    """Describe the event that owns most of a slice in one step."""
     owned, step = ledger.owned, ledger.steps[place]
     mine = (owned.slice == ledger.names.index(name)) & (owned.row >= 0)
     mine &= (owned.start_ns >= step.start_ns) & (owned.end_ns <= step.end_ns)
@@ -166,18 +166,18 @@ def _longest(trace: Trace, ledger: Ledger, place: int, name: str) -> str:
     rows, which = np.unique(owned.row[mine], return_inverse=True)
     time = np.bincount(which, weights=(owned.end_ns - owned.start_ns)[mine])
     most = int(np.argmax(time))
-    return f" (most of it, {_ms(time[most])}: {trace.name_of(int(rows[most]))[:NAME]})"
+    return f" (mostly {trace.name_of(int(rows[most]))[:NAME]}, {_ms(time[most])})"
 
 
 def _kernel_lines(
     trace: Trace, again: Repeats, place: int, excess: float
 ) -> list[tuple[float, str]]:
-    """More kernels and slower kernels, apart."""
+    """Lines for extra kernels and for slower kernels."""
     lines = []
     more = float(again.usual_ns[place] - np.median(again.usual_ns))
     if more >= TOLD * excess:
         extra = int(again.count[place] - np.median(again.count))
-        text = f"gpu_kernel: {extra:+d} kernels than usual, worth {_ms(more)}"
+        text = f"gpu_kernel: {extra:+d} kernels, {_ms(more)} more"
         lines.append((more, text + _named(trace, again.extra(place))))
     slower = float(again.slower_ns[place] - np.median(again.slower_ns))
     if slower >= TOLD * excess:
@@ -191,7 +191,7 @@ def _kernel_lines(
 def _named(trace: Trace, kernel: tuple[int, float] | None) -> str:
     if kernel is None:
         return ""
-    return f"; most by {short(trace.names[kernel[0]])}, {_ms(kernel[1])}"
+    return f"; mostly {short(trace.names[kernel[0]])}, {_ms(kernel[1])}"
 
 
 def _ms(ns: float) -> str:

@@ -1,4 +1,4 @@
-"""What this device reaches, measured a few times and kept in a small file."""
+"""Measured limits of this device, improved over several runs and cached in a small file."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from steadytorch.errors import UnsupportedError
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-"""Of the file and of how rates are measured; another number is another file."""
+"""Version of the file and of the measurement; each version has its own file."""
 COPY = "copy"
-"""Stands for the copy where types are listed."""
+"""Name of the copy bandwidth among the types."""
 OCCASIONS = 10
-"""How often a rate is measured, in runs of their own, before it is taken to be known."""
+"""Number of runs that measure a rate before it counts as known."""
 _MOST_BYTES = 1 << 16
 _TF32_CAPABILITY = 8
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates that this device was seen to reach.
+    """Best rates measured on this device.
 
     Attributes:
-        device: its name.
-        copy_bandwidth_bytes_per_s: read plus written, of a copy within its memory; None where it
+        device: name of the device.
+        copy_bandwidth_bytes_per_s: bytes read plus written by a copy within its memory; None if it
             could not be measured.
-        matrix_flops_per_s: of a large matrix product, by type as "bfloat16"; "float32" is without
-            TF32, which is "tf32".
-        unknown: what could not be measured, with the reason: "copy" or a type.
+        matrix_flops_per_s: rate of a large matrix product by type, such as "bfloat16"; "float32" is
+            without TF32, which is "tf32".
+        unknown: reason for each missing rate: "copy" or a type.
     """
 
     device: str
@@ -48,23 +48,23 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The file: the best seen so far, and on how many occasions each was measured."""
+    """Content of the file: best rates so far, and the number of runs that measured each."""
 
     rates: Rates
     occasions: dict[str, int] = {}
 
 
 def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
-    """The best of ten occasions; for use inside a worker process.
+    """Return the best rates of ten runs; call it inside a worker process.
 
-    About 0.3 s for each type and for the copy, until all have been measured on ten occasions:
-    other load can only make them slower. A file that is missing or broken counts for nothing; one
-    that cannot be written is done without. Delete `$XDG_CACHE_HOME/steadytorch/rates` to have all
-    measured again.
+    Each type, and the copy, takes about 0.3 s until ten runs have measured it; other load can only
+    lower a rate. A missing or broken file is ignored, and so is a failed write. Delete
+    `$XDG_CACHE_HOME/steadytorch/rates` to measure again.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        dtypes: floating-point types, as "bfloat16"; "float32" brings "tf32" where there is TF32.
+        dtypes: floating-point types, such as "bfloat16"; "float32" adds "tf32" if the device has
+            it.
 
     Raises:
         UsageError: `device` or a type is malformed.
@@ -87,7 +87,7 @@ def _wanted(facts: DeviceFacts, dtypes: Sequence[str]) -> list[str]:
 
 
 def _improved(known: _Kept, device: str, wanted: list[str]) -> _Kept:
-    """With what was not yet measured often enough measured once more; failures are not counted."""
+    """Measure rates with too few runs once more; failures do not count as runs."""
     best, occasions = dict(known.rates.matrix_flops_per_s), dict(known.occasions)
     if known.rates.copy_bandwidth_bytes_per_s is not None:
         best[COPY] = known.rates.copy_bandwidth_bytes_per_s
@@ -124,7 +124,7 @@ def _matrix_rate(device: str, dtype: str) -> float:
 
 
 def _path(device: str, facts: DeviceFacts) -> Path | None:
-    """The file of this device, this software and this number of threads; None without a home."""
+    """File for this device, software and number of threads; None without a cache folder."""
     import torch
 
     threads = torch.get_num_threads() if facts.device == "cpu" else 0
@@ -135,7 +135,7 @@ def _path(device: str, facts: DeviceFacts) -> Path | None:
 
 
 def _read(path: Path | None) -> _Kept | None:
-    """What the file says; None where there is none, or none that can be used."""
+    """Content of the file; None if it is missing or unusable."""
     if path is None:
         return None
     try:
@@ -146,14 +146,14 @@ def _read(path: Path | None) -> _Kept | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        logger.debug("rates are measured anew, %s cannot be used: %s", path, error)
+        logger.debug("measuring rates again, cannot use %s: %s", path, error)
         return None
     found = [kept.rates.copy_bandwidth_bytes_per_s, *kept.rates.matrix_flops_per_s.values()]
     return kept if all(rate is None or 0 < rate < 1e20 for rate in found) else None
 
 
 def _write(path: Path, kept: _Kept) -> None:
-    """Replaces the file: who reads meanwhile sees the old one or the new one."""
+    """Replace the file atomically: concurrent readers see the old or the new one."""
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,4 +165,4 @@ def _write(path: Path, kept: _Kept) -> None:
                 temporary.unlink()
             raise
     except OSError as error:
-        logger.debug("rates are not kept, %s cannot be written: %s", path, error)
+        logger.debug("rates not cached, cannot write %s: %s", path, error)

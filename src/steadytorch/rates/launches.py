@@ -1,4 +1,4 @@
-"""Who launched what: GPU events joined with the host's call and the operator around it."""
+"""Join GPU events with the host call and the operator that launched them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from steadytorch.traces.steps import gpu_rows, launch_rows
 
 @dataclass(frozen=True, eq=False)
 class Operators:
-    """The operators of a trace, nested as they called each other.
+    """The operators of a trace and their nesting.
 
     Attributes:
-        trace: where they are.
-        parent: the row of the calling operator, for every row of the trace, int64; -1 where there
-            is none, and for what is no operator.
+        trace: the trace.
+        parent: row of the calling operator for every row of the trace, int64; -1 if there is none,
+            and for rows that are not operators.
     """
 
     trace: Trace
     parent: np.ndarray
 
     def at(self, threads: np.ndarray, moments: np.ndarray) -> np.ndarray:
-        """The innermost operator open on each thread at each moment; -1 where none is."""
+        """The innermost operator open on each thread at each time; -1 if there is none."""
         found = np.full(len(moments), -1, dtype=np.int64)
         for rows in _by_thread(self.trace):
             mine = np.flatnonzero(threads == self.trace.events.thread[rows[0]])
@@ -40,7 +40,7 @@ class Operators:
         return found
 
     def own_ns(self) -> np.ndarray:
-        """Time that each operator spent itself, not in those it called; int64, by row."""
+        """Time of each operator without the operators it called; int64, by row."""
         own = np.zeros(len(self.trace.events), dtype=np.int64)
         for rows in _by_thread(self.trace):
             events = self.trace.events
@@ -50,7 +50,7 @@ class Operators:
 
     @cached_property
     def works(self) -> tuple[np.ndarray, tuple[Work, ...]]:
-        """Index into the works, by row, -1 where unknown; every work once."""
+        """Index of each row's work, -1 if unknown; and the distinct works."""
         events = self.trace.events
         rows = events.of(Category.CPU_OP)
         pairs, which = np.unique(
@@ -70,10 +70,10 @@ class Operators:
 
     @cached_property
     def charged(self) -> np.ndarray:
-        """The operator whose known work each operator is a part of, itself or one that called it.
+        """The operator with known work that each operator belongs to: itself or a caller.
 
-        int64, by row; -1 where no such work is known. Work that a wrapper passes on to an operator
-        whose work is known too is that operator's alone.
+        int64, by row; -1 if the work is unknown. If a wrapper calls an operator whose work is known
+        too, that operator alone has the work.
         """
         known = self.works[0] >= 0
         wraps = self.named(WRAPPERS)
@@ -86,7 +86,7 @@ class Operators:
         return self.nearest(known & ~(wraps & covers))
 
     def nearest(self, wanted: np.ndarray) -> np.ndarray:
-        """The first wanted operator among each one itself, its caller, and so on; -1 for none.
+        """The first wanted operator among each row, its caller, and so on; -1 if there is none.
 
         Args:
             wanted: by row of the trace, bool.
@@ -98,7 +98,7 @@ class Operators:
         return found
 
     def named(self, names: Collection[str]) -> np.ndarray:
-        """Which rows are operators of these names, as a mask."""
+        """Mask of the rows that are operators with these names."""
         places = [place for place, name in enumerate(self.trace.names) if name in names]
         events = self.trace.events
         return np.isin(events.name, places) & (events.category == Category.CPU_OP)
@@ -106,7 +106,7 @@ class Operators:
 
 @lru_cache(maxsize=1)
 def operators_of(trace: Trace) -> Operators:
-    """The operators of a trace; the last one asked for is kept."""
+    """Operators of a trace; the last result is cached."""
     parent = np.full(len(trace.events), -1, dtype=np.int64)
     for rows in _by_thread(trace):
         places = parents(trace.events.start_ns[rows], trace.events.end_ns[rows])
@@ -116,14 +116,14 @@ def operators_of(trace: Trace) -> Operators:
 
 @dataclass(frozen=True, eq=False)
 class Launches:
-    """The GPU events of the steps of a ledger. Arrays have the shape (events,), in order of start.
+    """GPU events of a ledger's steps. Arrays have shape (events,), in order of start.
 
     Attributes:
-        trace: where they are.
-        ledger: whose steps and device they are of.
-        rows: of `trace.events`.
-        call: the row of the call that launched each; -1 where there is none.
-        operator: the row of the innermost operator around that call; -1 where there is none.
+        trace: the trace.
+        ledger: ledger that defines the steps and the device.
+        rows: rows of `trace.events`.
+        call: row of the call that launched each; -1 if there is none.
+        operator: row of the innermost operator around that call; -1 if there is none.
     """
 
     trace: Trace
@@ -134,34 +134,34 @@ class Launches:
 
     @property
     def steps(self) -> int:
-        """How many steps there are; at least 1."""
+        """Number of steps, at least 1."""
         return max(1, len(self.ledger.steps))
 
     @cached_property
     def start_ns(self) -> np.ndarray:
-        """When each began, int64."""
+        """Start of each event, int64."""
         return self.trace.events.start_ns[self.rows]
 
     @cached_property
     def end_ns(self) -> np.ndarray:
-        """When each ended, int64."""
+        """End of each event, int64."""
         return self.trace.events.end_ns[self.rows]
 
     @cached_property
     def length_ns(self) -> np.ndarray:
-        """How long each took, int64."""
+        """Length of each event, int64."""
         return self.end_ns - self.start_ns
 
     def of(self, *categories: Category) -> np.ndarray:
-        """Which are of these categories, as a mask."""
+        """Mask of the events in these categories."""
         return np.isin(self.trace.events.category[self.rows], categories)
 
     def named(self, tells: Callable[[str], bool]) -> np.ndarray:
-        """Whose names satisfy a test, as a mask."""
+        """Mask of the events whose names satisfy a test."""
         return self._satisfy(tells, self.rows)
 
     def called(self, tells: Callable[[str], bool]) -> np.ndarray:
-        """Which were launched by calls whose names satisfy a test, as a mask."""
+        """Mask of the events launched by calls whose names satisfy a test."""
         return self._satisfy(tells, self.call) & (self.call >= 0)
 
     def _satisfy(self, tells: Callable[[str], bool], rows: np.ndarray) -> np.ndarray:
@@ -174,14 +174,14 @@ class Launches:
 
 @lru_cache(maxsize=1)
 def launches_of(trace: Trace, ledger: Ledger) -> Launches:
-    """Joins the GPU events of a ledger's steps and device; the last one asked for is kept."""
+    """Join the GPU events of a ledger's steps and device; the last result is cached."""
     events = trace.events
     rows = gpu_rows(trace, ledger.device)
     if ledger.steps:
         first, last = ledger.steps[0].start_ns, ledger.steps[-1].end_ns
         rows = rows[(events.start_ns[rows] >= first) & (events.start_ns[rows] < last)]
     call = launch_rows(trace, rows)
-    # Its middle: with whole microseconds the ends of a call touch those of its neighbours.
+    # Use the middle: in whole microseconds, the ends of a call touch its neighbours.
     middle = (events.start_ns[call] + events.end_ns[call]) // 2
     operator = operators_of(trace).at(events.thread[call], middle)
     operator[call < 0] = -1
@@ -189,7 +189,7 @@ def launches_of(trace: Trace, ledger: Ledger) -> Launches:
 
 
 def _by_thread(trace: Trace) -> list[np.ndarray]:
-    """Rows of operators that last, for each thread, in order."""
+    """Rows of operators with a duration, for each thread, in order."""
     events = trace.events
     rows = events.of(Category.CPU_OP)
     rows = rows[events.end_ns[rows] > events.start_ns[rows]]

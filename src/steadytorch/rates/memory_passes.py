@@ -1,8 +1,8 @@
-"""Operations and bytes of operators that pass over memory: elementwise, copies, sums, pooling.
+"""Operations and bytes of memory passes: elementwise operators, copies, reductions, pooling.
 
-As in `products`, each input is read once and each output written once, the least there can be.
+As in `products`, bytes are the minimum: each input is read once and each output written once.
 Operations are the arithmetic steps of the definition for each element; a function such as `exp`
-counts as one. They never decide what bounds such an operator.
+counts as one. They never decide the bound of these operators.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Elementwise(NamedTuple):
 
     Attributes:
         flops: arithmetic steps per element.
-        in_place: whether the first input is written to, instead of a new tensor.
+        in_place: whether the first input is overwritten, instead of a new tensor written.
         reads_first: whether the first input is read.
-        item_bytes: of the result; None for that of the inputs.
+        item_bytes: element size of the result; None for that of the inputs.
     """
 
     flops: int = 1
@@ -32,10 +32,10 @@ class Elementwise(NamedTuple):
     item_bytes: int | None = None
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Reads all tensors, writes the result."""
+        """Operations and bytes: all tensors are read, the result is written."""
         tensors = given.tensors()
         if not tensors or (self.in_place and tensors[0] != 0):
-            raise NotRecordedError("no tensor is among the inputs")
+            raise NotRecordedError("no input is a tensor")
         read = sum(given.bytes(place) for place in tensors[0 if self.reads_first else 1 :])
         if self.in_place:
             elements = given.elements(0)
@@ -46,8 +46,8 @@ class Elementwise(NamedTuple):
 
 
 def _promoted_bytes(given: Operands, tensors: list[int]) -> int:
-    """Size of the result's elements, by PyTorch's promotion among floating-point types."""
-    # Tensors without dimensions take part only where there is no other.
+    """Element size of the result, by PyTorch's promotion among floating-point types."""
+    # Tensors without dimensions count only if there are no others.
     deciding = [place for place in tensors if given.shape(place)] or tensors
     kinds = [given.kind(place) for place in deciding]
     floating = [place for place in deciding if given.kind(place) in _REDUCED_PRECISION]
@@ -60,10 +60,9 @@ class Sweep(NamedTuple):
     """Reads some inputs and writes a result as large as one of them.
 
     Attributes:
-        reads: positions; those that hold no tensor are passed over.
-        like: the position of the input that the result is as large as; None for a result that is
-            small beside the input.
-        flops: per element of the first input.
+        reads: positions; those without a tensor are skipped.
+        like: position of the input with the result's size; None if the result is small.
+        flops: operations per element of the first input.
     """
 
     reads: tuple[int, ...] = (0,)
@@ -71,7 +70,7 @@ class Sweep(NamedTuple):
     flops: int = 1
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Elements of the first input times steps; what is read and written."""
+        """Operations on the elements of the first input; bytes read and written."""
         moved = given.bytes_if_tensor(*self.reads)
         if self.like is not None:
             moved += given.elements(self.like) * given.item_bytes(self.like)
@@ -79,13 +78,13 @@ class Sweep(NamedTuple):
 
 
 class Pooling(NamedTuple):
-    """Windows over the last dimensions; positions of the schema.
+    """Pooling over windows of the last dimensions; positions are those of the schema.
 
     Attributes:
-        dimensions: how many are pooled.
-        ceil: the position of `ceil_mode`.
-        dilation: its position, None where there is none.
-        index_bytes: written for each result beside it.
+        dimensions: number of pooled dimensions.
+        ceil: position of `ceil_mode`.
+        dilation: position of the dilation; None if there is none.
+        index_bytes: bytes of the index written with each result.
     """
 
     dimensions: int
@@ -102,13 +101,13 @@ class Pooling(NamedTuple):
         padding = given.integers(3, count)
         dilation = [1] * count if self.dilation is None else given.integers(self.dilation, count)
         if not len(kernel) == len(padding) == len(dilation) == count < len(image) or 0 in stride:
-            raise NotRecordedError("not the settings of pooling")
+            raise NotRecordedError("invalid pooling settings")
         parts = zip(image[-count:], kernel, stride, padding, dilation, strict=True)
         sizes = []
         for size, window, by, pad, wide in parts:
             room = size + 2 * pad - wide * (window - 1) - 1
             steps = -(-room // by) if given.flag(self.ceil) else room // by
-            # A window that would begin beyond the input and its padding is left out.
+            # A window that would begin beyond the input and its padding is omitted.
             sizes.append(steps if steps * by >= size + pad else steps + 1)
         outputs = math.prod(image[:-count]) * math.prod(sizes)
         size = given.item_bytes(0) + self.index_bytes
@@ -119,25 +118,25 @@ def adaptive_pooling(given: Operands) -> tuple[int, int]:
     """Averages over the last two dimensions to a given size."""
     image, sizes = given.shape(0), given.integers(1, 2)
     if len(image) < 3 or len(sizes) != 2:
-        raise NotRecordedError("not the settings of pooling")
+        raise NotRecordedError("invalid pooling settings")
     outputs = math.prod(image[:-2]) * math.prod(sizes)
     return given.elements(0), given.bytes(0) + outputs * given.item_bytes(0)
 
 
 def rows_by_index(given: Operands) -> tuple[int, int]:
-    """`index_select`: reads and writes the rows chosen, reads the indices."""
+    """`index_select`: reads and writes the selected rows, reads the indices."""
     shape, dimension = given.shape(0), given.integer(1)
     if not -len(shape) <= dimension < len(shape) or not shape:
-        raise NotRecordedError("not a dimension of the input")
+        raise NotRecordedError("invalid dimension of the input")
     row = math.prod(shape) // max(1, shape[dimension]) * given.item_bytes(0)
     return 0, 2 * row * given.elements(2) + given.bytes(2)
 
 
 def generated(given: Operands) -> tuple[int, int]:
-    """A pointwise or reducing kernel of Inductor: each tensor it is given, read or written once."""
+    """A pointwise or reduction kernel of Inductor: each tensor is read or written once."""
     tensors = given.tensors()
     if not tensors:
-        raise NotRecordedError("no tensor is among the inputs")
+        raise NotRecordedError("no input is a tensor")
     return 0, sum(given.bytes(place) for place in tensors)
 
 
@@ -213,7 +212,7 @@ WRAPPED_PASSES: dict[str, Formula] = {
     "aten::max_pool2d": Pooling(2, ceil=5, dilation=4),
     "aten::adaptive_avg_pool2d": adaptive_pooling,
 }
-"""Operators that call one of the above, or do the work themselves in some version of PyTorch."""
+"""Operators that call one of the above, or do the work themselves in some versions of PyTorch."""
 
 GENERATED = ("triton_poi_", "triton_red_", "triton_per_")
-"""How the names of Inductor's pointwise and reducing kernels begin."""
+"""Name prefixes of Inductor's pointwise and reduction kernels."""

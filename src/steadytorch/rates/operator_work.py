@@ -1,4 +1,4 @@
-"""What an operator has to do at the least: bytes moved and floating-point operations."""
+"""Minimum work of an operator: bytes moved and floating-point operations."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from steadytorch.rates.products import PRODUCTS, WRAPPED_PRODUCTS
 from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
 
 WRAPPERS = frozenset({*WRAPPED_PRODUCTS, *WRAPPED_PASSES})
-"""Operators whose work is that of an operator they call, where such a call is seen."""
+"""Operators whose work belongs to an operator they call, if the trace shows that call."""
 MATRIX = frozenset({*PRODUCTS, *WRAPPED_PRODUCTS})
-"""Products: operators that tensor cores can take."""
+"""Products: operators that can use tensor cores."""
 
 _FORMULAS = PRODUCTS | WRAPPED_PRODUCTS | PASSES | WRAPPED_PASSES
 
 
 class Work(NamedTuple):
-    """What an operator has to do.
+    """Minimum work of an operator.
 
     Attributes:
-        flops: floating-point operations; one multiplication and addition are two.
+        flops: floating-point operations; one multiplication and one addition are two.
         bytes: read from and written to the device's memory, each operand once.
-        dtype: of the first tensor, as "bfloat16"; None if it is not of a floating-point type.
+        dtype: type of the first tensor, such as "bfloat16"; None if it is not floating-point.
     """
 
     flops: int
@@ -31,13 +31,13 @@ class Work(NamedTuple):
 
 
 def work_of(name: str, inputs: dict[str, Any] | None) -> Work | None:
-    """The work of one call of an operator; None where it, or an input it needs, is unknown.
+    """Work of one operator call; None if the operator or a required input is unknown.
 
-    Formulas and their sources stand in `products` and `passes`.
+    Formulas and their sources are in `products` and `passes`.
 
     Args:
-        name: the operator's, as "aten::addmm".
-        inputs: as recorded, an entry of `Trace.inputs`.
+        name: name of the operator, such as "aten::addmm".
+        inputs: an entry of `Trace.inputs`.
     """
     formula = generated if name.startswith(GENERATED) else _FORMULAS.get(name)
     if formula is None or inputs is None:

@@ -1,10 +1,10 @@
 """Operations and bytes of products: convolutions, matrix products, attention.
 
 Every function maps an operator's recorded inputs to (floating-point operations, bytes). One
-multiplication and one addition are two operations, and biases are not counted, as in PyTorch's
-`torch.utils.flop_counter`.
-Bytes are the least traffic with the device's memory: each input is read once, each output written
-once (S. Williams, A. Waterman, D. Patterson, "Roofline", Communications of the ACM 52(4), 2009).
+multiplication and one addition are two operations. Biases are not counted, as in PyTorch's
+`torch.utils.flop_counter`. Bytes are the minimum traffic with the device's memory: each input is
+read once, each output written once (S. Williams, A. Waterman, D. Patterson, "Roofline",
+Communications of the ACM 52(4), 2009).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Formula = Callable[[Operands], tuple[int, int]]
 
 
 class Convolution(NamedTuple):
-    """Where a convolution's schema has its arguments; None where it has no such argument."""
+    """Positions of a convolution's arguments in its schema; None if it lacks the argument."""
 
     bias: int | None = 2
     stride: int = 3
@@ -31,14 +31,14 @@ class Convolution(NamedTuple):
     added: int | None = None
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Operations of a convolution: two per output element and weight that reaches it.
+        """Two operations per output element and weight that contributes to it.
 
-        Transposed, it is two per input element and weight that it reaches.
+        Transposed: two per input element and weight that it contributes to.
         """
         image, weight = given.shape(0), given.shape(1)
         spatial = len(weight) - 2
         if len(image) not in (spatial + 1, spatial + 2) or spatial < 1:
-            raise NotRecordedError("not the shapes of a convolution")
+            raise NotRecordedError("invalid shapes of a convolution")
         transposed = self.transposed
         if not isinstance(transposed, bool):
             transposed = given.flag(transposed)
@@ -55,7 +55,7 @@ class Convolution(NamedTuple):
     def _sizes(
         self, given: Operands, image: tuple[int, ...], kernel: tuple[int, ...], transposed: bool
     ) -> list[int]:
-        """Spatial sizes of the output, by the formulas of `torch.nn.Conv2d` and its transpose."""
+        """Spatial output sizes, by the formulas of `torch.nn.Conv2d` and its transpose."""
         count = len(image)
         stride = given.integers(self.stride, count)
         padding = given.integers(self.padding, count)
@@ -64,7 +64,7 @@ class Convolution(NamedTuple):
         if transposed and self.output_padding is not None:
             extra = given.integers(self.output_padding, count)
         if not len(stride) == len(padding) == len(dilation) == len(extra) or 0 in stride:
-            raise NotRecordedError("not the settings of a convolution")
+            raise NotRecordedError("invalid settings of a convolution")
         parts = zip(image, kernel, stride, padding, dilation, extra, strict=True)
         if transposed:
             return [(i - 1) * s - 2 * p + d * (k - 1) + e + 1 for i, k, s, p, d, e in parts]
@@ -72,7 +72,7 @@ class Convolution(NamedTuple):
 
 
 def convolution_backward(given: Operands) -> tuple[int, int]:
-    """The gradients that the mask asks for: of input and weight, each as many as forward."""
+    """Gradients of input and weight as the mask requests; each costs as much as forward."""
     outputs, inputs, per_output = given.elements(0), given.elements(1), given.shape(2)[1:]
     forward = 2 * (inputs if given.flag(7) else outputs) * math.prod(per_output)
     mask = given.flags(10)
@@ -80,7 +80,7 @@ def convolution_backward(given: Operands) -> tuple[int, int]:
         raise NotRecordedError("no mask of gradients")
     of_input, of_weight, of_bias = mask
     moved = given.bytes(0)
-    # Either needs the other operand, and writes a gradient of its own operand's size.
+    # Each gradient reads the other operand and has the size of its own.
     moved += (of_input + of_weight) * (given.bytes(1) + given.bytes(2))
     return forward * (of_input + of_weight), moved + of_bias * given.shape(2)[0] * given.item_bytes(
         0
@@ -88,7 +88,7 @@ def convolution_backward(given: Operands) -> tuple[int, int]:
 
 
 class Product(NamedTuple):
-    """A matrix product `left @ right`, to which `added` may be added; positions of the schema."""
+    """A matrix product `left @ right`, optionally plus `added`; positions of the schema."""
 
     left: int = 0
     right: int = 1
@@ -108,20 +108,20 @@ class Product(NamedTuple):
 
 
 def _product_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, int]:
-    """Elements of the result and length of the sums, broadcast as `torch.matmul` does."""
+    """Elements of the result and length of the sums, broadcast as in `torch.matmul`."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
     depth = right[-2] if len(right) > 1 else right[-1] if right else -1
     if not left or left[-1] != depth:
-        raise NotRecordedError("not the shapes of a matrix product")
+        raise NotRecordedError("invalid shapes of a matrix product")
     return math.prod(broadcast(left[:-2], right[:-2])) * rows * columns, depth
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The common shape of these, by PyTorch's broadcasting.
+    """The common shape, by PyTorch's broadcasting.
 
     Raises:
-        NotRecordedError: they have none.
+        NotRecordedError: there is no common shape.
     """
     length = max(map(len, shapes), default=0)
     padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
@@ -138,12 +138,12 @@ class Attention(NamedTuple):
     """Scaled dot product attention; positions of the schema.
 
     Attributes:
-        query: key and value follow it.
-        causal: the flag, or the type of mask, that is not 0 where only earlier keys are seen.
-        sequence: the dimension of the sequence, counted from the end.
-        packed: lengths of sequences packed into one, which leave the shapes unknown.
-        bias: what is added to the scores.
-        backward: whether it computes the gradients; then the output stands four after the query.
+        query: position of the query; key and value follow it.
+        causal: position of the flag or mask type that is not 0 for causal attention.
+        sequence: dimension of the sequence, counted from the end.
+        packed: position of the lengths of packed sequences, which leave shapes unknown.
+        bias: position of the bias added to the scores.
+        backward: whether it computes gradients; the output is then four after the query.
     """
 
     causal: int
@@ -154,17 +154,17 @@ class Attention(NamedTuple):
     backward: bool = False
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Two products forward; five backward, one of which computes the scores anew.
+        """Two products forward; five backward, one of which recomputes the scores.
 
-        Pairs of query and key that a causal mask hides are not counted, as FlashAttention's
-        authors do (arXiv:2205.14135); `torch.utils.flop_counter` counts them.
+        Pairs of query and key that a causal mask hides are not counted, as by FlashAttention's
+        authors (arXiv:2205.14135); `torch.utils.flop_counter` counts them.
         """
         if self.packed is not None and given.is_tensor(self.packed):
             raise NotRecordedError("sequences of unknown length")
         places = range(self.query, self.query + 3)
         query, key, value = (given.shape(place) for place in places)
         if not len(query) == len(key) == len(value) >= 3:
-            raise NotRecordedError("not the shapes of attention")
+            raise NotRecordedError("invalid shapes of attention")
         queries, keys = query[self.sequence], key[self.sequence]
         heads = math.prod(query[:-1]) // max(1, queries)
         hidden = self._is_causal(given) and queries > 0
@@ -247,7 +247,7 @@ UNCOUNTED = frozenset(
         "aten::mkldnn_rnn_layer_backward",
     }
 )
-"""Operators that are products as well, and have no formula here."""
+"""Products without a formula here."""
 
 WRAPPED_PRODUCTS: dict[str, Formula] = {
     "aten::conv1d": Convolution(),
@@ -272,4 +272,4 @@ WRAPPED_PRODUCTS: dict[str, Formula] = {
         14, query=1, bias=8, packed=9, backward=True
     ),
 }
-"""Operators that call one of the above, or do the work themselves in some version of PyTorch."""
+"""Operators that call one of the above, or do the work themselves in some versions of PyTorch."""

@@ -1,4 +1,4 @@
-"""What sets the pace of a step, in one word."""
+"""Name the bottleneck of a step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REGIMES = {
     "host-bound": "host-side preparation sets the pace",
     "unclassified": "the limit could not be identified",
 }
-"""Every regime with what it means."""
+"""Every regime with its meaning."""
 
 IDLE = 0.25
-"""Of the step: from here on waiting, and not work, names the regime. Advice on single causes starts
-at 5 % (data) and 15 % (launches); what names the whole has to weigh more."""
+"""Minimum share of the step from which waiting names the regime. Advice on single causes starts
+at 5 % (data) and 15 % (launches); the regime of a whole step needs more."""
 LIMITED = 0.4
-"""Share of the device's limits from which on they are said to set the pace."""
+"""Minimum share of the device's limits from which they name the regime."""
 
 _WAITS = {
     "launch-bound": ("idle_launch",),
@@ -44,15 +44,15 @@ _WORK = {
 
 
 def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
-    """One of `REGIMES`.
+    """Return one of `REGIMES`.
 
-    Where waiting takes more than `IDLE` of the step, its largest cause names the regime. Else work
-    does: communication or copies that take more than half of it, otherwise the limit that bounds
-    most of the kernels' time, if they reach `LIMITED` of it.
+    If waiting takes `IDLE` of the step or more, its largest cause names the regime. Otherwise
+    communication or copies do, if they take more than half of the work. Otherwise the limit that
+    bounds most kernel time does, if kernels reach `LIMITED` of it.
 
     Args:
-        ledger: of the profiled steps; None where there are none.
-        lines: how near their kernels come to the limits; None where that is unknown.
+        ledger: ledger of the profiled steps; None if there are none.
+        lines: roofline of their kernels; None if unknown.
     """
     if ledger is None or not ledger.total_ns:
         return "unclassified"

@@ -1,8 +1,8 @@
-"""How near kernels come to what the device can do: measured rates, and shares of them.
+"""Compare kernels with the device's measured limits.
 
 The model is that of S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual
 performance model for multicore architectures", Communications of the ACM 52(4), 2009: an operator
-takes at least the time to move its operands and at least the time for its arithmetic.
+takes at least the time to move its operands, and at least the time for its arithmetic.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from steadytorch.traces.kernel_names import uses_tensor_cores
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one name; of a trace without a GPU, all calls of one operator.
+    """All kernels of one name; without a GPU, all calls of one operator.
 
     Attributes:
-        name: as in the trace.
-        count: how many, over all steps.
-        time_ns: their time, over all steps; of operators without what they called.
-        share: of the time of all lines.
-        known_ns: the part of that time whose work is known; all below is of that part.
-        bytes: moved at the least; None where nothing is known, as all below.
+        name: name in the trace.
+        count: number of kernels or calls over all steps.
+        time_ns: their time over all steps; for operators, without nested calls.
+        share: share of the time of all lines.
+        known_ns: part of that time with known work; the fields below refer to this part.
+        bytes: minimum bytes moved; None if nothing is known, as all below.
         flops: floating-point operations.
-        bytes_per_s: reached.
-        flops_per_s: reached.
-        share_of_limit: least time that the measured rates allow, over the time taken. Above 1 the
-            data came from a cache. None also where a rate was not measured.
+        bytes_per_s: achieved bandwidth.
+        flops_per_s: achieved rate.
+        share_of_limit: minimum time at the measured rates over the time taken. Above 1, data came
+            from a cache. None also if a rate was not measured.
         bound: "memory" or "compute", whichever takes longer at the measured rates.
     """
 
@@ -56,15 +56,15 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     """Lines by time, longest first, and the step. Times are ns per step.
 
     Attributes:
-        lines: one for each name.
-        steps: how many steps the lines are of.
+        lines: one line per name.
+        steps: number of steps.
         busy_ns: time of all lines.
-        known_ns: of which the work is known and the rates were measured.
-        least_ns: what these would take at the measured rates.
+        known_ns: the part with known work and measured rates.
+        least_ns: minimum time of that part at the measured rates.
         step_ns: mean length of a step.
-        share_of_limit: `least_ns` over `known_ns`, None where nothing is known.
-        memory_share: of the memory's rate, over `known_ns`; likewise.
-        compute_share: of the matrix units' rate, over `known_ns`; likewise.
+        share_of_limit: `least_ns` over `known_ns`; None if nothing is known.
+        memory_share: share of the memory bandwidth over `known_ns`; None if nothing is known.
+        compute_share: share of the matrix rate over `known_ns`; None if nothing is known.
     """
 
     lines: tuple[Line, ...]
@@ -79,9 +79,9 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Rows(NamedTuple):
-    """What is timed. Arrays have the shape (rows,); times in ns, NaN where unknown.
+    """Timed rows. Arrays have shape (rows,); times in ns, NaN where unknown.
 
-    `name` is an index into the names, `counts` is false for what is a part of another row.
+    `name` is an index into the names; `counts` is false for a part of another row.
     """
 
     name: np.ndarray
@@ -94,15 +94,15 @@ class _Rows(NamedTuple):
 
 
 def roofline(trace: Trace, rates: Rates | None = None, ledger: Ledger | None = None) -> Roofline:
-    """Compares what ran with what the device can do.
+    """Compare the kernels of a trace with the device's limits.
 
-    An operator's work is divided among its kernels by their time: each is shown to come as near to
-    the limit as the operator does.
+    An operator's work is divided among its kernels by their time, so each shows the operator's
+    share of the limit.
 
     Args:
         trace: with recorded shapes; without them only times are known.
-        rates: of the device that ran it; without them there are no shares.
-        ledger: whose steps are looked at; None for the trace's own.
+        rates: rates of the device that ran it; without them there are no shares.
+        ledger: ledger of the steps to compare; None for the trace's own.
     """
     ledger = build_ledger(trace) if ledger is None else ledger
     operators = operators_of(trace)
@@ -116,9 +116,9 @@ def roofline(trace: Trace, rates: Rates | None = None, ledger: Ledger | None = N
 
 
 def product_flops(trace: Trace) -> int | None:
-    """Operations of all convolutions, matrix products and attention in a trace, every step of it.
+    """Operations of all convolutions, matrix products and attention in a trace, over all steps.
 
-    None where the work of one is unknown: its inputs were not recorded, or no formula is for it.
+    None if the work of one is unknown: its inputs were not recorded, or it has no formula.
     """
     operators = operators_of(trace)
     index, works = operators.works
@@ -199,7 +199,7 @@ def _on_cpu(operators: Operators, rates: Rates | None, ledger: Ledger) -> _Rows:
     own = operators.own_ns()[rows]
     rows, own = rows[own > 0], own[own > 0]
     owner = operators.charged[rows]
-    # What an operator calls to do its work is shown as a part of it.
+    # Show nested calls as part of the operator whose work they do.
     shown = np.where(owner >= 0, owner, rows)
     none = np.zeros(len(events), dtype=bool)
     return _of_operators(operators, rates, (events.name[shown], shown == rows, own), owner, none)
@@ -212,13 +212,13 @@ def _of_operators(
     owner: np.ndarray,
     tensor_cores: np.ndarray,
 ) -> _Rows:
-    """Divides each operator's work among the rows that it owns, by their time.
+    """Divide each operator's work among the rows that it owns, by their time.
 
     Args:
-        operators: of the trace.
-        rates: of the device.
+        operators: operators of the trace.
+        rates: rates of the device.
         shown: name, whether it counts, and time of each row.
-        owner: the row of the operator whose work each is part of, -1 where unknown.
+        owner: row of the operator whose work each row belongs to, -1 if unknown.
         tensor_cores: whether the operator uses them, by row of the trace.
     """
     time = shown[2]
@@ -234,13 +234,13 @@ def _of_operators(
     part = np.where(owner >= 0, time / np.maximum(together[owner], 1), np.nan)
     moved, flops, memory, compute = (table[which, units] * part[:, None]).T
     products = operators.named(MATRIX)
-    # Only products are held against the rate of matrix units; of others memory is the limit.
+    # Only products have a compute limit; memory limits all others.
     compute = np.where((owner >= 0) & ~products[owner], 0.0, compute)
     return _Rows(*shown[:2], time.astype(np.float64), moved, flops, memory, compute)
 
 
 def _least_ns(work: Work, rates: Rates | None, tensor_cores: bool) -> tuple[float, float]:
-    """Time to move the operands and time for the arithmetic; NaN where no rate was measured."""
+    """Time to move the operands and time for the arithmetic; NaN if a rate is missing."""
     if rates is None:
         return np.nan, np.nan
     dtype = "tf32" if tensor_cores and work.dtype == "float32" else work.dtype
@@ -253,7 +253,7 @@ def _least_ns(work: Work, rates: Rates | None, tensor_cores: bool) -> tuple[floa
 
 
 def _with_copies(measured: _Rows, launches: Launches, rates: Rates | None) -> _Rows:
-    """Adds fills and copies within the device, whose bytes the trace states."""
+    """Add fills and copies within the device, whose bytes are in the trace."""
     events = launches.trace.events
     within = launches.named(lambda name: "DtoD" in name) & launches.of(Category.MEMCPY)
     filled = launches.of(Category.MEMSET)

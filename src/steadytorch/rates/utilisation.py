@@ -15,16 +15,15 @@ from steadytorch.traces.steps import gpu_rows
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Of one GPU over the steps of a ledger, as PyTorch's TensorBoard plug-in defines them.
+    """Utilisation of one GPU over the steps, as PyTorch's TensorBoard plug-in defines it.
 
     Attributes:
-        gpu_percent: time of the steps with a kernel running.
-        sm_efficiency_percent: the same, each moment weighed by the multiprocessors that the blocks
-            of its kernels can reach together, min(1, blocks per SM); None where a trace does not
-            say.
-        achieved_occupancy_percent: mean of the kernels' estimated occupancy by time; geometric,
-            from the launch, not measured; None likewise.
-        tensor_core_percent: of the kernels' time, that of kernels whose name says tensor cores.
+        gpu_percent: share of the steps with a kernel running.
+        sm_efficiency_percent: the same, with each moment weighted by the SMs that the running
+            blocks can occupy, min(1, blocks per SM); None if missing from the trace.
+        achieved_occupancy_percent: time-weighted mean of the kernels' estimated occupancy, which
+            follows from launch shapes and is not measured; None if missing from the trace.
+        tensor_core_percent: share of kernel time in kernels whose names show tensor cores.
     """
 
     gpu_percent: float
@@ -34,7 +33,7 @@ class Utilisation:
 
 
 def utilisation(trace: Trace, ledger: Ledger) -> Utilisation | None:
-    """How well the steps of a ledger fill their GPU; None for a ledger of the CPU.
+    """Utilisation of the GPU in a ledger's steps; None for a CPU ledger.
 
     Source of the definitions: pytorch/kineto, `tb_plugin/README.md`, "GPU Summary".
     """
@@ -64,7 +63,7 @@ def utilisation(trace: Trace, ledger: Ledger) -> Utilisation | None:
 
 
 def _reached(trace: Trace, rows: np.ndarray, time: Spans, whole_ns: int) -> float | None:
-    """Per cent of the whole that all multiprocessors have blocks to run; None as in `_scaled`."""
+    """Percentage of the time weighted by occupied SMs; None as in `_scaled`."""
     blocks = _detail(trace, rows, "blocks per SM")
     if not len(rows) or np.isnan(blocks).any():
         return None
@@ -78,14 +77,14 @@ def _reached(trace: Trace, rows: np.ndarray, time: Spans, whole_ns: int) -> floa
 
 
 def _scaled(values: np.ndarray, weights: np.ndarray, whole_ns: int) -> float | None:
-    """Per cent of the whole; None where a value is missing."""
+    """Weighted sum as a percentage of the whole; None if a value is missing."""
     if not len(values) or np.isnan(values).any():
         return None
     return 100 * float(values @ weights) / whole_ns
 
 
 def _detail(trace: Trace, rows: np.ndarray, key: str) -> np.ndarray:
-    """A number among the details of each row, NaN where it is missing, float64, shape (rows,)."""
+    """A number from the details of each row, NaN if missing, float64, shape (rows,)."""
     found = np.full(len(trace.details) + 1, np.nan)
     for place, details in enumerate(trace.details):
         value = details.get(key)

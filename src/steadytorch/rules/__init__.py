@@ -1,7 +1,7 @@
-"""The registry of rules: the one place that lists them, and where their claims are settled.
+"""Registry of rules, and settlement of overlapping claims.
 
-The order is that in which they may claim time: what is particular before what is general, so that
-a copy from pageable memory is not also counted among the copies.
+The order is claim priority: specific rules come before general ones, so that a pageable copy is not
+counted again under `copies`.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ REGISTRY: dict[str, Rule] = {
         queue_full,
     )
 }
-"""Name to rule, in the order of their claims."""
+"""Rules by name, in claim order."""
 
 
 def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
-    """Asks every rule.
+    """Run every rule on a case.
 
-    Where several findings claim the same slices of the ledger, their recoverable times together
-    stay within these slices: the rule that comes first has its claim met first.
+    Where findings claim the same ledger slices, earlier rules claim first. Recoverable times
+    together never exceed these slices.
 
     Returns:
-        Findings by recoverable time and then by cost, the largest first, those that only inform at
-        the end; and who could not tell. A rule that fails could not tell.
+        Findings by recoverable time, then by cost, largest first; informational ones come last.
+        Then the abstentions. A rule that raises abstains.
     """
     found: list[Finding] = []
     abstained: list[Abstention] = []
@@ -92,7 +92,7 @@ def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
         try:
             verdict = rule(case)
             told = (verdict,) if isinstance(verdict, Abstention) else tuple(verdict)
-        except Exception as error:  # a trace may hold anything, and one rule is not all of them
+        except Exception as error:  # one failing rule must not stop the others
             logger.warning("the rule %s failed", name, exc_info=True)
             told = (_failed(name, error),)
         found.extend(one for one in told if isinstance(one, Finding))
@@ -103,7 +103,7 @@ def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
 
 def _failed(name: str, error: Exception) -> Abstention:
     why = f"the rule failed: {one_line(error)}"
-    return Abstention(name, why, "report it, with the trace, as a defect of steadytorch")
+    return Abstention(name, why, "report this as a steadytorch bug and attach the trace")
 
 
 def _rank(finding: Finding) -> tuple[bool, int, int]:
@@ -111,7 +111,7 @@ def _rank(finding: Finding) -> tuple[bool, int, int]:
 
 
 def _settled(found: list[Finding], ledger: Ledger | None) -> list[Finding]:
-    """Cuts claims down to what is left of their slices, in order."""
+    """Cut claims, in order, down to the time left in their slices."""
     if ledger is None:
         return found
     left = {name: int(ledger.mean(name)) for name in ledger.names}

@@ -1,4 +1,4 @@
-"""Memory is requested from the driver, or from the operating system, in steady steps."""
+"""Find memory allocated from the driver or the operating system in steady steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from steadytorch.traces.steps import CALLS
 
 NAME = "allocation-in-loop"
 LEAST_FAULTS = 0.05
-"""Of the step, on a CPU: the least time of a fault times their number. Below, caches and the
-kernel's own batching hide it."""
+"""Minimum share of a CPU step spent in page faults, at the minimum cost of a fault. Below it,
+caches and the kernel's batching hide the cost."""
 PAGE_BYTES = 4096
 _FAULTS = "the number of page faults"
 
-# Stream-ordered allocation (cudaMallocAsync, cuMemAllocAsync) is meant for loops and left out.
+# Excluded: stream-ordered allocation (cudaMallocAsync, cuMemAllocAsync), which is meant for loops.
 _CALLS = (
     r"(cuda|hip)(Malloc|Free)(Host|Array|Managed|Pitch|3D)?"
     r"|(cuda|hip)Host(Alloc|Malloc|Free|Register|Unregister)"
@@ -28,11 +28,11 @@ _CALLS = (
 
 
 def rule(case: Case) -> Verdict:
-    """Allocations that PyTorch's caching allocator should have served, any in a steady step.
+    """Report steady-step allocations that PyTorch's caching allocator should serve; any counts.
 
-    On a GPU: calls of the driver, which may wait for the device; seen in the trace, and as segments
-    that the allocator requested while samples were taken. On a CPU: memory that goes back to the
-    system after each use and is faulted in again page by page.
+    On a GPU these are driver calls, which may wait for the device. They appear in the trace, or as
+    segments that the allocator requested while samples were taken. On a CPU this is memory that
+    returns to the system after each use and is faulted in again page by page.
 
     Source: "Memory management", CUDA semantics, PyTorch documentation; for the CPU "Utilize memory
     allocators", PyTorch Performance Tuning Guide.
@@ -56,7 +56,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _segments(samples: Samples) -> int | None:
-    """Segments requested or given back while steady; 0 unless they go on into the second half."""
+    """Segments requested or released while steady; 0 if the second half has none."""
     rises = samples.rises("allocator_device_calls")
     if rises is None:
         return None
@@ -79,26 +79,26 @@ def _on_gpu(case: Case, samples: Samples | None, segments: int) -> Finding:
         varies = samples.variance_share(places) or varies
         owned = max(owned, round(samples.excess_ns(places)))
         lines.append(
-            f"{many(segments, 'segment')} requested from the driver or given back while "
-            f"{many(samples.steps, 'step')} were timed without the profiler"
+            f"{many(segments, 'segment')} requested from or returned to the driver in "
+            f"{many(samples.steps, 'step')} timed without the profiler"
         )
     what = f"{duration(spent)} a step" if spent else many(segments, "segment")
     return Finding(
         id=NAME,
         source="synchronisation",
-        title=f"GPU memory is allocated from the driver in steady steps: {what}",
+        title=f"steady steps allocate GPU memory from the driver: {what}",
         evidence=tuple(lines),
         slices=("idle_allocation",) if spent else (),
         cost_ns=max(spent, owned),
         recoverable_ns=(0, owned),
         variance_share=varies,
         confidence="high" if sure else "low",
-        fix="Keep shapes constant or run the largest first, do not call torch.cuda.empty_cache() "
-        "in the loop, reuse pinned buffers, and try "
+        fix="Keep input shapes constant, or run the largest first. Reuse pinned buffers, remove "
+        "torch.cuda.empty_cache() from the loop, and try "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-        check="torch.cuda.memory_stats()['num_device_alloc'] stands still over the loop",
-        false_alarm="input shapes larger than any before are allocated once and cached from then "
-        "on.",
+        check="torch.cuda.memory_stats()['num_device_alloc'] does not rise during the loop",
+        false_alarm="input shapes are larger than any before: their memory is allocated once, "
+        "then cached.",
     )
 
 
@@ -119,16 +119,16 @@ def _on_cpu(samples: Samples) -> Verdict:
             title=f"memory is returned to the system and faulted in again: {size:.0f} MiB a step, "
             f"at least {duration(cost)} ({percent(share)})",
             evidence=(
-                f"{per_step:.0f} page faults a step, at {duration(MINOR_FAULT_NS)} each at least",
+                f"{per_step:.0f} page faults a step, each at least {duration(MINOR_FAULT_NS)}",
                 f"{many(per_step * samples.steps, 'fault')} in {many(samples.steps, 'step')}",
             ),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             variance_share=samples.variance_share(samples.caused_by(PAGE_FAULT)),
             confidence="medium",
-            fix="Run with jemalloc or tcmalloc preloaded (LD_PRELOAD), which keep freed memory, or "
-            "set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ so that glibc keeps it.",
-            check="`steady explain WORKLOAD` again under that allocator",
+            fix="Preload jemalloc or tcmalloc (LD_PRELOAD): they keep freed memory. Or set "
+            "MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ so that glibc keeps it.",
+            check="run `steady explain WORKLOAD` again with that allocator",
             false_alarm="the program maps new files or data in every step on purpose.",
         ),
     )

@@ -1,4 +1,4 @@
-"""cuDNN or Triton times algorithms in steady steps."""
+"""Find cuDNN or Triton autotuning in steady steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from steadytorch.traces.steps import CALLS, gpu_rows, launch_rows
 
 NAME = "autotuning-in-loop"
 LEAST_LAUNCHES = 10
-"""Kernels that one convolution runs when its algorithms are timed. PyTorch times up to ten plans
-(`torch.backends.cudnn.benchmark_limit`), each of one to several kernels; otherwise a convolution
-runs its kernel and up to three conversions of layout, and its backward twice that."""
+"""Minimum kernels of one convolution that indicate autotuning. PyTorch times up to ten plans
+(`torch.backends.cudnn.benchmark_limit`), each of one to several kernels. Otherwise a convolution
+runs its kernel and up to three layout conversions; its backward runs twice that."""
 LEAST_KINDS = 5
-"""Different kernels among them: one kernel many times over is a loop over groups, or a solver."""
+"""Minimum distinct kernels among them. One kernel repeated is a loop over groups, or a solver."""
 _PER_DIRECTION = 2
-"""Backward passes have two directions to tune, so both figures are doubled for them."""
+"""A backward pass tunes two gradients, so both thresholds double."""
 
 _CONVOLUTION = r"aten::(cudnn|miopen)_convolution\w*|aten::_?convolution(_backward)?"
 _TRITON = r".*(do_bench|benchmark_all_configs|CachingAutotuner\.benchmark).*"
@@ -33,7 +33,15 @@ _TIMING = r"(cuda|cu|hip)Event(ElapsedTime|Synchronize)\w*"
 
 @dataclass(frozen=True, eq=False)
 class _Tuned:
-    """Operators that timed algorithms: rows, and kernel time of each, shape (operators,)."""
+    """Convolutions that ran autotuning. Arrays have shape (operators,).
+
+    Attributes:
+        rows: the convolutions.
+        launches: kernels that each ran.
+        kinds: distinct kernels among them.
+        kernel_ns: kernel time of each.
+        usual_ns: median kernel time of the other convolutions; 0 without any.
+    """
 
     rows: np.ndarray
     launches: np.ndarray
@@ -43,15 +51,15 @@ class _Tuned:
 
 
 def rule(case: Case) -> Verdict:
-    """A convolution that launches many different kernels is comparing algorithms.
+    """Report convolutions that launch many distinct kernels, and Triton's autotuner by name.
 
-    cuDNN's benchmark mode does so at every new input shape, which pays only where shapes return.
-    Triton's autotuner shows itself by name. Any in a steady step counts.
+    cuDNN's benchmark mode compares algorithms at every new input shape, which pays only if shapes
+    recur. Any autotuning in a steady step counts.
 
     Source: "Enable cuDNN auto-tuner", PyTorch Performance Tuning Guide;
     `torch.backends.cudnn.benchmark_limit`, PyTorch documentation.
     """
-    seen = gpu_trace(case, NAME, "timing of algorithms")
+    seen = gpu_trace(case, NAME, "autotuning")
     if isinstance(seen, Abstention):
         return seen
     trace, ledger = seen
@@ -60,7 +68,7 @@ def rule(case: Case) -> Verdict:
     late, named = steady(trace, ledger, tuned.rows), steady(trace, ledger, triton)
     if not len(late.rows) and not len(named.rows):
         early = (late.early or named.early) and not late.sure
-        return unmarked(NAME, "timing of algorithms") if early else ()
+        return unmarked(NAME, "autotuning") if early else ()
     chosen = np.isin(tuned.rows, late.rows)
     extra = (tuned.kernel_ns[chosen] - tuned.usual_ns).clip(min=0).sum()
     cost = round((float(extra) + spent_ns(trace, named.rows)) / late.steps)
@@ -71,7 +79,7 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="compiler",
-            title=f"algorithms are timed in steady steps: {what}, {duration(cost)} a step",
+            title=f"autotuning in steady steps: {what}, {duration(cost)} a step",
             evidence=_lines(trace, tuned, chosen, named.rows, mode),
             slices=(
                 *(_TUNING if len(late.rows) else ()),
@@ -80,17 +88,16 @@ def rule(case: Case) -> Verdict:
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="high" if late.sure and (mode or timed or len(named.rows)) else "medium",
-            fix="Where input shapes keep changing, turn torch.backends.cudnn.benchmark off, or pad "
-            "inputs to a few sizes and run each once beforehand; stored plans need no timing.",
-            check="`steady explain WORKLOAD` with torch.backends.cudnn.benchmark = False",
-            false_alarm="shapes that are met for the first time here and will return: the timing "
-            "is paid once.",
+            fix="If input shapes keep changing, turn off torch.backends.cudnn.benchmark, or pad "
+            "inputs to a few sizes and run each once beforehand. Stored plans need no timing.",
+            check="run `steady explain WORKLOAD` with torch.backends.cudnn.benchmark = False",
+            false_alarm="the shapes are new here and will recur: the timing is paid once.",
         ),
     )
 
 
 def _tuned(trace: Trace, device: int) -> _Tuned:
-    """Convolutions that launched more, and more different, kernels than one can need."""
+    """Convolutions that launched more kernels, and more distinct ones, than one needs."""
     events = trace.events
     operators = by_name(trace, (Category.CPU_OP,), _CONVOLUTION)
     kernels = gpu_rows(trace, device)
@@ -123,11 +130,11 @@ def _lines(
     lines = []
     for place in np.flatnonzero(chosen)[np.argsort(-tuned.kernel_ns[chosen])][:3].tolist():
         lines.append(
-            f"one {trace.name_of(int(tuned.rows[place]))} ran {tuned.launches[place]} kernels of "
-            f"{tuned.kinds[place]} kinds in {duration(float(tuned.kernel_ns[place]))}"
+            f"one {trace.name_of(int(tuned.rows[place]))} ran {tuned.launches[place]} kernels "
+            f"({tuned.kinds[place]} distinct) in {duration(float(tuned.kernel_ns[place]))}"
         )
     if tuned.usual_ns and lines:
-        lines.append(f"a convolution that times nothing takes {duration(tuned.usual_ns)}")
+        lines.append(f"a convolution without autotuning takes {duration(tuned.usual_ns)}")
     shapes = {str((trace.inputs_of(int(row)) or {}).get("dims")) for row in tuned.rows[chosen]}
     if len(shapes) > 1:
         lines.append(f"over {len(shapes)} different input shapes")

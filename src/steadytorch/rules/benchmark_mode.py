@@ -1,4 +1,4 @@
-"""What cuDNN's benchmark mode does for a workload whose shapes return; for information."""
+"""Report how cuDNN's benchmark mode affects a workload with fixed shapes; information only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steadytorch.traces.steps import CALLS
 
 NAME = "benchmark-mode"
 LEAST_SHARE = 0.1
-"""Of the kernels' time that convolutions take: with less, other engines change a step little."""
+"""Minimum share of kernel time in convolutions. Below it, other engines change a step little."""
 
 _CONVOLUTION = r"aten::(cudnn_convolution\w*|convolution_backward)"
 _BACKWARD = "aten::convolution_backward"
@@ -26,12 +26,12 @@ _GRAPH = r"(cuda|cu)GraphLaunch\w*"
 
 
 def rule(case: Case) -> Verdict:
-    """Whether the mode is on in vain, or off where convolutions of fixed shapes take the time.
+    """Report the mode if it is on without effect, on too late, or off where convolutions dominate.
 
-    On, it chooses for convolutions that cuDNN runs, and only for shapes that have not run before:
-    PyTorch keeps one engine per shape, whichever way it was chosen (`Conv_v8.cpp`). Off, PyTorch
-    takes the first engine that cuDNN's heuristics suggest. Inputs of ever new shapes are the
-    finding `autotuning-in-loop`.
+    When on, the mode chooses only for convolutions that cuDNN runs, and only for shapes that have
+    not run before: PyTorch caches one engine per shape, however it was chosen (`Conv_v8.cpp`). When
+    off, PyTorch takes the first engine that cuDNN's heuristics suggest. Changing input shapes are
+    the finding `autotuning-in-loop`.
 
     Source: "Enable cuDNN auto-tuner", PyTorch Performance Tuning Guide; `torch.backends.cudnn`,
     PyTorch documentation.
@@ -41,64 +41,63 @@ def rule(case: Case) -> Verdict:
     notes = case.notes or {}
     mode, rows = notes.get("cudnn_benchmark"), by_name(case.trace, (Category.CPU_OP,), _CONVOLUTION)
     if mode is None:
-        return _untold() if len(rows) else ()
+        return _mode_unknown() if len(rows) else ()
     if not mode:
         return _first_suggestions(case.trace, case.ledger, rows)
     if (why := _nothing_to_choose(case.trace, case.ledger, rows)) is not None:
         return (
-            _told(
-                title=f"benchmark mode is on and has nothing to choose: {why}",
+            _information(
+                title=f"benchmark mode is on but has nothing to choose: {why}",
                 evidence=("torch.backends.cudnn.benchmark was on", why),
                 confidence="high",
                 fix="Leave torch.backends.cudnn.benchmark off: it changes nothing here.",
                 check=CHECK,
-                false_alarm="convolutions run outside of PyTorch's operators, which are not "
-                "recorded; or other inputs bring some.",
+                false_alarm="convolutions run outside PyTorch's operators, where they are not "
+                "recorded, or only with other inputs.",
             ),
         )
     if not notes.get("cudnn_benchmark_late"):
         return ()
     return (
-        _told(
-            title="benchmark mode came late: shapes that had run keep the engine chosen before",
+        _information(
+            title="benchmark mode came late: shapes that ran before keep their engines",
             evidence=(
-                "torch.backends.cudnn.benchmark was off while the workload warmed up, and "
-                "convolutions ran",
-                "it was on at the end",
+                "convolutions ran during warm-up with torch.backends.cudnn.benchmark off",
+                "torch.backends.cudnn.benchmark was on at the end",
             ),
             confidence="high",
-            fix="Switch it on before the first call of the process, or have engines chosen "
-            "beforehand and kept: `steady tune`.",
+            fix="Turn it on before the first call in the process, or let `steady tune` choose "
+            "the engines and store them.",
             transforms=("cudnn_engines",),
             check=CHECK,
-            false_alarm="all shapes that matter came only after it was switched on.",
+            false_alarm="all shapes that matter first ran after it was turned on.",
         ),
     )
 
 
-def _untold() -> Abstention:
+def _mode_unknown() -> Abstention:
     return Abstention(
         NAME,
-        "a trace does not say whether cuDNN's benchmark mode was on",
-        "run `steady explain WORKLOAD`, which looks",
+        "the trace does not record whether cuDNN's benchmark mode was on",
+        "run `steady explain WORKLOAD`, which records it",
     )
 
 
-def _told(**fields: Any) -> Finding:
+def _information(**fields: Any) -> Finding:
     return Finding(id=NAME, source="compiler", information=True, **fields)
 
 
 def _nothing_to_choose(trace: Trace, ledger: Ledger, rows: np.ndarray) -> str | None:
-    """Why the mode has no convolution to choose for; None where it has, or nobody can see."""
+    """Why the mode has no convolution to choose for; None if it has one or this is unknown."""
     if ledger.kind != "gpu":
         return "the steps ran on the CPU"
-    if len(rows) or len(by_name(trace, CALLS, _GRAPH)):  # a graph is one call, whatever it holds
+    if len(rows) or len(by_name(trace, CALLS, _GRAPH)):  # a graph launch hides its operators
         return None
     return "cuDNN ran no convolution in the profiled steps"
 
 
 def _first_suggestions(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[Finding, ...]:
-    """Convolutions of fixed shapes that take much of the GPU's work; of inference only."""
+    """Report fixed-shape convolutions that take much of the kernel time; inference only."""
     if ledger.kind != "gpu" or any(trace.name_of(row) == _BACKWARD for row in rows.tolist()):
         return ()
     shapes, spent = _shapes(trace, ledger, rows), _spent(trace, ledger, rows)
@@ -107,25 +106,25 @@ def _first_suggestions(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[
         return ()
     share = percent(spent[0] / spent[1])
     return (
-        _told(
-            title=f"convolutions run by cuDNN's first suggestion: {share} of the kernels' time",
+        _information(
+            title=f"convolutions use cuDNN's default engines: {share} of kernel time",
             evidence=(
-                f"{duration(spent[0] / steps)} a step in kernels of convolutions",
-                f"{many(len(shapes), 'shape')} of convolutions, the same in {many(steps, 'step')}",
+                f"convolution kernels take {duration(spent[0] / steps)} a step",
+                f"{many(len(shapes), 'convolution shape')}, the same in {many(steps, 'step')}",
                 "torch.backends.cudnn.benchmark was off between calls",
             ),
             confidence="low",
-            fix="`steady conv WORKLOAD` measures what cuDNN's other engines take; `steady tune` "
-            "chooses among them, and its plan keeps the choice.",
+            fix="Measure cuDNN's other engines with `steady conv WORKLOAD`. `steady tune` "
+            "chooses among them and stores the choice in its plan.",
             transforms=("cudnn_engines", "cudnn_benchmark"),
             check="steady conv WORKLOAD",
-            false_alarm="the first suggestion is the fastest engine, which only measuring shows.",
+            false_alarm="the default engine is already the fastest, which only measuring shows.",
         ),
     )
 
 
 def _shapes(trace: Trace, ledger: Ledger, rows: np.ndarray) -> set[str]:
-    """Shapes of the convolutions, if each of several steps has the same; else none."""
+    """Shapes of the convolutions, if they are the same in several steps; else empty."""
     places = steps_of(ledger, trace.events.start_ns[rows])
     found: list[set[str]] = [set() for _ in ledger.steps]
     for row, place in zip(rows.tolist(), places.tolist(), strict=True):
@@ -137,7 +136,7 @@ def _shapes(trace: Trace, ledger: Ledger, rows: np.ndarray) -> set[str]:
 
 
 def _spent(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, int]:
-    """Time of kernels that these operators launched, and of all kernels, in ns."""
+    """Kernel time launched by these operators, and of all kernels, in ns."""
     seen, operators = launches_of(trace, ledger), operators_of(trace)
     mine = np.zeros(len(trace.events), dtype=bool)
     mine[rows] = True

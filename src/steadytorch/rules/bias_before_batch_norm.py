@@ -1,4 +1,4 @@
-"""Convolutions that add a bias which the batch norm behind them makes superfluous."""
+"""Find convolution biases that the following batch norm makes redundant."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _BIAS, _TRAINING = 2, 5
 
 
 class _Pair(NamedTuple):
-    """Rows of a convolution with a bias and of the batch norm that follows it."""
+    """Rows of a convolution with a bias and of the batch norm after it."""
 
     convolution: int
     batch_norm: int
 
 
 def rule(case: Case) -> Verdict:
-    """A convolution with a bias whose next operator is a batch norm over as many channels.
+    """Report a convolution with a bias whose next operator is a batch norm over its channels.
 
     Source: PyTorch "Performance Tuning Guide", disable bias for convolutions directly followed by a
-    batch norm: the mean that is subtracted, or the shift that is added, takes the bias in.
+    batch norm: the subtracted mean, or the added shift, absorbs the bias.
     """
     if case.trace is None or case.ledger is None:
         return Abstention(NAME, "no steps were profiled", PROFILE)
     operators = operators_of(case.trace)
     convolutions = _outermost(operators, operators.named(CONVOLUTIONS))
-    # Beside the steps there may be one that settles the profiler.
+    # The capture may run a settling step outside the marks.
     begun = case.trace.events.start_ns[convolutions]
     convolutions = convolutions[steps_of(case.ledger, begun) >= 0]
     if not len(convolutions) or not operators.named(BATCH_NORMS).any():
         return ()
     if (case.trace.events.inputs[convolutions] < 0).all():
-        return Abstention(NAME, "which convolutions have a bias was not recorded", SHAPES)
+        return Abstention(NAME, "input shapes were not recorded, so biases are unknown", SHAPES)
     pairs = _pairs(case.trace, convolutions)
     if not pairs:
         return ()
@@ -62,31 +62,31 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"bias before batch norm: {len(pairs) / steps:.3g} a step that the "
-            f"batch norm behind the convolution takes in, {duration(cost)}",
+            title=f"redundant bias before batch norm: {len(pairs) / steps:.3g} a step, "
+            f"{duration(cost)}",
             evidence=(
                 *(f"input and weight {shape} ({n})" for shape, n in shapes.most_common(2)),
-                f"{duration(cost)} a step in kernels that add these biases"
+                f"kernels that add these biases take {duration(cost)} a step"
                 if cost
-                else "no kernel of its own adds these biases",
+                else "no separate kernel adds these biases",
             ),
             slices=("gpu_kernel",) if case.ledger.kind == "gpu" else (),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="high" if cost else "low",
-            fix="Make these convolutions with bias=False."
+            fix="Create these convolutions with bias=False."
             if training
             else "Fold the batch norms into the convolutions, or train with bias=False.",
             transforms=() if training else ("fold_batch_norm",),
             check=CHECK,
-            false_alarm="the convolution's output is used elsewhere too; with trained weights the "
-            "bias has to be moved into the batch norm before it is left out.",
+            false_alarm="the convolution's output is also used elsewhere. With trained weights, "
+            "move the bias into the batch norm before removing it.",
         ),
     )
 
 
 def _outermost(operators: Operators, chosen: np.ndarray) -> np.ndarray:
-    """Rows of chosen operators that no chosen one calls."""
+    """Rows of the chosen operators that no other chosen operator calls."""
     above = operators.parent[chosen]
     inside = np.zeros(len(chosen), dtype=bool)
     inside[chosen] = np.where(above >= 0, operators.nearest(chosen)[above] >= 0, False)
@@ -108,7 +108,10 @@ def _pairs(trace: Trace, convolutions: np.ndarray) -> list[_Pair]:
 
 
 def _next(trace: Trace, rows: list[int]) -> int | None:
-    """The batch norm if it comes first; it counts its batches before, in training."""
+    """The next operator, if it is a batch norm.
+
+    In training, an increment of its batch counter may come between.
+    """
     for row in rows:
         name = trace.name_of(row)
         if name in BATCH_NORMS:
@@ -146,7 +149,7 @@ def _trains(trace: Trace, pair: _Pair) -> bool:
 
 
 def _cost_ns(trace: Trace, ledger: Ledger, pairs: list[_Pair]) -> int:
-    """Time of kernels that only add a bias, within these convolutions."""
+    """Time of the kernels in these convolutions that only add a bias."""
     if ledger.kind != "gpu":
         return 0
     seen, operators = launches_of(trace, ledger), operators_of(trace)

@@ -1,4 +1,4 @@
-"""The GPU's clock is held down by its power limit or by heat."""
+"""Find a GPU clock held down by its power limit or by heat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from steadytorch.device.recording import REASON_BITS, reasons
-from steadytorch.findings.figures import duration, percent
+from steadytorch.findings.figures import duration, many, percent
 from steadytorch.findings.finding import Case, Finding, Verdict
 from steadytorch.findings.growth import Growth, growth
 from steadytorch.findings.samples import Samples, samples_of, unrecorded
@@ -16,22 +16,24 @@ from steadytorch.measure.causes import CLOCK, POWER_CAP, THERMAL
 
 NAME = "clock-throttled"
 LEAST_HELD = 0.5
-"""Of the time, from which on a held clock is the state of the run and not an episode."""
+"""Minimum share of samples at which a held clock is the state of the run, not an episode."""
 LEAST_EPISODE = 0.05
-"""The same from which on what NVML named may be what moves the clock that was counted."""
+"""Minimum share of samples at which NVML's reason may explain the movement of a counted clock."""
 LEAST_EFFECT = 0.0025
-"""Standard deviation of what the clock adds to samples, over their median: half of a CV of 0.5 %,
-which counts as steady. Over all samples, since a clock may fall seldom and far."""
+"""Minimum standard deviation that the clock adds to samples, over their median: half of a CV of
+0.5 %, which counts as steady. It is taken over all samples, since a clock may fall rarely and
+far."""
 LEAST_READINGS = 10
-"""Different readings of the clock without which nothing is said of how samples follow it."""
+"""Minimum distinct clock readings for relating samples to the clock."""
 LEAST_KNOWN = 0.9
-"""Of the samples, whose clock must be known for that."""
+"""Minimum share of samples with a known clock for the same."""
 HIGHEST = 0.99
-"""Quantile of a counted clock that stands for the highest: of a short time it is off by more."""
+"""Quantile of a counted clock taken as its highest. The maximum is inaccurate: the count over a
+short sample errs more."""
 MOST_SLOPE = 1.5
-"""Of relative time over the relative period of the clock: work that is bound by it has 1."""
+"""Maximum slope of relative time over the relative clock period. Clock-bound work has slope 1."""
 CERTAIN = 4.0
-"""Standard errors that the correlation of time and the clock's period must have."""
+"""Minimum correlation of time and clock period, in standard errors."""
 LEAST_VARIANCE = 0.05
 
 _THERMAL = ("thermal_slowdown", "hardware_thermal_slowdown")
@@ -41,17 +43,17 @@ _MASK = sum(REASON_BITS[name] for name in _HOLDS)
 
 @dataclass(frozen=True, eq=False)
 class _Clock:
-    """What is known of the clock over the steady samples.
+    """The GPU clock over the steady samples.
 
     Attributes:
-        held: share of ticks at which power or heat held it.
-        names: what held it.
-        others: what else NVML named; None where it was not asked.
-        median_mhz: 0 where the clock itself was not recorded.
-        highest_mhz: likewise.
-        share: of the variance of the samples, by how they follow the clock; 0 where they do not.
-        counted: whether the clock was counted over each sample, not read now and then.
-        places: outliers put down to it.
+        held: share of samples at which power or heat held it.
+        names: reasons that held it.
+        others: other reasons from NVML; None if not recorded.
+        median_mhz: median clock; 0 if not recorded.
+        highest_mhz: highest clock; 0 if not recorded.
+        share: share of the samples' variance that the clock explains; 0 if none.
+        counted: whether the clock was counted over each sample, not read periodically.
+        places: outliers attributed to the clock.
     """
 
     held: float
@@ -65,13 +67,13 @@ class _Clock:
 
 
 def rule(case: Case) -> Verdict:
-    """Clock event reasons of NVML beside the samples, and how samples follow the clock.
+    """Report a clock that power or heat holds down, and samples that follow the clock.
 
-    A limit that holds the clock all along costs time, one that comes and goes makes variance. Only
-    the limits of power and heat count: an idle GPU, or clocks that someone set, are no throttling.
-    How samples follow it is told by the counter of cycles where there is one, else by NVML.
-    Where samples follow a clock that was counted, this is told whatever NVML says of the reason.
-    Where no clock is known, steps that only ever get slower are taken as a sign of heat.
+    A constant limit costs time; one that comes and goes adds variance. Only power and heat limits
+    count: an idle GPU, or a clock that a user set, is not throttling. The clock comes from the
+    cycle counter if there is one, else from NVML. Samples that follow a counted clock are reported
+    whatever reason NVML gives. Without any clock, steps that only get slower count as a sign of
+    heat.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
     """
@@ -81,7 +83,7 @@ def rule(case: Case) -> Verdict:
         grown = growth(case)
         if grown is not None:
             return (_heating(grown),)
-        return unrecorded(NAME, samples, "clock_event_mask", "what holds the clock")
+        return unrecorded(NAME, samples, "clock_event_mask", "the reason for clock limits")
     clock = _clock(samples)
     varies = samples.variance_share(clock.places) or 0.0
     varies = max(clock.share, varies)
@@ -93,7 +95,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _is_counted(samples: Samples) -> bool:
-    """Whether the clock over enough samples is known from the counter."""
+    """Whether the cycle counter gives the clock over enough samples."""
     clocks = samples.clocks_mhz
     return clocks is not None and bool(np.mean(clocks > 0) >= LEAST_KNOWN)
 
@@ -105,7 +107,7 @@ def _clock(samples: Samples) -> _Clock:
     clocks = samples.clocks_mhz if counted else samples.level("sm_clock_mhz")
     if clocks is None:
         clocks = np.zeros(len(samples.durations_ns))
-    known = clocks[clocks > 0]  # which NaN is not
+    known = clocks[clocks > 0]  # excludes NaN
     return _Clock(
         held=0.0 if masks is None else float(np.mean(masks & _MASK != 0)),
         names=reasons(seen & _MASK),
@@ -119,15 +121,15 @@ def _clock(samples: Samples) -> _Clock:
 
 
 def followed(times: np.ndarray, clocks: np.ndarray) -> float:
-    """Share of the variance of samples that the clock explains; 0 where that may be chance.
+    """Share of the samples' variance that the clock explains; 0 if this may be chance.
 
-    A reading holds for several samples, so the readings count, not the samples. What wanders has a
-    line with whatever else wanders: so either what the line leaves does not wander any more, or
-    samples follow the clock in their changes from reading to reading.
+    One reading spans several samples, so readings are the unit of the test. Drifting series always
+    correlate. So either the residuals of the fit must not drift, or samples must follow the clock
+    in their changes from reading to reading.
 
     Args:
-        times: of the samples in ns, shape (samples,).
-        clocks: MHz over each, likewise; 0 or NaN where unknown.
+        times: sample times in ns, shape (samples,).
+        clocks: clock over each sample in MHz, same shape; 0 or NaN where unknown.
     """
     known = clocks > 0
     if np.mean(known) < LEAST_KNOWN:
@@ -141,19 +143,19 @@ def followed(times: np.ndarray, clocks: np.ndarray) -> float:
     if slope * float(np.std(slowness)) < LEAST_EFFECT or slope > MOST_SLOPE:
         return 0.0
     fit = float(np.corrcoef(slowness, times)[0, 1])
-    # The error of a mean over a reading, not of a sample: one group for each reading.
+    # One group per reading: the error is that of a reading's mean, not of a sample.
     groups = np.split(np.arange(len(times)), changes)
     x = np.asarray([slowness[group].mean() for group in groups])
     y = np.asarray([np.median(times[group]) for group in groups])
     rest = y - np.polyval(np.polyfit(x, y, 1), x)
-    # Of an autoregression: worth n (1 - r) / (1 + r) independent ones.
+    # For an autoregression, n readings are worth n (1 - r) / (1 + r) independent ones.
     lag = max(0.0, _correlation(rest[:-1], rest[1:]))
     ways = ((x, y, len(x) * (1 - lag) / (1 + lag)), (np.diff(x), np.diff(y), len(x) - 1.0))
     return fit**2 if any(_is_certain(*way) for way in ways) else 0.0
 
 
 def _is_certain(x: np.ndarray, y: np.ndarray, worth: float) -> bool:
-    """Whether a correlation is none by chance, of so many independent pairs."""
+    """Whether a correlation over `worth` independent pairs is beyond chance."""
     if worth < LEAST_READINGS:
         return False
     found = _correlation(x, y)
@@ -161,12 +163,12 @@ def _is_certain(x: np.ndarray, y: np.ndarray, worth: float) -> bool:
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's; 0 where one of them does not vary."""
+    """Pearson correlation; 0 if one side is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
-class _Told(NamedTuple):
-    """What is said of a clock that is held, or that moves for reasons that are not known."""
+class _Wording(NamedTuple):
+    """Wording for a clock that is held, or that moves for an unknown reason."""
 
     title: str
     evidence: str
@@ -174,62 +176,60 @@ class _Told(NamedTuple):
     fix: str
 
 
-def _holding(clock: _Clock, varies: float) -> _Told:
+def _holding(clock: _Clock, varies: float) -> _Wording:
     what = "heat" if set(clock.names) & set(_THERMAL) else "the power limit"
-    title = f"{what} holds the GPU's clock for {percent(clock.held)} of the time"
-    evidence = f"{', '.join(clock.names)}: at {percent(clock.held)} of the samples"
+    title = f"{what} holds the GPU clock down for {percent(clock.held)} of the time"
+    evidence = f"{', '.join(clock.names)} in {percent(clock.held)} of samples"
     fix = (
-        "Better cooling, where it is heat. A power limit is a property of the machine: an "
-        "administrator can raise it, or lock a clock that can be kept, which makes steps even."
+        "Against heat, improve cooling. A power limit belongs to the machine: an administrator "
+        "can raise it, or lock a clock that the GPU can sustain, for even steps."
     )
     if varies < LEAST_VARIANCE:
-        return _Told(title, evidence, "medium", fix)
-    title += f", and makes {percent(varies)} of the variance"
-    return _Told(title, evidence, "high", fix)
+        return _Wording(title, evidence, "medium", fix)
+    title += f", causing {percent(varies)} of the variance"
+    return _Wording(title, evidence, "high", fix)
 
 
-def _moving(clock: _Clock, varies: float) -> _Told:
-    named = ", ".join((*clock.names, *(clock.others or ()))) or "no reason for it"
-    return _Told(
-        f"the GPU's clock moves, which makes {percent(varies)} of the variance",
-        "NVML did not say why" if clock.others is None else f"NVML named {named}",
+def _moving(clock: _Clock, varies: float) -> _Wording:
+    named = ", ".join((*clock.names, *(clock.others or ()))) or "no reason"
+    return _Wording(
+        f"the GPU clock moves, causing {percent(varies)} of the variance",
+        "NVML's reason was not recorded" if clock.others is None else f"NVML reported {named}",
         "medium",
-        "An administrator can lock a clock that the GPU can keep, which makes steps even. NVML may "
-        "tell of a power limit later than it acts; a GPU that waits lowers its clock too.",
+        "An administrator can lock a clock that the GPU can sustain, for even steps. NVML may "
+        "report a power limit late, and an idle GPU also lowers its clock.",
     )
 
 
-def _finding(samples: Samples, clock: _Clock, varies: float, told: _Told) -> Finding:
+def _finding(samples: Samples, clock: _Clock, varies: float, wording: _Wording) -> Finding:
     step = samples.median_ns / samples.group
     slower = 1 - clock.median_mhz / clock.highest_mhz if clock.highest_mhz else 0.0
     cost = round(max(slower * step, samples.excess_ns(clock.places)))
     at = f" (median {clock.median_mhz:.0f} MHz)" if clock.median_mhz else ""
-    lines = [f"{told.evidence}{at}"]
+    lines = [f"{wording.evidence}{at}"]
     if clock.share:
-        how = "counted over each sample" if clock.counted else "read now and then"
-        lines.append(
-            f"the clock ({how}) explains {percent(clock.share)} of the variance of the samples"
-        )
+        how = "counted over each sample" if clock.counted else "read periodically"
+        lines.append(f"the clock ({how}) explains {percent(clock.share)} of the samples' variance")
     if len(clock.places):
-        lines.append(f"{len(clock.places)} outliers fall on a lower clock")
+        lines.append(f"{many(len(clock.places), 'outlier')} at a lower clock")
     if clock.highest_mhz and slower:
         lines.append(
-            f"the highest clock seen is {clock.highest_mhz:.0f} MHz; a step bound by arithmetic "
-            f"would take {duration(slower * step)} less there"
+            f"highest clock seen: {clock.highest_mhz:.0f} MHz; a compute-bound step would take "
+            f"{duration(slower * step)} less at it"
         )
     return Finding(
         id=NAME,
         source="hardware contention",
-        title=told.title,
+        title=wording.title,
         evidence=tuple(lines),
         slices=("gpu_kernel",),
         cost_ns=cost,
         recoverable_ns=(0, cost),
         variance_share=varies or None,
-        confidence=told.confidence,
-        fix=told.fix,
+        confidence=wording.confidence,
+        fix=wording.fix,
         check="`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` during `steady explain WORKLOAD`",
-        false_alarm="a step bound by memory hardly follows the clock of the multiprocessors.",
+        false_alarm="the step is memory-bound: it hardly follows the SM clock.",
     )
 
 
@@ -238,16 +238,19 @@ def _heating(grown: Growth) -> Finding:
     return Finding(
         id=NAME,
         source="hardware contention",
-        title=f"steps get slower and slower: {duration(grown.first_ns)} at first, "
-        f"{duration(grown.last_ns)} at the end, as when heat lowers the clock",
-        evidence=(f"{grown.what}: rising over {grown.blocks} parts in a row", "no clock is known"),
+        title=f"steps keep slowing down, from {duration(grown.first_ns)} to "
+        f"{duration(grown.last_ns)}; heat may lower the clock",
+        evidence=(
+            f"{grown.what}: rising over {grown.blocks} consecutive parts",
+            "the clock was not recorded",
+        ),
         slices=("gpu_kernel",),
         cost_ns=cost,
         recoverable_ns=(0, cost),
         confidence="low",
-        fix="Watch clocks and temperature over the run; where they do not fall, look for work "
-        "that grows: a list, a cache or a history that each step goes through.",
+        fix="Watch clocks and temperature over the run. If the clock does not fall, look for "
+        "growing work: a list, cache or history that each step traverses.",
         check="`nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE`, or `steady explain WORKLOAD` on a "
         "machine that shows clocks",
-        false_alarm="the inputs grow from step to step, or the program itself keeps growing.",
+        false_alarm="the inputs or the program's data grow from step to step.",
     )

@@ -1,4 +1,4 @@
-"""Many copies, or long ones that nothing hides."""
+"""Find many copies, or long copies that no kernel hides."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from steadytorch.traces.events import Category
 
 NAME = "copies"
 LEAST_SHARE = 0.05
-"""Of the step, from which copying is worth a look: what the profiler's own TensorBoard plug-in
-(Kineto, `tb_plugin`) allows for loading data, which ends in such copies."""
+"""Minimum share of the step spent copying: the threshold of Kineto's TensorBoard plug-in
+(`tb_plugin`) for data loading, which ends in copies."""
 MOST = 10
-"""Copies a step: each costs some 10 us to launch, whatever its size, so that small ones are better
-joined (CUDA C++ Best Practices Guide, "Data transfer between host and device")."""
+"""Copies a step from which joining pays: each costs some 10 us to launch, whatever its size
+(CUDA C++ Best Practices Guide, "Data transfer between host and device")."""
 
 _KIND = re.compile(r"[HDP]to[HDP]|PtoP", re.IGNORECASE)
 
 
 def rule(case: Case) -> Verdict:
-    """Copies between host and devices, and within one, that are many or not hidden by kernels.
+    """Report copies to, from or within devices that are many or that no kernel hides.
 
     Source: CUDA C++ Best Practices Guide, "Data transfer between host and device" (batch small
     transfers) and "Asynchronous and overlapping transfers with computation".
@@ -41,24 +41,25 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"copies: {many(count, 'transfer')} a step, and no kernel runs meanwhile for "
-            f"{percent(share)} of it",
+            title=f"copies: {many(count, 'transfer')} a step, not hidden by kernels for "
+            f"{percent(share)} of the step",
             evidence=_evidence(seen, chosen),
             slices=("gpu_memcpy",),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             variance_share=variance_of(case, "gpu_memcpy"),
             confidence="high" if share > LEAST_SHARE else "low",
-            fix="Join small copies into one, keep data on the device between steps, and run the "
-            "rest beside kernels: pinned memory, non_blocking=True, a stream of its own.",
+            fix="Join small copies and keep data on the device between steps. Overlap the rest "
+            "with kernels: pinned memory, non_blocking=True, a separate stream.",
             check=CHECK,
-            false_alarm="copies within the device that an operator needs, and whose time is small.",
+            false_alarm="an operator needs these copies within the device, and they take little "
+            "time.",
         ),
     )
 
 
 def _evidence(seen: Launches, chosen: np.ndarray) -> tuple[str, ...]:
-    """A line for each direction, the longest first."""
+    """One line per direction, longest first."""
     kinds: dict[str, np.ndarray] = {}
     for index in np.unique(seen.trace.events.name[seen.rows[chosen]]):
         found = _KIND.search(seen.trace.names[index])
@@ -70,6 +71,6 @@ def _evidence(seen: Launches, chosen: np.ndarray) -> tuple[str, ...]:
     return tuple(
         f"{kind}: {per_step(seen, kinds[kind]):.3g} a step, "
         f"{int(size[kinds[kind]].sum()) / seen.steps / 1e6:.3g} MB, "
-        f"{duration(exposed_ns(seen, kinds[kind]))} in which no kernel runs"
+        f"{duration(exposed_ns(seen, kinds[kind]))} not hidden by kernels"
         for kind in order
     )

@@ -1,4 +1,4 @@
-"""The thread that feeds the device waits for a core, or the machine under it takes cores away."""
+"""Find steps that wait for a CPU core, or lose cores to other virtual machines."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from steadytorch.measure.causes import CONTEXT_SWITCH, CPU_STEAL
 
 NAME = "cpu-contention"
 LEAST_WAIT = 0.01
-"""Of the time, ready to run without a core: twice what `steady tune` takes for a tie. Interrupts
-and the kernel's own threads take some time on any machine."""
+"""Minimum share of time ready to run without a core: twice the tie threshold of `steady tune`.
+Interrupts and kernel threads take some time on any machine."""
 LEAST_LATE = 0.005
-"""Of the time, in outliers that a lost core explains: what `steady tune` takes for a tie."""
+"""Minimum share of time in outliers that a lost core explains: the tie threshold of `steady
+tune`."""
 LEAST_OUTLIERS = 3
-"""Outliers with that cause; one or two in a series happen on any machine."""
+"""Minimum outliers with that cause; one or two in a series happen on any machine."""
 LEAST_STEAL = 0.05
-"""Of the time of all the machine's cores. A process may have a part of these, so that less says
-little about it."""
+"""Minimum stolen share of all cores' time. The process may use only some cores, so less says
+little."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """Three kinds of evidence as shares of the time; None where not recorded.
+    """Three signs of contention as shares of the time; None where not recorded.
 
     Attributes:
-        wait: of the measured thread's time, ready to run and without a core.
-        late: excess of the outliers put down to a lost core.
-        steal: of the time of all the machine's cores, taken by other virtual machines.
-        places: these outliers.
+        wait: time of the measured thread ready to run without a core.
+        late: excess time of outliers attributed to a lost core.
+        steal: time of all cores that other virtual machines took.
+        places: indices of these outliers.
     """
 
     wait: float | None
@@ -42,7 +43,7 @@ class _Load:
 
     @property
     def found(self) -> bool:
-        """Whether any of them is more than a quiet machine shows."""
+        """Whether any share exceeds that of a quiet machine."""
         return (
             (self.wait or 0.0) >= LEAST_WAIT
             or (self.late >= LEAST_LATE and len(self.places) >= LEAST_OUTLIERS)
@@ -51,24 +52,25 @@ class _Load:
 
     @property
     def share(self) -> float:
-        """Of the time, what it costs: the largest of the three, which see the same time."""
+        """Estimated cost: the largest of the three, since they see the same time."""
         return max(self.wait or 0.0, self.late, self.steal or 0.0)
 
 
 def rule(case: Case) -> Verdict:
-    """Decided by time alone: switches happen on every machine, and their number proves nothing.
+    """Report time lost for want of a core.
 
-    Time on the run queue is the kernel's own account ("Scheduler Statistics", Linux documentation,
-    the second field of /proc/<pid>/schedstat). It counts where a delay of the host delays the step;
-    a step bound by the GPU only has its outliers.
+    Context switches happen on every machine, and their number proves nothing. Run-queue time is the
+    kernel's own account ("Scheduler Statistics", Linux documentation, the second field of
+    /proc/<pid>/schedstat). It counts only where a host delay delays the step; a GPU-bound step has
+    only its outliers.
     """
     samples = samples_of(case)
     if samples is None:
-        return unrecorded(NAME, samples, "wait_ns", "waiting for a core")
+        return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
     load = _load(samples)
     if not load.found:
         if load.wait is None and samples.host_bound:
-            return unrecorded(NAME, samples, "wait_ns", "waiting for a core")
+            return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
         return ()
     mean = float(samples.durations_ns.mean()) / samples.group
     cost = round(load.share * mean)
@@ -76,20 +78,20 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="hardware contention",
-            title=f"cores are contended: {percent(load.share)} of the time is lost "
-            f"({duration(cost)} of a step's {duration(mean)} on average)",
+            title=f"CPU cores are contended: {percent(load.share)} of the time is lost "
+            f"({duration(cost)} of an average step of {duration(mean)})",
             evidence=_lines(samples, load),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             variance_share=samples.variance_share(load.places),
             confidence="high" if (load.wait or 0.0) >= LEAST_WAIT else "medium",
-            fix="Stop or move what else runs on these cores, give the process cores of its own "
-            "(taskset, cpuset, a CPU request in the container), and use fewer threads than cores, "
-            "data loading workers included.",
+            fix="Stop or move other programs on these cores, or give the process its own "
+            "(taskset, cpuset, a container's CPU request). Use fewer threads than cores, data "
+            "loading workers included.",
             transforms=() if samples.on_gpu else ("threads",),
-            check="`steady explain WORKLOAD` again while `uptime` shows a load below the number of "
-            "cores",
-            false_alarm="the load was there for the time of this run only.",
+            check="run `steady explain WORKLOAD` again while `uptime` shows a load below the "
+            "number of cores",
+            false_alarm="the other load ran only during this measurement.",
         ),
     )
 
@@ -106,15 +108,16 @@ def _load(samples: Samples) -> _Load:
 def _lines(samples: Samples, load: _Load) -> tuple[str, ...]:
     lines = []
     if load.wait:
-        lines.append(f"ready to run, without a core: {percent(load.wait)} of the time")
+        lines.append(f"ready to run without a core for {percent(load.wait)} of the time")
     if len(load.places):
         worst = float(samples.durations_ns[load.places].max() / samples.median_ns)
         lines.append(
-            f"{many(len(load.places), 'outlier')} in {many(len(samples.durations_ns), 'sample')} "
-            f"fall on a lost core; the slowest takes {worst:.1f} times the median"
+            f"{many(len(load.places), 'outlier')} among "
+            f"{many(len(samples.durations_ns), 'sample')} coincide with a lost core; the slowest "
+            f"takes {worst:.1f} times the median"
         )
     if load.steal:
         lines.append(f"other virtual machines took {percent(load.steal)} of all cores' time")
     if switches := samples.rate("involuntary_switches"):
-        lines.append(f"made to give up a core {1e9 * switches:.0f} times a second")
+        lines.append(f"preempted {1e9 * switches:.0f} times a second")
     return tuple(lines)

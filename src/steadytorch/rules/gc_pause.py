@@ -1,4 +1,4 @@
-"""Python's garbage collector runs within steps."""
+"""Find pauses of Python's garbage collector in steps."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from steadytorch.measure.causes import GARBAGE_COLLECTION
 
 NAME = "gc-pause"
 LEAST_SHARE = 0.005
-"""Of the time: what `steady tune` takes for a tie. Collections of the youngest objects happen all
-the time and cost less."""
+"""Minimum share of the time: the tie threshold of `steady tune`. Collections of the youngest
+generation happen constantly and cost less."""
 LEAST_VARIANCE = 0.05
-"""Of the variance, where single collections stand out of the samples."""
+"""Minimum share of the variance, for collections that stand out as outliers."""
 
 _SLICE = {"gpu": "idle_gc", "cpu": "cpu_gc"}
 
 
 def rule(case: Case) -> Verdict:
-    """Pauses of the collector, by its own announcements (`gc.callbacks`, Python's documentation).
+    """Report pauses of the collector, as announced by `gc.callbacks` (Python documentation).
 
-    In the unprofiled samples where there are some, since a profiler makes objects of its own; else
-    in the trace. Collections that a GPU-bound step hides cost nothing.
+    Unprofiled samples come first, since a profiler creates objects of its own; the trace is the
+    fallback. Collections that a GPU-bound step hides cost nothing.
     """
     samples = samples_of(case)
     if samples is not None:
         return _in_samples(samples)
     if case.ledger is not None and (cost := round(case.ledger.mean(_SLICE[case.ledger.kind]))):
         return _in_trace(case, cost)
-    return Abstention(NAME, "runs of the garbage collector were not recorded", RECORD)
+    return Abstention(NAME, "garbage collections were not recorded", RECORD)
 
 
 def _in_samples(samples: Samples) -> Verdict:
@@ -48,7 +48,7 @@ def _in_samples(samples: Samples) -> Verdict:
     share = spent / samples.elapsed_ns
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
-    own = 2 * spent >= int(announced[within].sum())  # and not the wait for a core, for the most
+    own = 2 * spent >= int(announced[within].sum())  # at least half is not waiting for a core
     stands_out = varies is not None and varies >= LEAST_VARIANCE
     if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
         return ()
@@ -60,16 +60,16 @@ def _in_samples(samples: Samples) -> Verdict:
     )
     evidence = [
         f"{many(int(within.sum()), 'collection')} in {many(samples.steps, 'step')}: {counts}",
-        f"the longest took {duration(int(lengths[within].max()))}, "
-        f"a step {duration(step)} at the median",
+        f"the longest took {duration(int(lengths[within].max()))}; the median step takes "
+        f"{duration(step)}",
     ]
     if len(places):
-        evidence.append(f"{many(len(places), 'outlier')} of the timing during a collection")
+        evidence.append(f"{many(len(places), 'outlier')} during a collection")
     return (_finding((), evidence, cost, share, varies),)
 
 
 def _running(recording: Recording, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """How long the collections ran: a thread that waits for a core meanwhile collects nothing."""
+    """Running time of the collections, without waits for a core."""
     if recording.wait_ns is None:
         return lengths
     at, waited = (
@@ -83,7 +83,7 @@ def _in_trace(case: Case, cost: int) -> Verdict:
     if case.ledger is None or (share := cost / step_ns(case.ledger)) < LEAST_SHARE:
         return ()
     name = _SLICE[case.ledger.kind]
-    evidence = [f"collections own {duration(cost)} of a step in the trace"]
+    evidence = [f"collections take {duration(cost)} of a step in the trace"]
     return (_finding((name,), evidence, cost, share, variance_of(case, name)),)
 
 
@@ -101,9 +101,9 @@ def _finding(
         recoverable_ns=(0, cost),
         variance_share=varies,
         confidence="high",
-        fix="Call gc.collect() and gc.freeze() once after set-up, so that collections skip what "
-        "lives on; or collect by hand between steps, with gc.disable() during them. Reference "
-        "cycles made in every step are best removed.",
-        check="`steady explain WORKLOAD` again with gc.freeze() after set-up",
-        false_alarm="objects that only the test makes (logging, metrics) are collected too.",
+        fix="Call gc.collect() and gc.freeze() once after set-up, so that collections skip "
+        "long-lived objects. Or call gc.disable() and collect between steps. Remove reference "
+        "cycles that each step creates.",
+        check="run `steady explain WORKLOAD` again with gc.freeze() after set-up",
+        false_alarm="only the test creates the collected objects (logging, metrics).",
     )

@@ -1,4 +1,4 @@
-"""torch.compile splits a model into several graphs."""
+"""Find models that torch.compile splits into several graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SHOWN = 3
 
 
 def rule(case: Case) -> Verdict:
-    """Code that cannot be traced ends one graph, runs in Python, and begins the next.
+    """Report code that ends one graph, runs in Python, and begins the next.
 
-    Dynamo counts its breaks with their reasons; where the capture holds them they decide. A trace
-    shows them as well: what follows a break runs as a region of its own *within* that of the
-    function that broke. Regions one after another are functions compiled one by one, and no break.
+    Dynamo's own break counts and reasons decide if the capture holds them. A trace shows breaks as
+    well: code after a break runs as a region *within* the region of the function that broke.
+    Consecutive regions are separately compiled functions, not breaks.
 
     Source: "Graph Breaks", torch.compile programming model, PyTorch documentation.
     """
@@ -39,13 +39,13 @@ def rule(case: Case) -> Verdict:
     regions = by_name(case.trace, RANGES, REGION.pattern)
     older = by_name(case.trace, RANGES, r"CompiledFunction.*|.*OptimizedModule.*")
     if len(older) and not len(regions):
-        why = "this version of PyTorch does not name the regions that torch.compile made"
+        why = "this PyTorch version does not name compiled regions in traces"
         return Abstention(NAME, why, "run with TORCH_LOGS=graph_breaks")
     return ()
 
 
 def _reasons(counted: object) -> tuple[str, ...]:
-    """Reasons on one line each, the most frequent first."""
+    """One-line reasons, most frequent first."""
     if isinstance(counted, Mapping):
         ordered = sorted(counted.items(), key=lambda item: -item[1])
         return tuple(f"{_line(reason)} ({many(count, 'time')})" for reason, count in ordered)
@@ -59,7 +59,7 @@ def _line(reason: object) -> str:
 
 
 def _nested(case: Case) -> np.ndarray:
-    """Compiled regions that run within another one, as rows."""
+    """Rows of compiled regions that run within another region."""
     if case.trace is None:
         return np.empty(0, np.int64)
     trace = case.trace
@@ -75,31 +75,31 @@ def _nested(case: Case) -> np.ndarray:
 def _finding(case: Case, reasons: tuple[str, ...], confidence: str) -> Finding:
     lines = list(reasons[:_SHOWN])
     if len(reasons) > _SHOWN:
-        lines.append(f"and {many(len(reasons) - _SHOWN, 'further reason')}")
+        lines.append(f"and {many(len(reasons) - _SHOWN, 'more reason')}")
     per_step = _regions_per_step(case)
     if per_step:
-        lines.append(f"{many(per_step, 'compiled region')} run in a step")
+        lines.append(f"{many(per_step, 'compiled region')} a step")
     inner = _nested(case)
     if len(inner) and case.trace is not None:
-        lines.append(f"within another region run: {tally(case.trace, inner)}")
-    what = many(len(reasons), "kind") + " of break" if reasons else "regions within regions"
+        lines.append(f"nested regions: {tally(case.trace, inner)}")
+    what = many(len(reasons), "distinct reason") if reasons else "compiled regions are nested"
     return Finding(
         id=NAME,
         source="compiler",
         title=f"torch.compile breaks the graph: {what}",
         evidence=tuple(lines),
         confidence=confidence,
-        fix="Take what cannot be traced (printing, .item(), data-dependent branches, foreign "
-        "libraries) out of the compiled function; fullgraph=True turns each break into an error "
-        "that names its line.",
+        fix="Move untraceable code (printing, .item(), data-dependent branches, other libraries) "
+        "out of the compiled function. fullgraph=True turns each break into an error that names "
+        "its line.",
         check="TORCH_LOGS=graph_breaks, or torch.compile(model, fullgraph=True)",
-        false_alarm="a break in code that runs once per epoch costs nothing; its time is not "
-        "measured here.",
+        false_alarm="the break is in code that runs once per epoch, where it costs nothing. Its "
+        "time is not measured here.",
     )
 
 
 def _regions_per_step(case: Case) -> float:
-    """Different compiled regions in a step, on average."""
+    """Mean number of distinct compiled regions in a step."""
     if case.trace is None or case.ledger is None or not case.ledger.steps:
         return 0.0
     rows = by_name(case.trace, RANGES, REGION.pattern)

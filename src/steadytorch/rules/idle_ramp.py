@@ -1,4 +1,4 @@
-"""Calls after a pause are slower."""
+"""Find calls that are slower after a pause."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from steadytorch.traces.steps import HOST, gpu_rows
 
 NAME = "idle-ramp"
 LEAST_SLOWDOWN = 0.03
-"""Over calls without a pause: an H200 replaying a CUDA graph was seen at 4 % after 10 ms and 9 %
-after 100 ms, quiet repetitions within 1 %."""
+"""Minimum slowdown over calls without a pause. An H200 replaying a CUDA graph was 4 % slower
+after 10 ms and 9 % after 100 ms; quiet repetitions agree within 1 %."""
 LEAST_PAUSE_NS = 10_000_000
-"""An idle stretch that counts as a pause of the program: the shortest that was tried there."""
+"""Minimum idle stretch that counts as a pause: the shortest that was tried there."""
 CERTAIN = 0.01
-"""Chance of so clear a difference between samples that do not differ."""
+"""Maximum p-value of the rank test."""
 FEWEST = 5
-"""Calls of either kind: the clearest difference among four and four is chance once in 70."""
+"""Minimum calls of either kind: with four and four, the clearest difference is chance once in
+70."""
 
 
 @dataclass(frozen=True)
 class _After:
-    """Calls after one pause: medians in ns, and whether chance explains the difference."""
+    """Calls after one pause: their median, and whether chance explains the difference."""
 
     pause_ms: float
     after_ns: float
@@ -35,12 +36,11 @@ class _After:
 
 
 def rule(case: Case) -> Verdict:
-    """What a pause costs, where the program pauses.
+    """Report the cost of a pause, if the program pauses.
 
-    The capture times calls after pauses and calls after calls, in turns. A finding needs a slower
-    median, a difference that the rank test of Mann and Whitney (1947) does not put down to chance,
-    and a program that does pause: one whose calls follow each other never pays for it. Pauses show
-    as idle stretches in the trace, or are asked about (`asked` in the note).
+    The capture alternates calls after pauses and back-to-back calls. A finding needs a slower
+    median, a rank test (Mann and Whitney, 1947) that rules out chance, and a program that pauses.
+    Pauses show as idle stretches in the trace, or the user asks about them (`asked` in the note).
 
     Source: clocks fall while a GPU is idle ("gpu_idle" among the clock event reasons, NVML
     reference), and processors leave idle states late (Linux, "CPU Idle Time Management").
@@ -61,14 +61,14 @@ def rule(case: Case) -> Verdict:
     worst = max(slow, key=lambda after: after.after_ns)
     cost = round(worst.after_ns - steady)
     lines = [
-        f"after {a.pause_ms:g} ms: {duration(a.after_ns)} at the median, "
+        f"after {a.pause_ms:g} ms: median {duration(a.after_ns)}, "
         f"{percent(a.after_ns / steady - 1)} more than without a pause ({duration(steady)})"
         for a in slow
     ]
     if len(pauses):
         lines.append(
-            f"{len(pauses)} stretches of {duration(float(np.median(pauses)))} without work in the "
-            "profiled steps"
+            f"{len(pauses)} idle stretches in the profiled steps, median "
+            f"{duration(float(np.median(pauses)))}"
         )
     return (
         Finding(
@@ -80,10 +80,10 @@ def rule(case: Case) -> Verdict:
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="medium",
-            fix="Where the latency of rare calls matters, keep the device awake with small work "
+            fix="If the latency of rare calls matters, keep the device busy with small work "
             "between them, batch requests, or have an administrator lock the clocks.",
-            check="`steady explain WORKLOAD` again; compare calls after pauses",
-            false_alarm="in production calls follow each other without pauses.",
+            check="run `steady explain WORKLOAD` again and compare calls after pauses",
+            false_alarm="in production, calls follow each other without pauses.",
         ),
     )
 
@@ -93,7 +93,7 @@ def _not_probed(case: Case, pauses: np.ndarray) -> Verdict:
         return ()
     return Abstention(
         NAME,
-        "the program pauses, and what a call after a pause takes was not measured"
+        "the program pauses, but calls after pauses were not measured"
         if len(pauses)
         else "calls after pauses were not measured",
         "run `steady explain WORKLOAD`, which times calls after pauses",
@@ -103,7 +103,7 @@ def _not_probed(case: Case, pauses: np.ndarray) -> Verdict:
 def _too_few(rounds: int) -> Abstention:
     return Abstention(
         NAME,
-        f"calls after pauses look slower, but chance may explain it: there was time for {rounds}",
+        f"calls after pauses look slower, but only {rounds} of {FEWEST} rounds fit the budget",
         "run `steady explain WORKLOAD` with a larger --budget or a shorter --pause",
     )
 
@@ -127,7 +127,7 @@ def _by_chance(after: Sequence[int] | None, steady: Sequence[int]) -> bool:
 
 
 def _pauses(case: Case) -> np.ndarray:
-    """Lengths in ns of the long stretches within the steps in which the device does nothing."""
+    """Lengths in ns of the long idle stretches of the device within the steps."""
     if case.trace is None or case.ledger is None or not case.ledger.steps:
         return np.empty(0, np.int64)
     events, ledger = case.trace.events, case.ledger

@@ -1,4 +1,4 @@
-"""The GPU runs out of work because the host launches it too slowly."""
+"""Find a GPU that idles because the host launches kernels too slowly."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from steadytorch.traces.events import Category
 NAME = "launch-bound"
 SHORT_KERNEL_NS = 10_000
 """A launch costs the host 5 to 20 us (HolisticTraceAnalysis, "CUDA kernel launch statistics"):
-kernels shorter than that are over before the next is launched."""
+shorter kernels end before the next launch."""
 FEWEST = 5
-"""Kernels, of which a mean says something."""
+"""Minimum kernels for a meaningful mean."""
 LEAST_SHARE = 0.15
-"""Of the step, idle for launches."""
+"""Minimum share of the step that the GPU idles for launches."""
 CLEAR_SHARE = 0.3
-"""Of the step: from here on it is launching that costs, however long kernels are."""
+"""Share of the step from which launching is the bottleneck, however long the kernels."""
 
 
 def rule(case: Case) -> Verdict:
-    """Short kernels, and a GPU that is idle between them for want of launches.
+    """Report idle time between short kernels while the GPU waits for launches.
 
     Source: NVIDIA, "Getting started with CUDA graphs"; PyTorch "Performance Tuning Guide", reduce
-    the overhead of launches with CUDA graphs. Where the unprofiled period shows that the GPU is not
-    idle without the profiler, nothing is claimed.
+    the overhead of launches with CUDA graphs. Nothing is claimed if the unprofiled period shows
+    that the GPU is busy without the profiler.
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
@@ -50,7 +50,7 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="kernel-launch overhead",
-            title=f"launch-bound: the GPU waits for launches {duration(cost)} of a step's "
+            title=f"launch-bound: the GPU waits for launches for {duration(cost)} of a step of "
             f"{duration(step_ns(seen.ledger))} ({percent(share)})",
             evidence=_evidence(seen, kernels, mean, unprofiled),
             slices=("idle_launch",),
@@ -58,12 +58,12 @@ def rule(case: Case) -> Verdict:
             recoverable_ns=(0, most),
             variance_share=variance_of(case, "idle_launch"),
             confidence="high" if short and share > CLEAR_SHARE else "medium",
-            fix="Launch many kernels at once with a CUDA graph, or have torch.compile make fewer "
-            "and larger ones; a larger batch gives each kernel more to do.",
+            fix="Launch many kernels at once with a CUDA graph, or fuse them with torch.compile. "
+            "A larger batch gives each kernel more work.",
             transforms=_transforms(case),
             check=CHECK,
-            false_alarm="the profiler slows the host, Python stacks most of all: compare with the "
-            "time without it.",
+            false_alarm="the profiler slowed the host (Python stacks most of all): compare with "
+            "the unprofiled time.",
         ),
     )
 
@@ -78,10 +78,10 @@ def _evidence(
     gpu = seen.ledger.gpu
     idle = percent(gpu.idle_ns / gpu.total_ns) if gpu is not None and gpu.total_ns else ""
     lines = [
-        f"{many(per_step(seen, kernels), 'kernel')} a step of {duration(mean)} on average",
-        f"the GPU is idle {idle} of the time from its first event to its last" if idle else "",
-        f"a launch holds the host for {duration(held)}" if held else "",
-        "some of it is launched by CUDA graphs already" if graphs else "",
+        f"{many(per_step(seen, kernels), 'kernel')} a step, {duration(mean)} each on average",
+        f"the GPU is idle {idle} of the time between its first and last event" if idle else "",
+        f"a launch takes the host {duration(held)} on average" if held else "",
+        "CUDA graphs already launch some of the work" if graphs else "",
     ]
     if unprofiled is not None:
         lines.append(f"without the profiler the GPU is idle for {duration(unprofiled)} of a step")
@@ -89,7 +89,7 @@ def _evidence(
 
 
 def _idle_unprofiled_ns(case: Case, seen: Launches) -> int | None:
-    """The unprofiled period less the GPU's work; None where it was not measured."""
+    """Unprofiled period minus the GPU's busy time, in ns; None if not measured."""
     if case.measured is None:
         return None
     return max(0, round(case.measured.period.median_ns - busy_ns(seen.ledger)))

@@ -1,4 +1,4 @@
-"""Kernels that only turn images from one memory layout into the other."""
+"""Find kernels that only convert images between memory layouts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from steadytorch.traces.kernel_names import converts_layout
 
 NAME = "layout-conversion"
 LEAST_SHARE = 0.02
-"""Of the time that the GPU works: less is not worth a change of layout."""
+"""Minimum share of GPU busy time. Below it, changing the layout does not pay."""
 
 
 def rule(case: Case) -> Verdict:
-    """CuDNN's `nchwToNhwc` and `nhwcToNchw` kernels, which run where images come as NCHW.
+    """Report cuDNN's `nchwToNhwc` and `nhwcToNchw` kernels, which run for NCHW images.
 
-    Tensor cores want the channels last, so cuDNN converts before and after (NVIDIA Deep Learning
+    Tensor cores need channels last, so cuDNN converts before and after (NVIDIA Deep Learning
     Performance, "Convolutional layers user's guide", tensor layouts in memory; PyTorch tutorial
     "Channels last memory format").
     """
@@ -44,7 +44,7 @@ def rule(case: Case) -> Verdict:
             id=NAME,
             source="memory bandwidth",
             title=f"layout conversions: {many(per_step(seen, chosen), 'kernel')} a step between "
-            f"NCHW and NHWC, {duration(cost)}, {percent(share)} of the GPU's work",
+            f"NCHW and NHWC, {duration(cost)} ({percent(share)} of GPU work)",
             evidence=(
                 *map(str, longest(seen, chosen)),
                 *(f"in {name} ({count})" for name, count in callers.most_common(2)),
@@ -53,11 +53,11 @@ def rule(case: Case) -> Verdict:
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="high",
-            fix="Convert model and inputs to torch.channels_last once, from the first layer to the "
-            "last.",
+            fix="Convert the model and its inputs to torch.channels_last once, so that every "
+            "layer runs in it.",
             transforms=("channels_last",),
             check=CHECK,
-            false_alarm="an operator in between that only exists for NCHW: then each switch costs "
-            "a copy, and the conversions come back elsewhere.",
+            false_alarm="an operator in between supports only NCHW: then conversions reappear "
+            "around it.",
         ),
     )

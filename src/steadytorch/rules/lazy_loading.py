@@ -1,8 +1,8 @@
-"""Kernels that are loaded onto the GPU in steady steps."""
+"""Find kernels that are loaded onto the GPU in steady steps."""
 
 from __future__ import annotations
 
-from steadytorch.findings.figures import duration, variance_of
+from steadytorch.findings.figures import duration, many, variance_of
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import gpu_trace
 from steadytorch.findings.host_calls import owned_ns, spent_ns, steady, tally, unmarked
@@ -19,39 +19,40 @@ _WHERE = (Category.OVERHEAD, Category.RUNTIME, Category.DRIVER)
 
 
 def rule(case: Case) -> Verdict:
-    """A kernel is loaded when it is first launched, so in a steady step none should be.
+    """Report kernel loads in steady steps; any counts, since a kernel loads at its first launch.
 
     Loading may wait for all work on the device. Source: "Lazy Loading", CUDA Programming Guide,
-    which advises to run kernels once before what must be fast or concurrent. Any load counts.
+    which advises running kernels once before work that must be fast or concurrent.
     """
-    seen = gpu_trace(case, NAME, "loading of kernels")
+    seen = gpu_trace(case, NAME, "kernel loading")
     if isinstance(seen, Abstention):
         return seen
     trace, ledger = seen
     late = steady(trace, ledger, by_name(trace, _WHERE, _LOADS))
     if not len(late.rows):
-        return unmarked(NAME, "loading of kernels") if late.early and not late.sure else ()
+        return unmarked(NAME, "kernel loading") if late.early and not late.sure else ()
     spent = round(spent_ns(trace, late.rows) / late.steps)
     owned = round(owned_ns(trace, ledger, "idle_compile", late.rows) / late.steps)
-    where = f"{late.hit} of {late.steps} steady steps" if late.sure else "the second half"
+    half = "the second half of the trace"
+    where = f"{late.hit} of {late.steps} steady steps" if late.sure else half
     return (
         Finding(
             id=NAME,
             source="compiler",
-            title=f"{len(late.rows)} loads of kernels in {where}: {duration(spent)} a step",
+            title=f"{many(len(late.rows), 'kernel load')} in {where}: {duration(spent)} a step",
             evidence=(
                 tally(trace, late.rows),
-                f"of {duration(spent)} a step, the GPU is idle for {duration(owned)}",
+                f"the GPU is idle for {duration(owned)} of these {duration(spent)} a step",
             ),
             slices=("idle_compile",),
             cost_ns=max(spent, owned),
             recoverable_ns=(0, owned),
             variance_share=variance_of(case, "idle_compile"),
             confidence="high" if late.sure else "low",
-            fix="Run every input shape and branch once before serving or timing. Setting "
-            "CUDA_MODULE_LOADING=EAGER loads all at the start, at the price of memory.",
+            fix="Run every input shape and branch once before serving or timing. "
+            "CUDA_MODULE_LOADING=EAGER loads all kernels at the start, but uses more memory.",
             check="run `steady explain` again after a longer warm-up",
-            false_alarm="the profiled steps were still warming up, or met an input shape for the "
-            "first time that will return from then on.",
+            false_alarm="the profiled steps were still warming up, or met a new input shape that "
+            "will recur.",
         ),
     )

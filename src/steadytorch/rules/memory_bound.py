@@ -1,4 +1,4 @@
-"""Operators that memory holds back, seen by the roofline."""
+"""Find operators limited by memory bandwidth, by their roofline."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from steadytorch.traces.kernel_names import is_product, short
 
 NAME = "memory-bound"
 LEAST_OF_BANDWIDTH = 0.6
-"""Below 60 % of the peak NVIDIA Nsight Compute sees latency, not bandwidth, as what holds a kernel
-back (its rule on the section "GPU speed of light throughput")."""
+"""Minimum share of the measured bandwidth. Below 60 % of the peak, NVIDIA Nsight Compute blames
+latency, not bandwidth (its rule on "GPU speed of light throughput")."""
 LEAST_BYTES = 1 << 20
-"""A call: less stays in a cache of a core, and says nothing of the memory."""
+"""Minimum bytes per call. Less fits in a core's cache and says nothing about memory."""
 LEAST_SHARE = 0.1
-"""Of the time that kernels take: fusing less than that changes a step by less than its noise."""
+"""Minimum share of kernel time. Fusing less changes a step by less than its noise."""
 LEAST_KNOWN = 0.2
-"""Of that time, with known work: of less nothing is said."""
+"""Minimum share of kernel time with known work for the rule to judge."""
 
 _ON_CPU = ("cpu_elementwise", "cpu_copy", "cpu_operator", "cpu_compute")
 
 
 def rule(case: Case) -> Verdict:
-    """Kernels near the memory's measured bandwidth: only fewer bytes make them faster.
+    """Report kernels near the measured memory bandwidth: only fewer bytes make them faster.
 
     Source: S. Williams, A. Waterman, D. Patterson, "Roofline", Communications of the ACM 52(4),
-    2009. What to do: PyTorch "Performance Tuning Guide", fuse operations.
+    2009. Fix: PyTorch "Performance Tuning Guide", fuse operations.
     """
     if case.trace is None or case.ledger is None:
         return Abstention(NAME, "no steps were profiled", PROFILE)
@@ -36,7 +36,7 @@ def rule(case: Case) -> Verdict:
     seen = roofline(case.trace, case.rates, case.ledger)
     total = max(1, sum(line.time_ns for line in seen.lines))
     if sum(line.known_ns for line in seen.lines) < LEAST_KNOWN * total:
-        why = "for most of the time the shapes of inputs, or what the operators do, are unknown"
+        why = "shapes or formulas are unknown for most of the kernel time"
         return Abstention(NAME, why, SHAPES)
     found = [line for line in seen.lines if _is_bound(line)]
     cost = sum(line.time_ns for line in found)
@@ -48,9 +48,8 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"memory-bound: {percent(cost / total)} of the work is by kernels that reach "
-            f"more than {percent(LEAST_OF_BANDWIDTH)} of the {bandwidth / 1e9:.4g} GB/s measured "
-            "here",
+            title=f"memory-bound: kernels above {percent(LEAST_OF_BANDWIDTH)} of the measured "
+            f"{bandwidth / 1e9:.4g} GB/s take {percent(cost / total)} of the work",
             evidence=tuple(map(_described, found[:3])),
             slices=("gpu_kernel",) if case.ledger.kind == "gpu" else _ON_CPU,
             cost_ns=cost // seen.steps,
@@ -60,8 +59,8 @@ def rule(case: Case) -> Verdict:
             "compute in 16 bits.",
             transforms=("compile", "cast_weights", "autocast"),
             check=CHECK,
-            false_alarm="operators that nothing can be fused with; and data that stays in the "
-            "cache, which shows as more than 100 %.",
+            false_alarm="the operators have no neighbour to fuse with, or their data stays in "
+            "cache (more than 100 % of the limit).",
         ),
     )
 
@@ -85,6 +84,6 @@ def _described(line: Line) -> str:
 
 
 _MEASURE = (
-    "run `steady explain WORKLOAD` on the device itself: it measures what the device reaches; a "
-    "trace file does not tell"
+    "run `steady explain WORKLOAD` on the device: it measures the bandwidth, which a trace file "
+    "lacks"
 )

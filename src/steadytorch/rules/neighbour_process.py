@@ -1,4 +1,4 @@
-"""Other processes compute on the same GPU."""
+"""Find other processes that compute on the same GPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from steadytorch.traces.steps import gpu_rows
 
 NAME = "neighbour-process"
 LEAST_SLOWDOWN = 0.03
-"""Of samples with a neighbour over those without, to say that it costs something."""
+"""Minimum slowdown of samples with a neighbour over those without."""
 CERTAIN = 0.01
-"""Chance of so clear a difference between samples that do not differ."""
+"""Maximum p-value of the rank test."""
 FEWEST = 5
-"""Samples with and without a neighbour, to compare them; launches of a kernel, likewise."""
+"""Minimum samples with and without a neighbour for a comparison; also minimum launches of a
+kernel."""
 LEAST_STRETCH = 0.3
-"""Of kernel time beyond each kernel's best: 30 % is the same kernel at 0.7 of its best speed."""
+"""Minimum share of kernel time beyond each kernel's best: at 30 %, a kernel runs at 0.7 of its
+best speed."""
 
 
 def rule(case: Case) -> Verdict:
-    """Processes that the driver lists beside this one; without any there is no finding.
+    """Report processes that the driver lists on this GPU besides this one.
 
-    The driver says that they hold a context, not that they compute. So what they cost is shown
-    where it can be: samples with a neighbour against those without, or kernels that take longer
-    than the best launch of the same kernel, since the GPU is shared by turns. Contexts of the
-    session's own processes (`own_contexts` in the notes), as of a caller that holds the model on
-    the GPU, are no neighbours.
+    The driver knows that they hold a context, not that they compute. Their cost is estimated from
+    samples with and without a neighbour. The other sign is kernels slower than the best launch of
+    the same kernel, since processes share the GPU in turns. Contexts of the session's own processes
+    (`own_contexts` in the notes) do not count, such as a caller that holds the model on the GPU.
 
     Source: "nvmlDeviceGetComputeRunningProcesses", NVML API reference; "Compute modes", CUDA
     Programming Guide.
@@ -38,26 +39,26 @@ def rule(case: Case) -> Verdict:
         return ()
     others = None if samples is None else samples.level("other_gpu_processes")
     if samples is None or others is None:
-        return unrecorded(NAME, samples, "other_gpu_processes", "who else uses the GPU")
+        return unrecorded(NAME, samples, "other_gpu_processes", "GPU use by other processes")
     own = (case.notes or {}).get("own_contexts")
     others = (others - (own if isinstance(own, int) else 0)).clip(min=0)
     if not others.any():
         return ()
     share = float(np.mean(others > 0))
     most = many(int(others.max()), "other process").replace("processs", "processes")
-    lines = [f"{most} on the GPU, during {percent(share)} of the samples"]
+    lines = [f"{most} on the GPU during {percent(share)} of the samples"]
     slower, varies = _slower(samples, others > 0)
     stretch = _stretch(case)
     if slower:
-        lines.append(f"samples with company take {percent(slower)} longer at the median")
+        lines.append(f"samples with a neighbour take {percent(slower)} longer (median)")
     if stretch >= LEAST_STRETCH:
         lines.append(
-            f"{percent(stretch)} of kernel time is beyond the best launch of the same kernel"
+            f"{percent(stretch)} of kernel time exceeds the best launch of the same kernel"
         )
     shown = bool(slower) or stretch >= LEAST_STRETCH
     step = samples.median_ns / samples.group
     cost = round(step * (slower / (1 + slower) * share if slower else stretch if shown else 0.0))
-    sign = "" if shown else "; whether it computes was not seen"
+    sign = "" if shown else "; no slowdown seen"
     return (
         Finding(
             id=NAME,
@@ -69,8 +70,8 @@ def rule(case: Case) -> Verdict:
             recoverable_ns=(0, cost),
             variance_share=varies,
             confidence="high" if slower else "medium" if shown else "low",
-            fix="Run on a GPU of its own: choose another with CUDA_VISIBLE_DEVICES, end what is "
-            "left over, or divide the GPU with MIG.",
+            fix="Use a GPU without other processes: choose one with CUDA_VISIBLE_DEVICES, end "
+            "leftover processes, or partition the GPU with MIG.",
             check="`nvidia-smi --query-compute-apps=pid,name --format=csv` lists one process",
             false_alarm="the other process only holds memory and computes nothing (an open "
             "notebook, an idle server).",
@@ -79,7 +80,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _slower(samples: Samples, company: np.ndarray) -> tuple[float, float | None]:
-    """How much longer samples with a neighbour take, and their share of the variance."""
+    """Slowdown of samples with a neighbour, and the share of the variance it explains."""
     times = samples.durations_ns
     if min(company.sum(), (~company).sum()) < FEWEST:
         return 0.0, None
@@ -94,7 +95,7 @@ def _slower(samples: Samples, company: np.ndarray) -> tuple[float, float | None]
 
 
 def _stretch(case: Case) -> float:
-    """Of kernel time, what lies beyond the best tenth of the launches of the same kernel."""
+    """Share of kernel time beyond the fastest tenth of the launches of the same kernel."""
     if case.trace is None or case.ledger is None or case.ledger.kind != "gpu":
         return 0.0
     events = case.trace.events

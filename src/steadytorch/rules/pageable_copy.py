@@ -1,4 +1,4 @@
-"""Copies from or to ordinary host memory, which the driver has to stage."""
+"""Find copies from or to pageable host memory, which the driver has to stage."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from steadytorch.traces.evidence import STAGED_BYTES
 
 NAME = "pageable-copy"
 WORTH_NOTHING = 0.01
-"""Of the step: below it is not worth the change, and the confidence is no more than medium."""
+"""Share of the step below which a fix does not pay; the confidence is then medium."""
 
 _ASYNCHRONOUS = re.compile(r"(cuda|cu|hip)Memcpy\w*Async")
 
 
 def rule(case: Case) -> Verdict:
-    """Copies that are asynchronous by name and not in fact, since their memory is not pinned.
+    """Report asynchronous copies that block because their memory is not pinned.
 
     Source: NVIDIA Nsight Systems User Guide, expert systems rule on asynchronous copies with
     pageable memory; CUDA C++ Best Practices Guide, "Pinned memory".
@@ -36,7 +36,7 @@ def rule(case: Case) -> Verdict:
         return seen
     size = seen.trace.events.bytes[seen.rows]
     chosen = seen.of(Category.MEMCPY) & seen.named(lambda name: "pageable" in name.lower())
-    chosen &= size > STAGED_BYTES  # smaller ones to the host are those of `.item()`
+    chosen &= size > STAGED_BYTES  # smaller copies to the host come from `.item()`
     chosen &= seen.called(lambda name: bool(_ASYNCHRONOUS.match(name))) | (seen.call < 0)
     if not chosen.any():
         return ()
@@ -50,24 +50,24 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"pageable copies: {many(per_step(seen, chosen), 'transfer')} a step, "
-            f"{moved / seen.steps / 1e6:.3g} MB, from or to memory that is not pinned; no kernel "
-            f"runs meanwhile for {percent(share)} of the step",
+            title=f"pageable copies: {many(per_step(seen, chosen), 'transfer')} a step "
+            f"({moved / seen.steps / 1e6:.3g} MB) with unpinned host memory, not hidden by "
+            f"kernels for {percent(share)} of the step",
             evidence=(
                 *map(str, longest(seen, chosen)),
                 f"{moved / spent:.3g} GB/s on average",
-                f"the calls hold the host for {duration(held)} of a step",
+                f"the calls block the host for {duration(held)} of a step",
             ),
             slices=("gpu_memcpy",),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             variance_share=variance_of(case, "gpu_memcpy"),
             confidence="high" if share >= WORTH_NOTHING else "medium",
-            fix="Pin the host's memory (DataLoader(pin_memory=True), tensor.pin_memory()) and copy "
-            "with non_blocking=True, so that the copy runs beside kernels.",
+            fix="Pin host memory (DataLoader(pin_memory=True), tensor.pin_memory()) and copy "
+            "with non_blocking=True, so that copies overlap with kernels.",
             transforms=by_prefetch(case) if to_device.any() else (),
             check=CHECK,
-            false_alarm="a copy that happens once, such as loading weights, or one whose result "
-            "the host needs at once.",
+            false_alarm="the copy happens once, as when loading weights, or the host needs the "
+            "result at once.",
         ),
     )

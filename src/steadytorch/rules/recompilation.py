@@ -1,4 +1,4 @@
-"""torch.compile compiles again in steady steps."""
+"""Find compilations by torch.compile in steady steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from steadytorch.traces.evidence import RANGES, by_name
 
 NAME = "recompilation"
 REGION = re.compile(r"Torch-Compiled Region: .*?(\d+)/(\d+).*")
-"""How PyTorch names a run of compiled code: the frame, and which of its compilations."""
+"""PyTorch's name for a run of compiled code: the frame, then the number of its compilation."""
 
 _COMPILES = r"(?!CachingAutotuner\.benchmark).*\(dynamo_timed\)"
-"""Phases of compiling; that Triton's configurations are timed is `autotuning-in-loop`."""
+"""Phases of compiling. Triton's timing of configurations belongs to `autotuning-in-loop`."""
 
 _SLICE = {"gpu": "idle_compile", "cpu": "cpu_compile"}
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one source shows: lines of evidence, time per step, and whether it is sure."""
+    """Evidence from one source: lines, time per step in ns, and whether it is sure."""
 
     evidence: tuple[str, ...] = ()
     cost_ns: int = 0
@@ -36,11 +36,11 @@ class _Seen:
 
 
 def rule(case: Case) -> Verdict:
-    """Any compilation after the warm-up: guards failed, for a new shape or a changed value.
+    """Report any compilation after warm-up: a guard failed on a new shape or a changed value.
 
-    Seen as frames that Dynamo begins to compile while samples are taken, or as its own annotations
-    in the trace. Regions that the first step did not run name what was compiled; without such an
-    annotation they were compiled beforehand, as those of buckets are. Source: "Dealing with
+    The evidence is frames that Dynamo begins to compile while samples are taken, and its
+    annotations in the trace. Regions absent from the first step name the recompiled code; without
+    such an annotation they were compiled beforehand, as for buckets. Source: "Dealing with
     Recompilations" and "torch.compile Troubleshooting", PyTorch documentation.
     """
     samples = samples_of(case)
@@ -51,7 +51,7 @@ def rule(case: Case) -> Verdict:
     traced = _traced(case)
     if not timed.evidence and not traced.evidence:
         unclear = not traced.sure and counted is None
-        return unmarked(NAME, "torch.compile") if unclear else ()
+        return unmarked(NAME, "compilation") if unclear else ()
     varies = samples.variance_share(samples.caused_by(RECOMPILATION)) if samples else None
     name = _SLICE[case.ledger.kind] if case.ledger else "idle_compile"
     cost = timed.cost_ns or traced.cost_ns
@@ -63,29 +63,31 @@ def rule(case: Case) -> Verdict:
             if cost
             else "torch.compile recompiles in steady steps",
             evidence=(*timed.evidence, *traced.evidence),
-            # What only the unprofiled samples show is no part of the profiled steps' ledger.
+            # Compilations seen only in unprofiled samples are not in the profiled steps' ledger.
             slices=(name,) if traced.owned_ns else (),
             cost_ns=cost,
             recoverable_ns=(0, max(timed.cost_ns, traced.owned_ns)),
             variance_share=variance_of(case, name) if varies is None else varies,
             confidence="high" if timed.evidence or traced.sure else "low",
-            fix="Mark what varies with torch._dynamo.mark_dynamic or compile with dynamic=True, or "
-            "pad inputs to a few sizes (buckets) and run each once beforehand.",
+            fix="Mark varying dimensions with torch._dynamo.mark_dynamic, or compile with "
+            "dynamic=True. Or pad inputs to a few sizes (buckets) and run each once beforehand.",
             check="TORCH_LOGS=recompiles, then `steady explain WORKLOAD` again",
-            false_alarm="an input shape met for the first time in the measured steps is compiled "
-            "once, and then no more.",
+            false_alarm="the measured steps met a new input shape, which is compiled only once.",
         ),
     )
 
 
 def _counted(samples: Samples, frames: int) -> _Seen:
     places = samples.caused_by(RECOMPILATION)
-    lines = [f"{many(frames, 'frame')} compiled while {many(samples.steps, 'step')} were timed"]
+    lines = [
+        f"{many(frames, 'frame')} compiled in {many(samples.steps, 'step')} timed without "
+        "the profiler"
+    ]
     if len(places):
         longest = duration(float(samples.durations_ns[places].max()))
         lines.append(
-            f"{many(len(places), 'outlier')} fall on a compilation: up to {longest}, where the "
-            f"median is {duration(samples.median_ns)}"
+            f"{many(len(places), 'outlier')} during a compilation: up to {longest} (median "
+            f"{duration(samples.median_ns)})"
         )
     cost = round(samples.excess_ns(places))
     return _Seen(tuple(lines), cost, cost)
@@ -100,14 +102,14 @@ def _traced(case: Case) -> _Seen:
         return _Seen(sure=not late.early or late.sure)
     spent = round(spent_ns(trace, late.rows) / late.steps)
     owned = round(owned_ns(trace, ledger, _SLICE[ledger.kind], late.rows) / late.steps)
-    lines = [f"{duration(spent)} of compiling a step: {tally(trace, late.rows)}"]
+    lines = [f"compiling takes {duration(spent)} a step: {tally(trace, late.rows)}"]
     if new := _new_regions(case):
-        lines.append(f"regions that no earlier step ran: {', '.join(new[:5])}")
+        lines.append(f"regions absent from the first step: {', '.join(new[:5])}")
     return _Seen(tuple(lines), max(spent, owned), owned, late.sure)
 
 
 def _new_regions(case: Case) -> list[str]:
-    """Recompiled regions that appear after the first step and not in it."""
+    """Recompiled regions that run after the first step but not in it."""
     if case.trace is None or case.ledger is None or not case.ledger.marked:
         return []
     rows = by_name(case.trace, RANGES, REGION.pattern)

@@ -1,4 +1,4 @@
-"""An optimizer that updates one parameter after the other."""
+"""Find optimizers that update one parameter after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steadytorch.traces.evidence import RANGES, by_name
 
 NAME = "single-tensor-optimizer"
 FEWEST = 20
-"""Updates of single tensors a step: a model of fewer gains nothing to speak of."""
+"""Minimum updates of single tensors a step. Smaller models gain little."""
 
 _STEP = r"Optimizer\.step#.*"
 _BACKWARD = r"autograd::engine.*|.*Backward\d*|.*AccumulateGrad"
@@ -27,12 +27,12 @@ _SINGLE = re.compile(r"^aten::(add|mul|addcmul|addcdiv|lerp|div|sub|sqrt|maximum
 
 
 class _Update(NamedTuple):
-    """What optimizers did in all steps.
+    """Work of optimizers over all steps.
 
     Attributes:
-        rows: their ranges.
-        single: operators on single tensors, name to how many.
-        several: operators on many tensors at once.
+        rows: ranges of their steps.
+        single: count of each operator on single tensors.
+        several: count of each operator on many tensors at once.
     """
 
     rows: np.ndarray
@@ -41,7 +41,7 @@ class _Update(NamedTuple):
 
 
 def rule(case: Case) -> Verdict:
-    """Many small operators in the optimizer's step where one for all tensors would do.
+    """Report many small operators in an optimizer step where one for all tensors would do.
 
     Source: PyTorch, `torch.optim` (foreach and fused implementations, "how to use the for-loop,
     foreach and fused implementations"); PyTorch "Performance Tuning Guide".
@@ -52,13 +52,13 @@ def rule(case: Case) -> Verdict:
     if not len(seen.rows):
         if not len(by_name(case.trace, (Category.CPU_OP,), _BACKWARD)):
             return ()
-        return Abstention(NAME, "no optimizer's step is marked in the trace", _MARK)
+        return Abstention(NAME, "no optimizer step is marked in the trace", _MARK)
     steps = max(1, len(case.ledger.steps))
     count = seen.single.total() / steps
     if seen.several or count < FEWEST:
         return ()
     tensors = max(seen.single.values()) / steps
-    # With one pass in place of so many, at best this part of the work remains.
+    # One pass would replace them all: at best tensors / count of the work remains.
     saved = 1 - tensors / count
     measure = _cost_on_gpu if case.ledger.kind == "gpu" else _cost_on_cpu
     launching, working = measure(case.trace, case.ledger, seen.rows)
@@ -73,8 +73,8 @@ def rule(case: Case) -> Verdict:
             f"{duration(cost)} ({share} of the step)",
             evidence=(
                 f"{case.trace.name_of(int(seen.rows[0]))}: a step calls {names}",
-                f"{duration(working)} of work and {duration(launching)} of waiting for launches a "
-                "step"
+                f"{duration(working)} of GPU work and {duration(launching)} of waiting for "
+                "launches, a step"
                 if case.ledger.kind == "gpu"
                 else f"{duration(working)} a step",
             ),
@@ -84,9 +84,10 @@ def rule(case: Case) -> Verdict:
             cost_ns=cost,
             recoverable_ns=(0, launching + round(saved * working)),
             confidence="high",
-            fix="Give the optimizer fused=True, or foreach=True where there is no fused one.",
+            fix="Create the optimizer with fused=True, or with foreach=True if it has no fused "
+            "implementation.",
             check=CHECK,
-            false_alarm="an optimizer that is not element by element, or memory too short for the "
+            false_alarm="the optimizer is not elementwise, or memory is too small for the "
             "temporary tensors of foreach.",
         ),
     )
@@ -96,7 +97,7 @@ def _updates(trace: Trace, ledger: Ledger) -> _Update:
     events = trace.events
     rows = by_name(trace, RANGES, _STEP)
     if ledger.steps:
-        # Without marks the only step begins with an operator, and the range around it earlier.
+        # Without marks the only step begins at an operator; the range around it begins earlier.
         rows = rows[events.end_ns[rows] > ledger.steps[0].start_ns]
         rows = rows[events.start_ns[rows] < ledger.steps[-1].end_ns]
     single: Counter[str] = Counter()
@@ -123,12 +124,12 @@ def _names_within(trace: Trace, row: int) -> Counter[str]:
 
 
 def _cost_on_gpu(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, int]:
-    """Idle time for launches, and kernel time, of what was launched in these ranges, per step."""
+    """Idle time for launches, and kernel time, of launches in these ranges; in ns per step."""
     seen = launches_of(trace, ledger)
     events, owned = trace.events, ledger.owned
     mine = _begun_within(trace, events.start_ns[seen.call], events.thread[seen.call], rows)
     mine &= (seen.call >= 0) & seen.of(Category.KERNEL)
-    # Where no event of the host owns the time, it is the moment that counts.
+    # Time without a host owner is placed by its own start.
     known = (owned.row >= 0) & ~np.isin(events.category[owned.row], ON_GPU)
     began = np.where(known, events.start_ns[owned.row], owned.start_ns)
     thread = np.where(known, events.thread[owned.row], -1)
@@ -147,7 +148,7 @@ def _cost_on_cpu(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, i
 def _begun_within(
     trace: Trace, began: np.ndarray, threads: np.ndarray, rows: np.ndarray
 ) -> np.ndarray:
-    """Which moments lie within one of the ranges, on its thread or (-1) on none, as a mask."""
+    """Mask of times within one of the ranges, on its thread or on none (-1)."""
     events = trace.events
     inside = np.zeros(len(began), dtype=bool)
     for thread in np.unique(events.thread[rows]):
@@ -159,6 +160,6 @@ def _begun_within(
 
 
 _MARK = (
-    "profile steps in which a torch.optim optimizer's step() is called, with ProfilerActivity.CPU: "
+    "profile steps that call step() of a torch.optim optimizer, with ProfilerActivity.CPU: "
     "PyTorch marks them as Optimizer.step#NAME"
 )

@@ -1,4 +1,4 @@
-"""The same kernel on the same shapes, now fast and now slow."""
+"""Find kernels that run at varying speed on the same shapes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from steadytorch.traces.kernel_names import communicates, short
 
 NAME = "slow-kernels"
 SLOW = 0.7
-"""Best time over time, below which a kernel was slow. Of 5,900 repeats in two published traces of
-quiet training (samples of Kineto and of HolisticTraceAnalysis, V100) none was below 0.80."""
+"""Maximum ratio of a kernel's best time to its time for it to be slow. Of 5,900 repeats in two
+published traces of quiet training (samples of Kineto and of HolisticTraceAnalysis, V100) none
+was below 0.80."""
 LEAST_NS = 10_000
-"""Best time of kernels looked at: older traces round to 1 us, and shorter kernels depend on what
-the cache holds."""
+"""Minimum best time of a kernel. Older traces round to 1 us, and shorter kernels depend on the
+cache."""
 LEAST_SHARE = 0.02
-"""Of the GPU's work, lost in slow kernels."""
+"""Minimum share of the GPU's work lost in slow kernels."""
 FEWEST = 3
-"""Times that a kernel must have run to be compared, and steps where shapes are unknown."""
+"""Minimum runs of a kernel for a comparison; also minimum steps where shapes are unknown."""
 
 
 class _Slow(NamedTuple):
-    """Kernels of a kind that were slow: their number, their time beyond the best, and the best."""
+    """Slow runs of one kernel: their number, their time beyond the best, and the best time."""
 
     name: str
     number: int
@@ -37,18 +38,18 @@ class _Slow(NamedTuple):
 
 
 def rule(case: Case) -> Verdict:
-    """Kernels slower than their own best; those that run beside another event are left out.
+    """Report kernels slower than their own best; kernels that overlap another event are excluded.
 
-    The best is the fastest, or of ten and more the fastest but a tenth. Practice of comparing a
-    kernel with itself: HolisticTraceAnalysis, "Kernel breakdown" (variation of a kernel's time).
+    The best is the fastest run; of ten runs or more, it is the fastest decile. Source for comparing
+    a kernel with itself: HolisticTraceAnalysis, "Kernel breakdown" (variation of a kernel's time).
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
         return seen
     told = _kinds(seen)
     if told is None:
-        why = "which launches are alike is unknown: no shapes, and not three steps that are alike"
-        return Abstention(NAME, why, f"{SHAPES}, or profile three steps at least")
+        why = "launches cannot be matched: no shapes, and no three steps with the same kernels"
+        return Abstention(NAME, why, f"{SHAPES}, or profile at least three steps")
     kind, confidence = told
     kind[~(_alone(seen) & seen.of(Category.KERNEL)) | seen.named(communicates)] = -1
     best = _best(kind, seen.length_ns)
@@ -65,13 +66,14 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="hardware contention",
-            title=f"slow kernels: {many(int(slow.sum()), 'run')} "
-            f"took up to {float((seen.length_ns[slow] / best[slow]).max()):.1f} times as long as "
-            f"the same kernel at its best, {percent(share)} of the GPU's work",
+            title=f"slow kernels: {many(int(slow.sum()), 'run')} took up to "
+            f"{float((seen.length_ns[slow] / best[slow]).max()):.1f} times the kernel's best "
+            f"time; {percent(share)} of GPU work lost",
             evidence=(
                 *(
-                    f"{short(one.name)}: {one.number} slow, at best {duration(one.best_ns)}, "
-                    f"{duration(one.excess_ns)} beyond that over all steps"
+                    f"{short(one.name)}: {many(one.number, 'slow run')}, "
+                    f"{duration(one.excess_ns)} lost over all steps, best time "
+                    f"{duration(one.best_ns)}"
                     for one in _worst(seen, slow, excess, best)
                 ),
                 f"in {hit} of {seen.steps} steps",
@@ -81,20 +83,21 @@ def rule(case: Case) -> Verdict:
             recoverable_ns=(0, cost),
             variance_share=kernels.same_kernels_slower if kernels else None,
             confidence=confidence,
-            fix="See what the findings on clocks and on other processes say of this time; give "
-            "the workload the GPU for itself, and cool it.",
+            fix="Check the findings on clocks and on other processes. Give the workload a GPU of "
+            "its own, and cool it.",
             check=CHECK,
-            false_alarm="a kernel whose work depends on values, such as sorting, sparse or masked "
-            "operators, or whose data was in the cache at its best.",
+            false_alarm="the kernel's work depends on values (sorting, sparse or masked "
+            "operators), or its best run found its data in cache.",
         ),
     )
 
 
 def _kinds(seen: Launches) -> tuple[np.ndarray, str] | None:
-    """A number for launches that are alike, -1 where unknown, and how sure that is.
+    """Number equal launches alike, -1 where unknown; also return the confidence.
 
-    The same place in steps of the same kernels is best: shapes, values and the cache's content are
-    alike there. Else it is the same kernel on the same shapes. None where neither is known.
+    The best match is the same position in steps of the same kernels: shapes, values and cache
+    content agree there. The fallback is the same kernel on the same shapes. None if neither is
+    known.
     """
     events = seen.trace.events
     alike, confidence = _positions(seen), "medium"
@@ -109,7 +112,7 @@ def _kinds(seen: Launches) -> tuple[np.ndarray, str] | None:
 
 
 def _positions(seen: Launches) -> np.ndarray | None:
-    """Place of each event in its step, where all steps run the same events in the same order."""
+    """Position of each event in its step; None unless all steps run the same events in order."""
     places = steps_of(seen.ledger, seen.start_ns)
     counts = np.bincount(places[places >= 0], minlength=seen.steps)
     if seen.steps < FEWEST or len(set(counts.tolist())) != 1 or not counts[0]:
@@ -125,7 +128,7 @@ def _positions(seen: Launches) -> np.ndarray | None:
 
 
 def _alone(seen: Launches) -> np.ndarray:
-    """Which events share no time with another on this GPU."""
+    """Mask of the events that overlap no other event on this GPU."""
     reach = np.maximum.accumulate(seen.end_ns) if len(seen.rows) else seen.end_ns
     before = np.concatenate([[np.iinfo(np.int64).min], reach[:-1]]) <= seen.start_ns
     after = np.concatenate([seen.start_ns[1:], [np.iinfo(np.int64).max]]) >= seen.end_ns
@@ -133,7 +136,7 @@ def _alone(seen: Launches) -> np.ndarray:
 
 
 def _best(kind: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Time of each one's kind at its best, by launch; 0 for kinds that ran too seldom."""
+    """Best time of each launch's kind, by launch; 0 for kinds with too few runs."""
     best = np.zeros(len(kind), dtype=np.int64)
     known = np.flatnonzero(kind >= 0)
     if not len(known):

@@ -1,4 +1,4 @@
-"""The host waits for the GPU, and the GPU runs dry meanwhile."""
+"""Find waits of the host during which the GPU runs dry."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from steadytorch.traces.steps import CALLS, gpu_rows, step_marks
 
 NAME = "synchronisation"
 LEAST_SHARE = 0.02
-"""Of a step of `LONG_NS` and more: there it is a millisecond, the least that is worth a change."""
+"""Minimum share of a step of `LONG_NS` and more: a millisecond, the least that is worth a
+change."""
 LONG_NS = 50_000_000
 LEAST_SHARE_SHORT = 0.01
-"""Of a shorter one. A fixed millisecond would be a third of a step of 3 ms; and of a step that runs
-hundreds of times a second, one percent is measured with ease."""
+"""Minimum share of a shorter step. A fixed millisecond would be a third of a 3 ms step. One
+percent is easy to measure at hundreds of steps a second."""
 LEAST_NS = 5_000
-"""Per step: what launching a kernel takes, and what a profiler adds to a call or two."""
+"""Minimum cost per step: about one kernel launch, or the profiler's cost of a call or two."""
 
 
 def rule(case: Case) -> Verdict:
-    """Waiting that costs something: only where the GPU is idle, never the summed time of calls.
+    """Report waits that leave the GPU idle, never the summed time of the calls.
 
-    Two parts. What the ledger lets a waiting call own: the GPU is idle and the host still waits.
-    And what follows: the GPU ran dry during the wait and stays idle until the host, which could not
-    run ahead, has launched again. Without the wait it would have launched earlier by the time it
-    waited, so the shorter of the wait and the idle stretch counts. The
-    ledger calls that part launching.
+    The cost has two parts. In the first, the GPU is idle and the host still waits: the ledger
+    attributes this to the waiting call. In the second, the GPU ran dry during the wait and stays
+    idle until the host launches again; the ledger counts this as launching. Without the wait the
+    host would have launched earlier by the time it waited, so the shorter of wait and idle stretch
+    counts.
 
     Source: "Avoid unnecessary CPU-GPU synchronization", PyTorch Performance Tuning Guide;
     "Asynchronous Concurrent Execution", CUDA Programming Guide.
@@ -58,9 +59,9 @@ def rule(case: Case) -> Verdict:
     else:
         blame = _by_caller(trace, waits, lost)
     causes = [name for name, _ in blame.most_common(3)]
-    drained = f"{many(len(waits) / count, 'time')} a step the GPU runs dry while the host waits"
+    drained = f"the GPU runs dry during a wait {many(len(waits) / count, 'time')} a step"
     lines = [
-        f"{duration(owned)} of a step the host waits although the GPU is idle",
+        f"the host waits on an idle GPU for {duration(owned)} of a step",
         f"{drained}: launching earlier would save up to {duration(float(lost.sum()) / count)}",
         *(f"{name}: {duration(blame[name] / count)} a step" for name in causes),
     ]
@@ -68,29 +69,28 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="synchronisation",
-            title=f"waiting for the GPU costs {duration(cost)} ({percent(cost / step)}) "
-            f"of a step, in {', '.join(causes)}",
+            title=f"waiting for the GPU costs {duration(cost)} ({percent(cost / step)}) of a "
+            f"step, in {', '.join(causes)}",
             evidence=tuple(lines),
             slices=("idle_synchronisation", "idle_launch"),
             cost_ns=round(cost),
             recoverable_ns=(0, round(cost)),
             variance_share=variance_of(case, "idle_synchronisation"),
             confidence="high" if owned >= least * step else "medium",
-            fix="Keep values on the GPU: no .item(), .cpu(), nonzero or printing of tensors within "
-            "the step; read them every so many steps, together, or with non_blocking=True into "
-            "pinned memory and an event.",
+            fix="Keep values on the GPU: avoid .item(), .cpu(), nonzero and printing tensors in "
+            "the step. Read values together every few steps, or copy them to pinned memory with "
+            "non_blocking=True and an event.",
             check="torch.cuda.set_sync_debug_mode('warn') names the lines; then `steady explain` "
             "again",
-            false_alarm="the wait is wanted: the result is needed at once, as the latency of a "
-            "single request.",
+            false_alarm="the result is needed at once, as for the latency of a single request.",
         ),
     )
 
 
 def _drained(trace: Trace, ledger: Ledger) -> tuple[np.ndarray, np.ndarray]:
-    """Waits during which the GPU ran dry, and the time lost by each; shape (waits,).
+    """Waits during which the GPU ran dry, and the time each lost in ns; shape (waits,).
 
-    Waits of whoever profiles, outside of every step's mark, are left out.
+    Waits of the profiler, outside all step marks, are excluded.
     """
     events = trace.events
     waits = np.flatnonzero(
@@ -107,14 +107,14 @@ def _drained(trace: Trace, ledger: Ledger) -> tuple[np.ndarray, np.ndarray]:
     ran_dry = (gap >= 0) & (dry[place] >= began) & (until[place] >= ended)
     ran_dry &= _in_steps(trace, ledger, began, ended)
     lost = np.minimum(until[place] - dry[place], ended - began)
-    # Of several waits at one idle stretch, as a copy and what waits for it, the longest counts.
+    # Of several waits in one idle stretch (a copy and its synchronisation), the longest counts.
     chosen = np.flatnonzero(ran_dry)[np.argsort(-lost[ran_dry], kind="stable")]
     chosen = chosen[np.unique(gap[chosen], return_index=True)[1]]
     return waits[chosen], lost[chosen]
 
 
 def _in_steps(trace: Trace, ledger: Ledger, began: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Which calls lie within the marks of steps; without marks, within the trace's one step."""
+    """Mask of the calls within step marks; without marks, within the trace's one step."""
     if not ledger.marked:
         return steps_of(ledger, began) >= 0
     marks = step_marks(trace)

@@ -1,4 +1,4 @@
-"""Copies by calls that return only when the data has arrived."""
+"""Find copies by calls that block until the data has arrived."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SYNCHRONOUS = re.compile(r"(cuda|cu|hip)Memcpy(?!\w*(Async|Batch))\w*")
 
 
 def rule(case: Case) -> Verdict:
-    """`cudaMemcpy` and its kin without `Async`.
+    """Report copies by `cudaMemcpy` and its relatives without `Async`.
 
-    Copies within the device do not hold the host, and small ones to it are staged; both are left
-    out, as in the NVIDIA Nsight Systems User Guide (expert systems rule on synchronous copies);
-    see also the CUDA Driver API, "API synchronization behavior".
+    Copies within the device do not block the host, and small copies to the device are staged. Both
+    are excluded, as in the NVIDIA Nsight Systems User Guide (expert systems rule on synchronous
+    copies); see also the CUDA Driver API, "API synchronization behavior".
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
@@ -46,20 +46,20 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="synchronisation",
-            title=f"synchronous copies: {many(per_step(seen, chosen), 'transfer')} a step, which "
-            f"cost {duration(cost)} ({percent(cost / step_ns(seen.ledger))} of it)",
+            title=f"synchronous copies: {many(per_step(seen, chosen), 'transfer')} a step cost "
+            f"{duration(cost)} ({percent(cost / step_ns(seen.ledger))} of the step)",
             evidence=(
                 *map(str, longest(seen, chosen)),
-                f"{duration(copied)} a step in which only the copy runs, "
-                f"{duration(waited // seen.steps)} in which the GPU waits for the host after it",
+                f"no kernel hides the copies for {duration(copied)} a step; the GPU then waits "
+                f"{duration(waited // seen.steps)} for the host",
             ),
             slices=("gpu_memcpy", "idle_synchronisation"),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             confidence="high",
-            fix="Copy asynchronously on a stream of its own: pinned memory and "
-            "tensor.to(device, non_blocking=True), or cudaMemcpyAsync in extensions.",
+            fix="Copy asynchronously on a separate stream: pinned memory and tensor.to(device, "
+            "non_blocking=True), or cudaMemcpyAsync in extensions.",
             check=CHECK,
-            false_alarm="a copy whose result the host needs at once, outside of the steady loop.",
+            false_alarm="the host needs the result at once, outside the steady loop.",
         ),
     )

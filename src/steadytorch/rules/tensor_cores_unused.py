@@ -1,4 +1,4 @@
-"""Products that tensor cores could take, and do not."""
+"""Find matrix products that could use tensor cores and do not."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
 NAME = "tensor-cores-unused"
 WITH_TENSOR_CORES = (7, 0)
 WITH_TF32 = (8, 0)
-"""Compute capabilities (CUDA C++ Programming Guide, "Compute capabilities", technical
+"""Minimum compute capabilities (CUDA C++ Programming Guide, "Compute capabilities", technical
 specifications)."""
 LEAST_SHARE = 0.1
-"""Of the kernels' time in products without tensor cores, where others use them."""
+"""Minimum share of kernel time in products without tensor cores, if other kernels use them."""
 LEAST_SHARE_OF_NONE = 0.02
-"""The same where none does."""
+"""The same if no kernel uses them."""
 SPEED_UP = 8.0
-"""Tensor cores over ordinary ones at the most, where rates were not measured: V100 125 against 15.7
+"""Assumed maximum speed-up by tensor cores if rates were not measured: V100 125 against 15.7
 TFLOP/s, A100 156 (TF32) against 19.5 (NVIDIA's white papers of these architectures)."""
 MULTIPLE = 8
-"""Sizes in 16 bits that all libraries have tensor core kernels for (NVIDIA Deep Learning
-Performance, "Matrix multiplication background", tensor core requirements)."""
+"""Sizes in 16 bits for which all libraries have tensor core kernels are multiples of this
+(NVIDIA Deep Learning Performance, "Matrix multiplication background", tensor core requirements)."""
 
 ELIGIBLE = (MATRIX | UNCOUNTED) - {
     *("aten::mv", "aten::addmv", "aten::dot"),
@@ -44,10 +44,10 @@ _NO_PRODUCT_OF_MATRICES = re.compile(
 
 
 def rule(case: Case) -> Verdict:
-    """Convolutions, matrix products and attention by kernels that use no tensor cores.
+    """Report convolutions, matrix products and attention whose kernels use no tensor cores.
 
     Source: the profiler's TensorBoard plug-in (Kineto, `tb_plugin`), which advises on tensor cores
-    from compute capability 7.0 on where eligible operators run and none is used; PyTorch
+    from compute capability 7.0 on if eligible operators run and none uses them; PyTorch
     "Performance Tuning Guide", use tensor cores; PyTorch notes on CUDA semantics, TF32.
     """
     seen = gpu_launches(case, NAME)
@@ -55,7 +55,7 @@ def rule(case: Case) -> Verdict:
         return seen
     capability = capability_of(case)
     if capability is None:
-        return Abstention(NAME, "the trace does not say which GPU ran it", PROFILE)
+        return Abstention(NAME, "the trace does not name its GPU", PROFILE)
     if capability < WITH_TENSOR_CORES:
         return ()
     eligible, owner = _eligible(seen)
@@ -76,12 +76,12 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="compiler",
-            title=f"tensor cores unused for {shares} of the kernels' time: convolutions, matrix "
-            "products and attention by other kernels",
+            title="convolutions, matrix products and attention without tensor cores take "
+            f"{shares} of kernel time",
             evidence=(
                 *map(str, longest(seen, unused)),
-                f"operators that could use them take {percent(could / busy)} of it, "
-                f"kernels that do use them {percent(used / busy)}",
+                f"operators that could use tensor cores take {percent(could / busy)} of kernel "
+                f"time, kernels that use them {percent(used / busy)}",
                 *_reasons(seen, unused & ~single, owner, in_single / max(1, cost), capability),
             ),
             slices=("gpu_kernel",),
@@ -91,14 +91,14 @@ def rule(case: Case) -> Verdict:
             fix=_fix(capability, in_single > cost / 2),
             transforms=_transforms(case, capability, in_single > cost / 2),
             check=CHECK,
-            false_alarm="results that must keep float32's precision; kernels of other libraries "
-            "whose names do not tell that they use tensor cores.",
+            false_alarm="results need float32 precision, or libraries use tensor cores in "
+            "kernels whose names do not show it.",
         ),
     )
 
 
 def capability_of(case: Case) -> tuple[int, int] | None:
-    """Compute capability of the GPU: of the trace, else of the device; None where unknown."""
+    """Compute capability of the GPU from the trace, else from the device; None if unknown."""
     wanted = case.ledger.device if case.ledger else 0
     devices = case.trace.devices if case.trace else ()
     for device in sorted(devices, key=lambda one: one.get("id") != wanted):
@@ -113,7 +113,7 @@ def capability_of(case: Case) -> tuple[int, int] | None:
 
 
 def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
-    """Which events belong to a product, and the operator that it is; -1 where only names tell."""
+    """Mask of product kernels, and each one's operator; -1 if only its name shows a product."""
     operators = operators_of(seen.trace)
     nearest = operators.nearest(operators.named(ELIGIBLE))
     owner = np.where(seen.operator >= 0, nearest[seen.operator], -1)
@@ -122,18 +122,18 @@ def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_same(owner: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Chosen events and all others of their operators, which prepare for them or finish."""
+    """Chosen events, and all other events of their operators (preparation and finishing)."""
     return chosen | np.isin(owner, np.unique(owner[chosen & (owner >= 0)]))
 
 
 def _could(seen: Launches) -> np.ndarray:
-    """Which kernels might be faster by tensor cores, and are known not to use them."""
+    """Mask of kernels that tensor cores might speed up and that do not use them."""
     neither = seen.named(lambda name: is_generated(name) or is_double(name))
     return ~neither & ~seen.named(lambda name: _NO_PRODUCT_OF_MATRICES.search(name) is not None)
 
 
 def _element_types(seen: Launches, owner: np.ndarray) -> np.ndarray:
-    """The element type of each owner's first floating-point input; empty where unknown."""
+    """Element type of each owner's first floating-point input; empty if unknown."""
     found = np.full(len(owner), "", dtype="<U10")
     inputs = np.where(owner >= 0, seen.trace.events.inputs[owner], -1)
     for index in np.unique(inputs[inputs >= 0]):
@@ -155,12 +155,12 @@ def _reasons(
         if (shapes := _odd_shapes(seen, row)) is not None:
             odd[f"{seen.trace.name_of(row)} {shapes}"] += 1
     for what, count in odd.most_common(2):
-        lines.append(f"sizes that are no multiples of {MULTIPLE}: {what} ({count})")
+        lines.append(f"sizes that are not multiples of {MULTIPLE}: {what} ({count})")
     return lines
 
 
 def _odd_shapes(seen: Launches, row: int) -> str | None:
-    """Shapes of a 16-bit product whose last sizes are no multiples of 8, None if all are."""
+    """Shapes of a 16-bit product if its inner sizes are not multiples of 8; else None."""
     given = Operands(seen.trace.inputs_of(row) or {})
     try:
         shapes = [
@@ -183,7 +183,9 @@ def _speed_up(rates: Rates | None) -> float:
 
 def _fix(capability: tuple[int, int], single: bool) -> str:
     if not single:
-        return f"Pad channels and features to multiples of {MULTIPLE}, so that 16-bit kernels fit."
+        return (
+            f"Pad channels and features to multiples of {MULTIPLE}, for 16-bit tensor core kernels."
+        )
     tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
     return "Compute in 16 bits: torch.autocast, or weights in bfloat16 or float16" + (
         f"{tf32}." if capability >= WITH_TF32 else "."

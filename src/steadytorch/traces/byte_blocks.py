@@ -1,4 +1,4 @@
-"""The bytes of a trace in blocks: from a file or from memory, gzipped or not, within limits."""
+"""Read the bytes of a trace in blocks, gzipped or not, within limits."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import msgspec
 from steadytorch.errors import TraceError
 
 BLOCK = 4 << 20
-"""Bytes read at a time; peak memory grows with it, time per byte hardly falls beyond it."""
+"""Bytes read at a time. Larger blocks take more memory and are hardly faster."""
 
 _GZIP = b"\x1f\x8b"
 _GRACE = 64 << 20
-"""Small files may be as repetitive as they like."""
+"""Output that any file may inflate to, whatever its ratio."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader will take in before it refuses; all bytes are of the JSON text.
+    """Limits of a reader before it refuses a trace; bytes are those of the JSON text.
 
     Attributes:
-        json_bytes: of the whole file.
-        ratio: of JSON bytes to gzipped bytes. Real traces have 10 to 50; a bomb of one repeated
-            byte has 1,030, the most that deflate reaches.
-        events: rows; about 150 bytes of memory each while they are sorted.
-        top_bytes: of all that stands before the events, or after them.
+        json_bytes: size of the whole file.
+        ratio: JSON bytes per gzipped byte. Real traces have 10 to 50; a bomb of one repeated byte
+            has 1,030, the maximum of deflate.
+        events: rows; sorting takes about 150 bytes of memory each.
+        top_bytes: size of the text before the events, and of the text after them.
     """
 
     json_bytes: int = 4 << 30
@@ -42,13 +42,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, for reading.
+    """Open a regular file for reading.
 
     Raises:
-        TraceError: It is missing, may not be read, or is a directory, a pipe or a device.
+        TraceError: the file is missing or unreadable, or is a directory, a pipe or a device.
     """
     try:
-        # Without O_NONBLOCK the opening of a pipe waits for its writer, for ever perhaps.
+        # Without O_NONBLOCK, opening a pipe would block until it has a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
@@ -72,10 +72,10 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def json_blocks(blocks: Iterator[bytes], limits: Limits) -> Iterator[bytes]:
-    """The JSON text in blocks, inflated where the content is gzip, whatever its name.
+    """Yield the JSON text in blocks, inflating gzip content whatever the file's name.
 
     Raises:
-        TraceError: While iterating: a broken or endless gzip file, or more bytes than allowed.
+        TraceError: while iterating: a broken or endless gzip file, or more bytes than allowed.
     """
     first = next(blocks, b"")
     blocks = chain((first,), blocks)
@@ -86,15 +86,15 @@ def json_blocks(blocks: Iterator[bytes], limits: Limits) -> Iterator[bytes]:
         total += len(block)
         if total > limits.json_bytes:
             raise TraceError(
-                f"the trace is longer than {limits.json_bytes:,} bytes of JSON, the most that is "
-                "read: profile fewer steps (torch.profiler.schedule(active=...))",
+                f"the trace has more than {limits.json_bytes:,} bytes of JSON, the limit: "
+                "profile fewer steps (torch.profiler.schedule(active=...))",
                 limits.json_bytes,
             )
         yield block
 
 
 def _inflated(blocks: Iterator[bytes], limits: Limits) -> Iterator[bytes]:
-    """What the gzip members hold, one after the other, in blocks of `BLOCK` at most."""
+    """Yield the content of all gzip members in blocks of at most `BLOCK` bytes."""
     taken = given = 0
     inflate = zlib.decompressobj(wbits=31)
     for block in blocks:
@@ -108,13 +108,13 @@ def _inflated(blocks: Iterator[bytes], limits: Limits) -> Iterator[bytes]:
             if given > max(_GRACE, limits.ratio * taken):
                 raise TraceError(
                     f"the gzip file inflates more than {limits.ratio}-fold, to over {given:,} "
-                    "bytes: no trace does; refused",
+                    "bytes; refused, since traces do not",
                     given,
                 )
             yield out
             block = inflate.unconsumed_tail
             if inflate.eof:
-                # Zeros after the end are padding; anything else is a further member.
+                # Zeros after the end are padding; anything else is another member.
                 block = inflate.unused_data.lstrip(b"\0")
                 if block:
                     inflate = zlib.decompressobj(wbits=31)
@@ -123,7 +123,7 @@ def _inflated(blocks: Iterator[bytes], limits: Limits) -> Iterator[bytes]:
 
 
 def _ahead(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same blocks, the next one made by a second thread meanwhile (zlib needs no GIL)."""
+    """Yield the same blocks while a second thread prepares the next (zlib releases the GIL)."""
     with ThreadPoolExecutor(1, "inflate") as pool:
         pending = pool.submit(next, blocks, None)
         while (block := pending.result()) is not None:

@@ -1,4 +1,4 @@
-"""Rows gathered chunk by chunk into columns; what repeats is kept once."""
+"""Gather events chunk by chunk into columns, storing repeated values once."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ DTYPES = {
     "details": np.int32,
 }
 _LONGEST_NS = LARGEST_NS // 4
-"""Longer is absurd; and differences of ends and starts fit into int64."""
+"""Longer durations are invalid; the bound also keeps differences of times within int64."""
 
 _ARGUMENTS = ("device", "stream", "correlation", "external", "bytes", "inputs", "details")
-"""Columns that are -1 unless the arguments say otherwise."""
+"""Columns that default to -1 if an event's arguments omit them."""
 
 
 class Interned:
-    """Values in the order they were first seen, and the number of each."""
+    """Distinct values in order of first appearance, with their numbers."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
         self.values: list[Any] = []
 
     def number(self, key: Hashable, value: Callable[[], Any]) -> int:
-        """The number of the value with this key, which is made when the key is new."""
+        """Return the number of the value with this key; `value` makes a new one."""
         found = self.numbers.get(key)
         if found is None:
             self.values.append(value())
@@ -67,13 +67,13 @@ class Interned:
 
 
 class Gathered:
-    """The columns while they grow.
+    """The columns of a trace while they grow.
 
     Attributes:
         names, threads, inputs, details: as in `Trace`.
         irregular: as in `Trace`.
-        recorded: as in `Trace`, so far as the events themselves show it.
-        rows: so far.
+        recorded: as in `Trace`, as far as the events show it.
+        rows: number of rows so far.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Gathered:
         self._thread_numbers: dict[Hashable, int] = {}
 
     def add(self, events: Sequence[RawEvent]) -> None:
-        """Takes the events of one chunk."""
+        """Add the events of one chunk."""
         kept, categories = self._kept(events)
         starts = nanoseconds([bytes(event.ts) for event in kept])
         timed = np.flatnonzero(starts > -_LONGEST_NS)
@@ -108,7 +108,7 @@ class Gathered:
                 [number.setdefault(event.name, len(number)) for event in kept], DTYPES["name"]
             ),
         }
-        # A list: an enumeration's hash is computed anew each time.
+        # A list, since an enum recomputes its hash at each lookup.
         readers = [_READERS.get(category) for category in Category]
         threads = []
         for row, (event, category) in enumerate(zip(kept, categories, strict=True)):
@@ -121,7 +121,7 @@ class Gathered:
         self.rows += len(kept)
 
     def finish(self) -> dict[str, np.ndarray]:
-        """The columns of `Events`, rows in the order in which they came; forgets them."""
+        """Return the columns of `Events` in order of arrival, and release them."""
         columns = {}
         for name, dtype in DTYPES.items():
             parts = [chunk.pop(name) for chunk in self._chunks]
@@ -155,7 +155,7 @@ class Gathered:
         return found
 
     def _arguments(self, decoder: msgspec.json.Decoder[Any], event: RawEvent) -> Any:
-        """What the arguments say; None where there are none, or of the wrong types."""
+        """Decoded arguments; None if there are none or they have the wrong types."""
         if not event.args:
             return None
         try:
@@ -216,7 +216,7 @@ _STREAMS = {
     Category.SYNC,
     Category.GPU_ANNOTATION,
 }
-"""Categories whose thread is a stream."""
+"""Categories whose thread is a CUDA stream."""
 
 _READERS: dict[int, Callable[[Gathered, RawEvent, int, dict[str, np.ndarray]], None]] = {
     Category.CPU_OP: Gathered._operator,
@@ -234,13 +234,13 @@ _READERS: dict[int, Callable[[Gathered, RawEvent, int, dict[str, np.ndarray]], N
 
 
 def _stream(event: RawEvent) -> int:
-    """The stream that an event's thread stands for."""
+    """Stream number from an event's thread."""
     number = number_in(event.tid)
     return number - SYNC_THREADS if number >= SYNC_THREADS and "sync" in event.cat else number
 
 
 def _inputs(texts: tuple[bytes, ...]) -> dict[str, Any]:
-    """Decoded; a list that cannot be (bytes that are no UTF-8) is empty."""
+    """Decoded inputs; a list that cannot be decoded (invalid UTF-8) is empty."""
     return {key: _list(text) for key, text in zip(INPUTS, texts, strict=True)}
 
 

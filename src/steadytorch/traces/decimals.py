@@ -1,7 +1,7 @@
-"""Microseconds as the trace writes them, to whole nanoseconds.
+"""Convert microseconds as text to whole nanoseconds.
 
-Microseconds since 1970 have 16 digits before the point: a float64 holds them to a quarter of a
-microsecond only, so the text itself is read.
+Microseconds since 1970 have 16 digits before the point. A float64 resolves them only to a quarter
+of a microsecond, so the text itself is parsed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 import numpy as np
 
 WIDTH = 24
-"""Longer numbers go the slow way; `1712195495519689.047` has 20 characters."""
+"""Longer numbers take the slow path; `1712195495519689.047` has 20 characters."""
 
 LARGEST_NS = 2**62
-"""Larger times are absurd (a century and a half after 1970 at that), and differences must fit."""
+"""Larger times are invalid (146 years after 1970), and differences must fit into int64."""
 
 ABSURD = -(2**63)
-"""Stands for a number that is missing, not finite or beyond `LARGEST_NS`."""
+"""Marks a number that is missing, not finite, or beyond `LARGEST_NS`."""
 
 _DOT = ord(".")
 
 
 def nanoseconds(texts: Sequence[bytes]) -> np.ndarray:
-    """Decimal microseconds in ns, rounded half up.
+    """Convert decimal microseconds to ns, rounded half up.
 
     Args:
-        texts: JSON numbers, or numbers in quotes; an empty text stands for none.
+        texts: JSON numbers, plain or quoted; an empty text means none.
 
     Returns:
-        int64, shape (texts,); `ABSURD` where a text is no number of that range.
+        int64, shape (texts,); `ABSURD` where a text is not a number within range.
     """
     if not texts:
         return np.empty(0, np.int64)
@@ -43,7 +43,7 @@ def nanoseconds(texts: Sequence[bytes]) -> np.ndarray:
 
 
 def _plain(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values, and which rows are digits with at most one point and no more than 16 before it."""
+    """Values, and a mask of plain rows: digits, at most one point, at most 16 digits before it."""
     rows = columns.shape[1]
     values = np.zeros(rows, np.int64)
     before, after = np.zeros(rows, np.int8), np.zeros(rows, np.int8)
@@ -61,7 +61,7 @@ def _plain(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         after += is_digit & pointed
         before += is_digit & ~pointed
         pointed |= is_point
-    # Below 5e15 the product stays within int64; nothing that large is a time.
+    # Below 5e15 the product fits into int64; valid times are smaller.
     small = (before < 16) | ((before == 16) & (columns[0] < ord("5")))
     values = values * np.array([1000, 100, 10, 1])[np.minimum(after, 3)]
     return values, ~odd & small & (before > 0) & (columns[-1] == 0) & (values < LARGEST_NS)
@@ -72,7 +72,7 @@ def _any(text: bytes) -> int:
         number = Decimal(text.strip(b'"').decode("ascii"))
     except (InvalidOperation, UnicodeDecodeError):
         return ABSURD
-    # The exponent first: an integer of 1e999999999 would fill the memory.
+    # Check the exponent first: an integer of 1e999999999 would exhaust memory.
     if not number.is_finite() or (number and number.adjusted() > 18):
         return ABSURD
     value = int((number * 1000).to_integral_value(ROUND_HALF_UP))

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Category(IntEnum):
-    """What an event is, whatever the trace's own schema calls it."""
+    """Kind of an event, independent of the trace's schema."""
 
     OTHER = 0
     CPU_OP = 1
@@ -35,21 +35,21 @@ ON_GPU = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Columns of equal length, sorted by start, longer events first where starts are equal.
+    """Columns of equal length, sorted by start; at equal starts, longer events come first.
 
     Attributes:
         start_ns: int64, from the trace's origin.
         end_ns: int64; equals the start for instants.
         category: uint8, a `Category`.
         name: int32, index into `Trace.names`.
-        thread: int32, index into `Trace.threads`; of the stream for events on the GPU.
-        device: int32, index of the GPU; -1 where none (and for memory events of the host).
-        stream: int32, CUDA stream; -1 where none.
-        correlation: int64, joins a runtime call with the GPU events it launched; -1 where none.
-        external: int64, joins runtime calls and GPU events with the operator; -1 where none.
-        bytes: int64, of copies, fills and memory events (negative when freed); -1 for other rows.
-        inputs: int32, index into `Trace.inputs`; -1 where shapes were not recorded.
-        details: int32, index into `Trace.details`; -1 for events that have none.
+        thread: int32, index into `Trace.threads`; for GPU events, that of the stream.
+        device: int32, index of the GPU; -1 if none (and for memory events of the host).
+        stream: int32, CUDA stream; -1 if none.
+        correlation: int64, joins a runtime call with the GPU events it launched; -1 if none.
+        external: int64, joins runtime calls and GPU events with the operator; -1 if none.
+        bytes: int64, size of copies, fills and memory events (negative when freed); else -1.
+        inputs: int32, index into `Trace.inputs`; -1 if shapes were not recorded.
+        details: int32, index into `Trace.details`; -1 if the event has none.
     """
 
     start_ns: np.ndarray
@@ -75,24 +75,24 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One trace, whoever captured it.
+    """One trace from any profiler run.
 
     Attributes:
         events: the columns.
-        names: every name once.
-        threads: (process id, thread or stream) as text, every pair once.
-        inputs: recorded inputs of operators, every combination once: dictionaries with the keys
+        names: distinct names.
+        threads: distinct pairs of process id and thread (or stream), as text.
+        inputs: distinct combinations of recorded operator inputs: dictionaries with the keys
             `dims`, `types`, `strides`, `concrete`, each a list with one entry per input.
-        details: GPU events' and synchronisations' arguments, every combination once: the trace's
-            own keys (`grid`, `block`, `blocks per SM`, `est. achieved occupancy %`, `kind`, ...)
-            without those that have a column.
-        origin_ns: unix time of time zero, in ns; None where the trace does not say.
+        details: distinct arguments of GPU events and synchronisations, with the trace's own keys
+            (`grid`, `block`, `blocks per SM`, `est. achieved occupancy %`, `kind`, ...), except
+            those with a column.
+        origin_ns: unix time of time zero, in ns; None if the trace has none.
         devices: `deviceProperties` as found.
-        recorded: what was switched on: any of "shapes", "stacks", "memory", "sync".
+        recorded: recording switches that were on: any of "shapes", "stacks", "memory", "sync".
         source: file name or "capture".
-        notes: what was mended or left out while reading, for people.
-        irregular: how many events were, by kind: `zero_timestamp` (left out), `duration` (negative
-            or absurd; taken as 0), `malformed` (left out), `arguments` (kept without them).
+        notes: repairs and omissions while reading, as sentences.
+        irregular: number of irregular events by kind: `zero_timestamp` (omitted), `duration`
+            (negative or absurd; set to 0), `malformed` (omitted), `arguments` (kept without them).
     """
 
     events: Events
@@ -113,15 +113,15 @@ class Trace:
         return self.events.of(*ON_GPU)
 
     def name_of(self, row: int) -> str:
-        """An event's name."""
+        """Name of an event."""
         return self.names[self.events.name[row]]
 
     def inputs_of(self, row: int) -> dict[str, Any] | None:
-        """An operator's recorded inputs; None where there are none."""
+        """Recorded inputs of an operator; None if there are none."""
         index = int(self.events.inputs[row])
         return None if index < 0 else self.inputs[index]
 
     def details_of(self, row: int) -> dict[str, Any]:
-        """A GPU event's further arguments; empty where there are none."""
+        """Further arguments of a GPU event; empty if there are none."""
         index = int(self.events.details[row])
         return {} if index < 0 else self.details[index]

@@ -1,4 +1,4 @@
-"""What an event of the host is evidence of: read from its category and name, each name once."""
+"""Classify host events by category and name: waiting, compiling, allocating, and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadytorch.traces.steps import CALLS, launch_rows
 
 
 class Evidence(IntEnum):
-    """Why the host does not launch while such an event lasts."""
+    """Reason why the host does not launch during an event."""
 
     NONE = 0
     PROFILER = 1
@@ -26,8 +26,8 @@ class Evidence(IntEnum):
 RANGES = (Category.CPU_OP, Category.ANNOTATION)
 
 PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
-    # Names of CUPTI's overhead records, `CUpti_ActivityOverheadKind`. A full command buffer is no
-    # overhead of the profiler: the launch queue is full.
+    # Names of CUPTI's overhead records, `CUpti_ActivityOverheadKind`. A full command buffer means a
+    # full launch queue, not profiler overhead.
     (
         Evidence.COMPILE,
         (Category.OVERHEAD,),
@@ -36,13 +36,14 @@ PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
     (Evidence.NONE, (Category.OVERHEAD,), r"Command Buffer Full"),
     (Evidence.PROFILER, (Category.OVERHEAD,), r".*"),
     (Evidence.PROFILER, (Category.PYTHON,), r".*torch/profiler/profiler\.py\(\d+\): \w+"),
-    # `Python GC` is the profiler's own (`record_python_gc_info`), `steadytorch.gc` our capture's.
+    # `Python GC` comes from the profiler (`record_python_gc_info`), `steadytorch.gc` from our
+    # capture.
     (
         Evidence.GC,
         (*RANGES, Category.PYTHON, Category.OTHER),
         r"Python GC.*|steadytorch\.gc.*|gc\.collect|<built-in (function|method) collect>",
     ),
-    # torch.utils.data names its ranges so since 1.7; loaders of others have the word in theirs.
+    # torch.utils.data has used these range names since 1.7; other loaders have the word in theirs.
     (
         Evidence.DATA_WAIT,
         RANGES,
@@ -53,7 +54,7 @@ PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
         (Category.PYTHON,),
         r".*torch/utils/data/dataloader\.py\(\d+\): __next__|.*torchdata/.*: __next__",
     ),
-    # `(dynamo_timed)` closes the name of every phase of torch.compile.
+    # `(dynamo_timed)` ends the name of every torch.compile phase.
     (
         Evidence.COMPILE,
         RANGES,
@@ -77,7 +78,7 @@ PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
         r"(cuda|cu|hip)(Stream|Device|Event|Ctx|Thread)Synchronize\w*"
         r"|(cuda|cu|hip)Memcpy(?!\w*(Async|Batch))\w*",
     ),
-    # Synchronisations recorded by CUPTI; those that make a stream wait do not hold the host.
+    # CUPTI's synchronisation records; those that make a stream wait do not block the host.
     (Evidence.SYNCHRONISATION, (Category.SYNC,), r"(?!.*Wait).*"),
     (Evidence.SYNCHRONISATION, RANGES, r"aten::(item|_local_scalar_dense)"),
     (
@@ -88,18 +89,18 @@ PATTERNS: tuple[tuple[Evidence, tuple[Category, ...], str], ...] = (
         r"|cuMem(Alloc|Free|Create|Map|Unmap|Release|SetAccess|Address|Host|Pool)\w*",
     ),
 )
-"""Evidence, where it is looked for, the whole name; the first that fits decides."""
+"""Evidence, categories to search, and a pattern for the whole name; the first match decides."""
 
 STAGED_BYTES = 64 << 10
-"""Up to this size the driver copies from pageable memory to a device without waiting (CUDA Driver
-API, "API synchronization behavior")."""
+"""Maximum size that the driver copies from pageable memory to a device without waiting (CUDA
+Driver API, "API synchronization behavior")."""
 
 WAITS = re.compile(r"(cuda|cu|hip)StreamWaitEvent\w*")
-"""Calls that make a stream wait for an event of another one."""
+"""Calls that make a stream wait for an event of another stream."""
 
 
 def by_name(trace: Trace, categories: tuple[Category, ...], pattern: str) -> np.ndarray:
-    """Rows of these categories whose whole name fits, in order."""
+    """Rows of these categories whose whole name matches, in order."""
     fits = re.compile(pattern).fullmatch
     wanted = np.array([bool(fits(name)) for name in trace.names], dtype=bool)
     rows = trace.events.of(*categories)
@@ -107,7 +108,7 @@ def by_name(trace: Trace, categories: tuple[Category, ...], pattern: str) -> np.
 
 
 def evidence(trace: Trace) -> np.ndarray:
-    """What each row is evidence of, an `Evidence`, uint8, shape (rows,)."""
+    """`Evidence` of each row, uint8, shape (rows,)."""
     events = trace.events
     table = np.zeros((len(Category), max(1, len(trace.names))), np.uint8)
     used = np.zeros(table.shape, dtype=bool)
@@ -137,7 +138,7 @@ _COMPILED = {
 
 
 def _waiting_copies(trace: Trace) -> np.ndarray:
-    """Calls that copy from or to pageable memory: asynchronous by name, they may hold the host.
+    """Calls that copy from or to pageable memory: asynchronous by name, they may block the host.
 
     CUDA Runtime API, "API synchronization behavior", asynchronous transfers.
     """

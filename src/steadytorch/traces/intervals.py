@@ -1,6 +1,6 @@
-"""Stretches of time as sorted arrays: what two of them share, and who was there first.
+"""Time spans as sorted arrays: union, overlap, nesting and precedence.
 
-All by sorting and searching; nothing here walks over events one by one.
+All functions sort and search; none loops over single events.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import NamedTuple
 import numpy as np
 
 EVER = np.iinfo(np.int64).max
-"""Beyond any time in ns."""
+"""Later than any time in ns."""
 
 
 class Spans(NamedTuple):
-    """Half-open stretches, int64 ns, shape (spans,): sorted, none empty, no two overlapping."""
+    """Half-open spans, int64 ns, shape (spans,): sorted, not empty, not overlapping."""
 
     start: np.ndarray
     end: np.ndarray
 
     @property
     def total_ns(self) -> int:
-        """All their time."""
+        """Total length of all spans."""
         return int((self.end - self.start).sum())
 
     def pick(self, chosen: np.ndarray) -> Spans:
-        """Those at these places, given as indices in order or as a mask."""
+        """The spans at these places, given as indices in order or as a mask."""
         return Spans(self.start[chosen], self.end[chosen])
 
 
@@ -33,7 +33,7 @@ NEVER = Spans(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def union(start: np.ndarray, end: np.ndarray) -> Spans:
-    """The time covered by any of these, in any order; those that touch become one."""
+    """Time covered by any of these spans, in any order; spans that touch are merged."""
     if len(start) and (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
@@ -48,7 +48,7 @@ def union(start: np.ndarray, end: np.ndarray) -> Spans:
 
 
 def joined(*several: Spans) -> Spans:
-    """The time covered by any of several."""
+    """Time covered by any of several `Spans`."""
     return union(
         np.concatenate([spans.start for spans in several]),
         np.concatenate([spans.end for spans in several]),
@@ -56,14 +56,14 @@ def joined(*several: Spans) -> Spans:
 
 
 def firsts(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Spans]:
-    """Gives each covered ns to the stretch that began first: of nested ones, the outermost.
+    """Assign each covered ns to the span that began first; of nested spans, the outermost.
 
     Args:
         start: sorted, shape (N,).
         end: shape (N,).
 
     Returns:
-        Places in `start`, and the time that each has to itself; none where it has none.
+        Places in `start`, and the time assigned to each; spans without time are omitted.
     """
     reach = np.concatenate([[-EVER], np.maximum.accumulate(end)[:-1]]) if len(end) else end
     since = np.maximum(start, reach)
@@ -79,10 +79,10 @@ def complement(spans: Spans) -> Spans:
 
 
 def crossings(some: Spans, others: Spans) -> tuple[np.ndarray, np.ndarray, Spans]:
-    """Every overlap of a stretch of one with a stretch of the other.
+    """All overlaps between spans of one and spans of the other.
 
     Returns:
-        Places in `some`, places in `others`, and the time that they share, in order.
+        Places in `some`, places in `others`, and the shared time, in order.
     """
     first = np.searchsorted(others.end, some.start, side="right")
     after = np.searchsorted(others.start, some.end, side="left")
@@ -98,17 +98,17 @@ def crossings(some: Spans, others: Spans) -> tuple[np.ndarray, np.ndarray, Spans
 
 
 def intersect(some: Spans, others: Spans) -> Spans:
-    """The time in both."""
+    """Time covered by both."""
     return crossings(some, others)[2]
 
 
 def subtract(some: Spans, others: Spans) -> Spans:
-    """The time in the first alone."""
+    """Time covered by the first only."""
     return intersect(some, complement(others))
 
 
 def covered_ns(spans: Spans, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """How much of each window is covered, int64, shape (windows,); windows may overlap."""
+    """Covered time of each window, int64, shape (windows,); windows may overlap."""
     before = np.concatenate([[0], np.cumsum(spans.end - spans.start)])
 
     def until(moment: np.ndarray) -> np.ndarray:
@@ -121,10 +121,10 @@ def covered_ns(spans: Spans, start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def parents(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The event around each, -1 where there is none: events of one thread, which nest.
+    """Find the enclosing event of each event on one thread, where events nest; -1 if there is none.
 
     Args:
-        start: sorted, longer events first where starts are equal, shape (N,).
+        start: sorted, longer events first at equal starts, shape (N,).
         end: later than the start, shape (N,).
 
     Returns:
@@ -135,15 +135,15 @@ def parents(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def innermost(start: np.ndarray, end: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """The innermost event open at each moment, -1 where none is.
+    """Find the innermost event open at each time; -1 if there is none.
 
-    Of events that nest it is the latest of those as deep as the number then open. Where events
-    cross instead, it may stay unknown.
+    For nested events this is the latest event whose depth is the number of events then open. For
+    events that cross, it may stay unknown.
 
     Args:
         start: as for `parents`, shape (N,).
-        end: likewise.
-        moments: in any order.
+        end: as for `parents`, shape (N,).
+        moments: times in any order.
 
     Returns:
         Places in `start`, shape (moments,).
@@ -158,7 +158,7 @@ def innermost(start: np.ndarray, end: np.ndarray, moments: np.ndarray) -> np.nda
 
 
 def _by_depth(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many events are open when each begins, and the events in order of that."""
+    """Number of events open at the start of each event, and the events sorted by it."""
     places = np.arange(len(start))
     depth = places - np.searchsorted(np.sort(end), start, side="right")
     return depth, np.argsort(depth, kind="stable")
@@ -167,7 +167,7 @@ def _by_depth(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _latest_at(
     depth: np.ndarray, order: np.ndarray, level: np.ndarray, until: np.ndarray
 ) -> np.ndarray:
-    """The last event of each depth at or before each place; -1 where there is none."""
+    """The last event of each depth at or before each place; -1 if there is none."""
     keys = depth[order] * len(depth) + order
     place = np.searchsorted(keys, level * len(depth) + until, side="right") - 1
     known = (place >= 0) & (level >= 0) & (until >= 0)
@@ -178,10 +178,10 @@ def _latest_at(
 
 
 def self_times(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Spans]:
-    """Cuts the time of one thread by its innermost event.
+    """Cut the time of one thread by its innermost event.
 
     Returns:
-        Places in `start`, and the time; both shape (pieces,), at most 2N of them.
+        Places in `start`, and the time; both shape (pieces,), with at most 2N pieces.
     """
     # Sorting is ten times as fast here as `np.unique`.
     edges = np.sort(np.concatenate([start, end]))

@@ -1,4 +1,4 @@
-"""Known faults of trace writers, mended byte for byte, so that positions stay what they were."""
+"""Repair known faults of trace writers without moving bytes, so that positions stay valid."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BARE = re.compile(rb'(?<!\\)(":\s*)([-+]?(?:nan|inf(?:inity)?)|N/A)(?=\s*[,}])'
 
 
 def mend(text: bytes) -> tuple[bytes, tuple[str, ...]]:
-    """Text that is no JSON, with what writers are known to get wrong put right, and what that was.
+    """Repair faults that trace writers are known for; return the text and the repairs.
 
-    Control characters within names become spaces, bytes that are no UTF-8 question marks, single
-    backslashes (paths of Windows) slashes, and bare `NaN`, `inf` and `N/A` empty texts. Quotes
-    within names that were not escaped cannot be mended: where the name ends is anyone's guess.
+    Control characters within names become spaces, invalid UTF-8 becomes question marks, single
+    backslashes (Windows paths) become slashes, and bare `NaN`, `inf` and `N/A` become empty texts.
+    Unescaped quotes within names cannot be repaired: the end of the name is unknown.
     """
     done: list[str] = []
     for what, change in _CHANGES.items():
@@ -29,7 +29,7 @@ def mend(text: bytes) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _blank_controls(text: bytes) -> bytes:
-    # Between values a line feed and a space are the same to JSON.
+    # Between values, JSON treats line feeds and spaces alike.
     return text.translate(_CONTROLS)
 
 
@@ -57,7 +57,7 @@ def _empty_values(text: bytes) -> bytes:
 
 _CHANGES = {
     "control characters": _blank_controls,
-    "bytes that are no UTF-8": _replace_bytes,
+    "invalid UTF-8": _replace_bytes,
     "backslashes": _replace_escapes,
-    "NaN, inf or N/A instead of a value": _empty_values,
+    "NaN, inf or N/A values": _empty_values,
 }

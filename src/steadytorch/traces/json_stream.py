@@ -1,7 +1,7 @@
-"""From the text of a trace to its events, a few megabytes at a time, and the byte where it breaks.
+"""Parse the text of a trace into events, a few megabytes at a time, and locate errors by byte.
 
-A cut is guessed, and the decoder confirms it: `[` + text + `]` is JSON only if the text ends
-between two events. Likewise `{...,"traceEvents":[` + `]}` is JSON only if that key stands at the
+A cut position is guessed, and the decoder confirms it: `[` + text + `]` is JSON only if the text
+ends between two events. Likewise `{...,"traceEvents":[` + `]}` is JSON only if that key is at the
 top level.
 """
 
@@ -28,21 +28,21 @@ _TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*(,)\s*\{")
 _REACH = 64 << 10
-"""How far before the end of the text a cut is looked for first."""
+"""Bytes before the end of the text that are searched for a cut first."""
 _GUESSES = 4
 _LONGEST = 8 << 20
-"""Bytes that one event may take; those of real traces have some thousand."""
+"""Maximum bytes of one event; those of real traces have a few thousand."""
 _NESTED = 8
-"""Keys of that name in a block that are looked at; each costs a decoding."""
+"""Maximum `traceEvents` keys examined in a block; each costs a decoding."""
 _MALFORMED = 100_000
-"""So many elements that are no events, and more than there are events: it is something else."""
+"""Elements that are not events, beyond which (and beyond the events) the file is another format."""
 _POSITION = re.compile(r"\(byte (\d+)\)")
 _TRAILING = "trailing characters"
 _BOM = b"\xef\xbb\xbf"
 
 
 class _BrokenError(Exception):
-    """Text that is no JSON; it breaks at `position`, or at its end where that is None."""
+    """Invalid JSON; `position` is where it breaks, None for its end."""
 
     def __init__(self, why: str, position: int | None) -> None:
         super().__init__(why)
@@ -50,17 +50,17 @@ class _BrokenError(Exception):
 
 
 class EventStream:
-    """Iterates over lists of events; `top` is complete when the iteration is.
+    """Iterate over lists of events; `top` is complete after the iteration.
 
     Attributes:
-        top: what stands beside the events, as JSON text by key.
-        mended: what was put right, with the number of chunks.
-        events: elements that were.
-        malformed: elements left out because they were no events.
+        top: values beside the events, as JSON text by key.
+        mended: repairs, with the number of chunks.
+        events: number of events.
+        malformed: number of omitted elements that were not events.
 
     Raises:
-        TraceError: While iterating: not JSON, no trace, nested too deeply, an event without end,
-            or more than `top_bytes` before or after the events.
+        TraceError: while iterating: not JSON, not a trace, nested too deeply, an event without an
+            end, or more than `top_bytes` before or after the events.
     """
 
     def __init__(self, blocks: Iterator[bytes], top_bytes: int) -> None:
@@ -81,10 +81,10 @@ class EventStream:
             yield events
         self._close(in_object)
 
-    # The text at hand ---------------------------------------------------------------------------
+    # Buffer -------------------------------------------------------------------------------------
 
     def _more(self) -> None:
-        """Adds a block's worth to the text at hand."""
+        """Append about one block to the current text."""
         parts, wanted = [self._text], BLOCK
         while wanted > 0 and not self._ended:
             block = next(self._blocks, None)
@@ -96,8 +96,8 @@ class EventStream:
     def _more_of_top(self) -> None:
         if len(self._text) > self._top_bytes:
             raise TraceError(
-                f"more than {self._top_bytes:,} bytes that are no events, from byte "
-                f"{self._offset:,} on: no trace of PyTorch's profiler",
+                f"more than {self._top_bytes:,} bytes without events, from byte {self._offset:,} "
+                "on: not a trace of PyTorch's profiler",
                 self._offset,
             )
         self._more()
@@ -106,10 +106,10 @@ class EventStream:
         self._text = self._text[count:]
         self._offset += count
 
-    # Its parts ----------------------------------------------------------------------------------
+    # Structure ----------------------------------------------------------------------------------
 
     def _open(self) -> bool:
-        """Goes to the first event; whether the list of events is a value of an object."""
+        """Advance to the first event; return whether the event list is a value of an object."""
         self._more_of_top()
         if self._text.startswith(_BOM):
             self._drop(len(_BOM))
@@ -119,7 +119,7 @@ class EventStream:
             self._drop(1)
             return False
         if first != b"{":
-            what = f"nothing is there from byte {self._offset} on"
+            what = f"no content from byte {self._offset} on"
             if first:
                 told = f"'{first.decode()}'" if first.isascii() else f"byte {first[0]:#04x}"
                 what = f"it starts with {told} at byte {self._offset}"
@@ -148,18 +148,18 @@ class EventStream:
         return False
 
     def _refuse(self) -> None:
-        """Says why there are no events: the text is no JSON, or JSON of another kind."""
+        """Raise the reason for having no events: invalid JSON, or JSON of another kind."""
         try:
             self._sound(_TOP, self._text, len(self._text))
         except _BrokenError as broken:
             raise self._error(broken) from None
         raise TraceError(
-            'JSON, but no trace: it has no list "traceEvents"; give a file written by '
+            'JSON, but not a trace: it has no "traceEvents" list; give a file written by '
             "torch.profiler's export_chrome_trace"
         )
 
     def _chunk(self) -> tuple[list[RawEvent], bool]:
-        """Some events, and whether the list ended with them."""
+        """Return some events, and whether the list ends after them."""
         tried = 0
         while tried < _LONGEST:
             self._more()
@@ -173,7 +173,7 @@ class EventStream:
         return self._rest()
 
     def _cuts(self, tried: int) -> list[int]:
-        """Positions of commas that seem to stand between events, the last ones first."""
+        """Positions of commas that seem to separate events, last ones first."""
         near = max(tried - _REACH, len(self._text) - _REACH, 0)
         for start in (near, max(tried - _REACH, 0)):
             cuts = [match.start(1) for match in _BETWEEN.finditer(self._text, start)]
@@ -182,7 +182,7 @@ class EventStream:
         return []
 
     def _up_to(self, cut: int) -> tuple[list[RawEvent], bool] | None:
-        """The events before this comma; None where it stands within an event."""
+        """The events before this comma; None if it lies within an event."""
         try:
             events = self._events(b"[" + self._text[:cut] + b"]", cut + 1)
         except _BrokenError as broken:
@@ -212,7 +212,7 @@ class EventStream:
         return events, True
 
     def _close(self, in_object: bool) -> None:
-        """Takes what follows the events: further keys, or nothing."""
+        """Parse the text after the events: further keys, or nothing."""
         while not self._ended:
             self._more_of_top()
         prefix = b'{"":0' if in_object else b'{"":0}'
@@ -226,7 +226,7 @@ class EventStream:
     # Decoding -----------------------------------------------------------------------------------
 
     def _events(self, text: bytes, own: int) -> list[RawEvent]:
-        """A list of events; one by one where some have fields of odd types."""
+        """Decode a list of events; one by one if some have fields of unexpected types."""
         try:
             events = self._sound(_EVENTS, text, own)
         except msgspec.ValidationError:
@@ -242,11 +242,12 @@ class EventStream:
                 self.malformed += 1
                 if self.malformed > max(_MALFORMED, self.events + len(elements) // 2):
                     raise TraceError(
-                        f"{self.malformed:,} elements are no events: no trace of PyTorch's profiler"
+                        f"{self.malformed:,} elements are not events: not a trace of PyTorch's "
+                        "profiler"
                     ) from None
 
     def _sound(self, decoder: msgspec.json.Decoder[Any], text: bytes, own: int) -> Any:
-        """Decodes; where the fault lies within the first `own` bytes, mends and tries again."""
+        """Decode; on an error within the first `own` bytes, repair the text and try again."""
         try:
             return self._decode(decoder, text)
         except _BrokenError as broken:

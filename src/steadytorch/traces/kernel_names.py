@@ -1,4 +1,4 @@
-"""What the name of a kernel tells: libraries name theirs after what they do."""
+"""Classify kernels by name: libraries name kernels after their function."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from functools import lru_cache
 
 _TENSOR_CORES = re.compile(
-    # Shapes of the matrix instruction, m16n8k16 as 16816, after the type of its sums.
+    # Shape of the matrix instruction, m16n8k16 as 16816, after the accumulator type.
     r"[shdizc](?:884|1688|8816|8832)(?![0-9])|168(?:08|16|32|64)|161616"
     r"|tensorop|wmma|hmma|imma|dmma|gmma|qmma|umma|utcmma|tcgen05|tf32|nvjet"
     r"|xmma_\w*(?:bf16|f16|e4m3|e5m2|i8)|flash_(?:fwd|bwd)|fmha",
     re.IGNORECASE,
 )
-"""Marks of tensor cores: those that Kineto's TensorBoard plug-in looks for (`tb_plugin`, list of
-tensor core kernels), CUTLASS's names of instructions, and libraries that came later."""
+"""Name parts that show tensor cores: the list of Kineto's TensorBoard plug-in (`tb_plugin`,
+tensor core kernels), CUTLASS's instruction names, and later libraries."""
 _FP32_ATTENTION = re.compile(r"fmha_cutlass[FB]_f32|sm50_simt", re.IGNORECASE)
 _PRODUCT = re.compile(
     r"gemm|gemv|conv(?!ert)|fprop|dgrad|wgrad|winograd|cutlass|xmma|nvjet"
@@ -27,7 +27,7 @@ _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter"
 
 @lru_cache(maxsize=1 << 14)
 def uses_tensor_cores(name: str) -> bool:
-    """Whether the name says so; a kernel whose name tells nothing counts as not using them."""
+    """Whether the name shows tensor cores; an uninformative name counts as without."""
     if _FP32_ATTENTION.search(name) or converts_layout(name):
         return False
     return _TENSOR_CORES.search(name) is not None
@@ -35,40 +35,40 @@ def uses_tensor_cores(name: str) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def is_product(name: str) -> bool:
-    """Whether a library names it as a convolution, a matrix product or attention."""
-    # Triton's kernels are named after all operators that went into them.
+    """Whether a library names it as a convolution, matrix product or attention."""
+    # Triton's kernels are named after all their operators.
     if name.startswith("triton_") or converts_layout(name) or communicates(name):
         return False
     return _PRODUCT.search(name) is not None
 
 
 def converts_layout(name: str) -> bool:
-    """Whether it only rearranges an image between NCHW and NHWC."""
+    """Whether it only converts an image between NCHW and NHWC."""
     return _LAYOUT.search(name) is not None
 
 
 def is_double(name: str) -> bool:
-    """Whether it is named as one in double precision."""
+    """Whether its name shows double precision."""
     return _DOUBLE.search(name) is not None
 
 
 def communicates(name: str) -> bool:
-    """Whether it is a collective between devices, whose time depends on the others."""
+    """Whether it is a collective between devices, whose time depends on the other devices."""
     return _COMMUNICATION.search(name) is not None
 
 
 def is_generated(name: str) -> bool:
-    """Whether Triton made it, so that its name does not tell which units it uses."""
+    """Whether Triton generated it, so that its name does not show which units it uses."""
     return name.startswith("triton_")
 
 
 def short(name: str, length: int = 70) -> str:
-    """The part of a kernel's name that says what it is, printable, without type and arguments."""
+    """The informative part of a kernel's name, printable, without type and arguments."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     depth = 0
     for place, letter in enumerate(plain):
         depth += (letter == "<") - (letter == ">")
-        # Arguments follow the name at once; of copies the bracket after a space says from where.
+        # Arguments follow the name directly; in names of copies, " (" begins the direction.
         if letter == "(" and depth == 0 and plain[:place].strip() == plain[:place]:
             plain = plain[:place]
             break

@@ -1,4 +1,4 @@
-"""An operator's inputs as the profiler recorded them: shapes, element types, values of settings."""
+"""Read recorded operator inputs: shapes, element types and settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITEM_BYTES = {
     "c10::Float8_e5m2": 1,
     "c10::Float8_e5m2fnuz": 1,
 }
-"""Size of an element by the name the profiler gives its type; other inputs are no tensors."""
+"""Element size by the profiler's type name; other inputs are not tensors."""
 
 DTYPES = {
     "c10::Half": "float16",
@@ -32,21 +32,21 @@ DTYPES = {
     "float": "float32",
     "double": "float64",
 }
-"""Floating-point types by PyTorch's names."""
+"""PyTorch names of the floating-point types."""
 
 _INTS = re.compile(r"\[([-\d, ]*)\]")
 _MOST_DIMENSIONS = 64
-"""PyTorch's own limit; a trace may say anything."""
+"""PyTorch's own limit; a trace may hold anything."""
 
 
 class NotRecordedError(Exception):
-    """What was asked for is not in the trace, or makes no sense."""
+    """A value is missing from the trace or invalid."""
 
 
 class Operands:
-    """Reads one entry of `Trace.inputs`; positions are those of the operator's schema.
+    """Reader for one entry of `Trace.inputs`; positions are those of the operator's schema.
 
-    Every method raises `NotRecordedError` where the trace does not say.
+    Every method raises `NotRecordedError` if the trace lacks the value.
     """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Operands:
         return len(types) if isinstance(types, list) else 0
 
     def is_tensor(self, position: int) -> bool:
-        """Whether a tensor was given there."""
+        """Whether the input at this position is a tensor."""
         kind = self._entry("types", position, default="")
         return isinstance(kind, str) and kind in ITEM_BYTES
 
@@ -66,13 +66,13 @@ class Operands:
         return [position for position in range(len(self)) if self.is_tensor(position)]
 
     def kind(self, position: int) -> str:
-        """A tensor's element type, by the profiler's name."""
+        """Element type of a tensor, by the profiler's name."""
         if not self.is_tensor(position):
-            raise NotRecordedError(f"input {position} is no tensor")
+            raise NotRecordedError(f"input {position} is not a tensor")
         return self._entry("types", position)
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Shape of a tensor."""
         self.kind(position)
         dims = self._entry("dims", position)
         if not isinstance(dims, list) or len(dims) > _MOST_DIMENSIONS:
@@ -82,11 +82,11 @@ class Operands:
         return tuple(dims)
 
     def elements(self, position: int) -> int:
-        """How many elements a tensor has."""
+        """Number of elements of a tensor."""
         return math.prod(self.shape(position))
 
     def bytes(self, position: int) -> int:
-        """Memory a tensor occupies; what is expanded (stride 0) lies there once."""
+        """Memory of a tensor; expanded dimensions (stride 0) count once."""
         shape = self.shape(position)
         strides = self._entry("strides", position, default=None)
         if isinstance(strides, list) and len(strides) == len(shape):
@@ -94,7 +94,7 @@ class Operands:
         return math.prod(shape) * self.item_bytes(position)
 
     def bytes_if_tensor(self, *positions: int | None) -> int:
-        """Of those positions that hold tensors, together."""
+        """Total memory of the tensors among these positions."""
         return sum(self.bytes(p) for p in positions if p is not None and self.is_tensor(p))
 
     def item_bytes(self, position: int) -> int:
@@ -102,17 +102,17 @@ class Operands:
         return ITEM_BYTES[self.kind(position)]
 
     def text(self, position: int) -> str:
-        """The value of a setting as the profiler printed it; empty where none was given."""
+        """A setting as printed by the profiler; empty if none was given."""
         value = self._entry("concrete", position)
         if not isinstance(value, str):
             raise NotRecordedError(f"no value of input {position}")
         return value
 
     def integers(self, position: int, length: int) -> list[int]:
-        """A list of integers; one that stands for all is repeated, an empty one stays empty."""
+        """A list of integers; a single value is repeated to `length`, an empty list stays empty."""
         found = _INTS.fullmatch(self.text(position))
         if found is None:
-            raise NotRecordedError(f"input {position} is no list of integers")
+            raise NotRecordedError(f"input {position} is not a list of integers")
         values = [int(word) for word in found[1].replace(",", " ").split()]
         if len(values) not in (0, 1, length):
             raise NotRecordedError(f"input {position} is not of length {length}")
@@ -122,7 +122,7 @@ class Operands:
         """One integer."""
         found = re.fullmatch(r"-?\d{1,18}", self.text(position))
         if found is None:
-            raise NotRecordedError(f"input {position} is no integer")
+            raise NotRecordedError(f"input {position} is not an integer")
         return int(found[0])
 
     def flags(self, position: int) -> list[bool]:

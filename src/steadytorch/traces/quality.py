@@ -1,4 +1,4 @@
-"""The quality gate: what is wrong with a trace, and which figures must then not be trusted."""
+"""Find faults of a trace, and the figures that they make unreliable."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from steadytorch.traces.intervals import union
 from steadytorch.traces.steps import CALLS, launch_rows, step_marks
 
 FEW = 0.01
-"""Up to this share of the GPU's events may be odd in one way: captures begin and end in the middle
-of things. Beyond it the figures that rest on them are not to be trusted."""
+"""Maximum share of the GPU's events with one fault, since captures begin and end mid-work.
+Beyond it, figures that depend on these events are unreliable."""
 
 CUT_SHORT = 0.8
-"""A last step with less than this share of the median step's kernels was cut off by the end of the
-capture: the profiler stopped before the GPU's records of it had arrived."""
+"""Minimum share of the median step's GPU events for a complete last step. A step with fewer was
+truncated: the profiler stopped before the GPU's records arrived."""
 
 OVERHEAD = 0.05
-"""Share of the trace in which the profiler was writing its own buffers; beyond it, the times of the
-host are the profiler's as much as the program's."""
+"""Maximum share of the trace in which the profiler writes its buffers. Beyond it, host times are
+the profiler's as much as the program's."""
 
 LAUNCHES = ("idle_launch", "idle_synchronisation", "idle_cross_stream")
-"""Slices that rest on which call launched what, and when."""
+"""Slices that depend on launch calls and their times."""
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts, and what they mean.
+    """Counts of faults, and their consequences.
 
     Attributes:
         gpu_events: kernels, copies and fills.
-        orphans: GPU events whose launching call is not in the trace.
-        negative_latency: GPU events that start before the call that launched them.
-        worst_latency_ns: the furthest of these, as a positive number; 0 without any.
-        zero_timestamps: events that had no time; they are not in the trace's columns.
-        bad_durations: events whose duration was negative or absurd, and is taken as 0.
+        orphans: GPU events whose launch call is not in the trace.
+        negative_latency: GPU events that start before their launch call.
+        worst_latency_ns: largest such lead, as a positive number; 0 without any.
+        zero_timestamps: events without a time; they are not in the trace's columns.
+        bad_durations: events with a negative or absurd duration, set to 0.
         overlaps: GPU events that start before an earlier one on the same stream has ended.
-        overlap_ns: by how much, in sum.
+        overlap_ns: total overlap.
         steps: marked steps.
-        last_step_share: GPU events of the last marked step over the median of those before; None
+        last_step_share: GPU events of the last marked step over the median of earlier steps; None
             for fewer than two marked steps, or without GPU events in them.
-        overhead_ns: time of the `overhead` events that are the profiler's own doing, on whichever
-            threads, each moment once.
-        distrusted: ledger slices and figures that must not be trusted: names of slices, or
-            "last step", "exclusive times".
-        problems: what is wrong, one line each, for people.
-        notes: what one should know besides, one line each.
+        overhead_ns: time of the profiler's own `overhead` events on any thread, each moment once.
+        distrusted: unreliable ledger slices and figures: names of slices, or "last step",
+            "exclusive times".
+        problems: faults, one sentence each.
+        notes: other remarks, one sentence each.
     """
 
     gpu_events: int
@@ -68,13 +67,13 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quality(trace: Trace) -> Quality:
-    """Looks for what makes a trace's figures untrue.
+    """Find faults that make a trace's figures unreliable.
 
     Args:
         trace: any trace.
 
     Returns:
-        Counts, and which figures to distrust where they pass `FEW`, `CUT_SHORT` or `OVERHEAD`.
+        Counts, and the figures to distrust where counts exceed `FEW`, `CUT_SHORT` or `OVERHEAD`.
     """
     events, rows = trace.events, trace.on_gpu
     calls = launch_rows(trace, rows)
@@ -107,13 +106,16 @@ def quality(trace: Trace) -> Quality:
 
 
 def _resolution_ns(trace: Trace) -> int:
-    """Traces of up to 2023 hold whole microseconds, start and duration rounded each by itself."""
+    """Resolution of the trace's times, in ns.
+
+    Until 2023, traces round start and duration separately to whole microseconds.
+    """
     whole = not (trace.events.start_ns % 1000).any() and not (trace.events.end_ns % 1000).any()
     return 1000 if whole else 1
 
 
 def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Ns by which events start before an earlier one on their stream ends, where they do."""
+    """Overlap in ns of each event that starts before an earlier one on its stream ends."""
     events = trace.events
     rows = rows[events.stream[rows] >= 0]
     order = rows[np.lexsort((events.start_ns[rows], events.stream[rows], events.device[rows]))]
@@ -122,7 +124,7 @@ def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
     places = np.stack([events.device[order], events.stream[order]])
     other = (places[:, 1:] != places[:, :-1]).any(axis=0)
     stream = np.concatenate([[0], np.cumsum(other)])
-    # The latest end so far within each stream, in one pass: ranks of ends, streams lifted apart.
+    # Latest end so far within each stream, in one pass: ranks of ends, offset by stream.
     ends = np.sort(events.end_ns[order])
     ranks = np.searchsorted(ends, events.end_ns[order]) + stream * len(order)
     latest = ends[np.maximum.accumulate(ranks) - stream * len(order)]
@@ -131,7 +133,7 @@ def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
 
 
 def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> float | None:
-    """Of GPU events; each belongs to the step in which it was launched."""
+    """See `Quality`; each GPU event belongs to the step in which it was launched."""
     if len(marks) < 2:
         return None
     began = trace.events.start_ns[launches]
@@ -143,32 +145,33 @@ def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> f
 
 
 def _problems(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is wrong, and what must then not be trusted."""
+    """Faults, and the figures that each makes unreliable."""
     yield from _problems_of_launches(trace, found)
     events, some = found.gpu_events, FEW * found.gpu_events
     if found.zero_timestamps > some:
         yield (
-            f"{found.zero_timestamps:,} events without a time were left out: the GPU was busier",
+            f"omitted {found.zero_timestamps:,} events without a time: the GPU was busier than "
+            "shown",
             ("gpu_kernel", *LAUNCHES),
         )
     if found.overlaps > some:
         yield (
-            f"{found.overlaps:,} of {events:,} GPU events overlap an earlier one on their stream, "
-            f"by {found.overlap_ns / 1e6:,.3f} ms in sum (kernels started early by the one before, "
-            "or branches of a CUDA graph): the times of single kernels add up to more than the GPU "
-            "was busy",
+            f"{found.overlaps:,} of {events:,} GPU events overlap an earlier one on their "
+            f"stream, by {found.overlap_ns / 1e6:,.3f} ms in total: single kernel times add up "
+            "to more than the GPU's busy time. Causes are kernels that start early, or branches "
+            "of a CUDA graph",
             ("exclusive times",),
         )
     if found.last_step_share is not None and found.last_step_share < CUT_SHORT:
         yield (
             f"the last step has {found.last_step_share:.0%} of the GPU events of the others: the "
-            "capture was cut off; leave that step out",
+            "capture was truncated; ignore that step",
             ("last step",),
         )
     span = int(trace.events.end_ns.max(initial=1))
     if found.overhead_ns > OVERHEAD * span:
         yield (
-            f"the profiler was busy with itself for {found.overhead_ns / 1e6:,.3f} ms, "
+            f"the profiler's own work took {found.overhead_ns / 1e6:,.3f} ms, "
             f"{found.overhead_ns / span:.0%} of the trace: record fewer steps, without stacks",
             ("idle_launch", "idle_profiler"),
         )
@@ -178,41 +181,41 @@ def _problems_of_launches(trace: Trace, found: Quality) -> Iterator[tuple[str, t
     events, some = found.gpu_events, FEW * found.gpu_events
     if events and not len(trace.events.of(*CALLS)):
         yield (
-            "no CUDA calls were recorded: what the GPU waited for cannot be told; record "
+            "no CUDA calls were recorded, so the reasons for idle time are unknown; record "
             "ProfilerActivity.CPU as well",
             LAUNCHES,
         )
     elif found.orphans > some:
         yield (
-            f"{found.orphans:,} of {events:,} GPU events have no launching call in the trace: what "
-            "the GPU waited for before them is a guess",
+            f"{found.orphans:,} of {events:,} GPU events have no launch call in the trace: the "
+            "reason for idle time before them is a guess",
             LAUNCHES,
         )
     if found.negative_latency > some:
         yield (
-            f"{found.negative_latency:,} of {events:,} GPU events start before they were launched, "
-            f"by up to {found.worst_latency_ns / 1000:,.1f} us: the clocks of host and GPU "
-            "disagree, and idle time of that size is assigned by chance",
+            f"{found.negative_latency:,} of {events:,} GPU events start before their launch, by "
+            f"up to {found.worst_latency_ns / 1000:,.1f} us: the clocks of host and GPU "
+            "disagree, and owners of idle time of that size are arbitrary",
             LAUNCHES,
         )
 
 
 def _notes(trace: Trace, found: Quality) -> Iterator[str]:
-    """What the reader mended, and what is missing or was recorded at a price."""
+    """Repairs by the reader, missing records, and records that slow the host."""
     yield from trace.notes
     events = trace.events
     if not found.gpu_events:
         yield "no GPU events: only the host's time can be explained"
     elif not len(events.of(Category.CPU_OP)):
-        yield "no operators were recorded: GPU events cannot be traced to the operator behind them"
+        yield "no operators were recorded: GPU events cannot be attributed to operators"
     if not found.steps:
         yield "no step marks: call profiler.step() after every step to tell steps apart"
     if len(events.of(Category.PYTHON)):
-        yield "Python calls were recorded (with_stack): the host was slower than it is without"
+        yield "Python calls were recorded (with_stack), which slowed the host"
     if 0 < found.orphans <= FEW * found.gpu_events:
         yield f"{found.orphans:,} GPU events were launched before the capture began"
     if 0 < found.negative_latency <= FEW * found.gpu_events:
         yield (
-            f"{found.negative_latency:,} GPU events start before they were launched, by up to "
+            f"{found.negative_latency:,} GPU events start before their launch, by up to "
             f"{found.worst_latency_ns / 1000:,.1f} us"
         )

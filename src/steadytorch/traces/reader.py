@@ -1,4 +1,4 @@
-"""Reads what PyTorch's profiler wrote, of any year since 2020, into columns."""
+"""Read traces of PyTorch's profiler, from 2020 on, into columns."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from steadytorch.traces.events import Category, Events, Trace
 from steadytorch.traces.json_stream import EventStream
 
 UNIX_NS = 10**18
-"""Later than this is a unix time (2001 and after); earlier is since some event of the machine."""
+"""Later times are unix times (2001 and after); earlier ones count from an event of the machine."""
 
 GAP_NS = 10**9
-"""A time at or before zero, this much before the first one after zero, is a missing one: the
-profiler writes zero where the GPU's activity record had none."""
+"""A time at or before zero is missing if the first positive time is at least this much later:
+the profiler writes zero if the GPU's activity record had no time."""
 
 _SWITCHES = {"record_shapes": "shapes", "with_stack": "stacks", "profile_memory": "memory"}
-"""Keys of the top level that say what was switched on."""
+"""Top-level keys that show which recording switches were on."""
 
 _LEFT_OUT = {
-    "malformed": "{} elements that are no events of the format were left out",
-    "zero_timestamp": "{} events without a time (zero) were left out",
-    "duration": "{} negative or absurd durations were taken as 0",
-    "arguments": "{} events have unreadable arguments, which were ignored",
+    "malformed": "omitted {} malformed elements",
+    "zero_timestamp": "omitted {} events without a time (zero)",
+    "duration": "set {} negative or absurd durations to 0",
+    "arguments": "ignored the unreadable arguments of {} events",
 }
 
 
 def read_trace(path: str | os.PathLike[str], limits: Limits | None = None) -> Trace:
-    """The trace in a file, `.json` or gzipped (by content, whatever the name says).
+    """Read the trace in a file, `.json` or gzipped (detected by content).
 
     Args:
         path: a regular file.
-        limits: what to refuse; the defaults suit traces of up to 4 GiB of JSON.
+        limits: limits beyond which a trace is refused; the defaults allow 4 GiB of JSON.
 
     Raises:
-        TraceError: The file is missing, is no file, no JSON, cut short, damaged, beyond the limits,
-            or holds no event of PyTorch's profiler.
+        TraceError: the file is missing, not a regular file, not JSON, cut short, damaged, beyond
+            the limits, or has no event of PyTorch's profiler.
     """
     name = os.path.basename(os.fspath(path))
     with opened(path) as file:
@@ -51,15 +51,15 @@ def read_trace(path: str | os.PathLike[str], limits: Limits | None = None) -> Tr
 
 
 def parse_trace(data: bytes, source: str, limits: Limits | None = None) -> Trace:
-    """The trace in these bytes, gzipped or not.
+    """Read the trace in these bytes, gzipped or not.
 
     Args:
-        data: what such a file holds.
-        source: what errors and `Trace.source` call it.
+        data: content of a trace file.
+        source: name for errors and for `Trace.source`.
         limits: as for `read_trace`.
 
     Raises:
-        TraceError: As for `read_trace`.
+        TraceError: as for `read_trace`.
     """
     blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
     return _read(blocks, source, limits or Limits())
@@ -73,8 +73,8 @@ def _read(blocks: Iterator[bytes], source: str, limits: Limits) -> Trace:
             gathered.add(events)
             if gathered.rows > limits.events:
                 raise TraceError(
-                    f"more than {limits.events:,} events, the most that are read: profile fewer "
-                    "steps (torch.profiler.schedule(active=...))"
+                    f"more than {limits.events:,} events, the limit: profile fewer steps "
+                    "(torch.profiler.schedule(active=...))"
                 )
     except TraceError as error:
         raise TraceError(f"{source}: {error}", error.offset) from None
@@ -105,21 +105,21 @@ def _trace(gathered: Gathered, stream: EventStream, source: str) -> Trace:
 
 
 def _none_here(source: str, rows: int) -> str:
-    what = f"its {rows:,} events are another tool's" if rows else "it holds no events"
+    what = f"its {rows:,} events come from another tool" if rows else "it holds no events"
     return (
-        f"{source}: no trace of PyTorch's profiler: {what}; record some steps with torch.profiler "
+        f"{source}: not a trace of PyTorch's profiler: {what}; record steps with torch.profiler "
         "and write them with export_chrome_trace"
     )
 
 
 def _select(columns: dict[str, np.ndarray], rows: np.ndarray) -> None:
-    # One after the other: only one column exists twice.
+    # One column at a time, so that only one exists twice.
     for name in columns:
         columns[name] = columns[name][rows]
 
 
 def _without_missing_times(columns: dict[str, np.ndarray]) -> int:
-    """Leaves out the rows whose time is missing; their number."""
+    """Omit the rows with a missing time; return their number."""
     starts = columns["start_ns"]
     late = starts > 0
     if late.all() or not late.any() or starts[late].min() < GAP_NS:
@@ -129,7 +129,7 @@ def _without_missing_times(columns: dict[str, np.ndarray]) -> int:
 
 
 def _from_zero(columns: dict[str, np.ndarray], base_ns: int) -> int | None:
-    """Sorts the rows and counts time from the first one; its unix time where the trace tells."""
+    """Sort the rows and shift times to start at zero; return the unix time of zero if known."""
     starts, ends = columns["start_ns"], columns["end_ns"]
     _select(columns, np.lexsort((starts - ends, starts)))
     first = int(columns["start_ns"][0])
@@ -140,7 +140,7 @@ def _from_zero(columns: dict[str, np.ndarray], base_ns: int) -> int | None:
 
 
 def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
-    """A value of the top level; None where it is missing or of another kind."""
+    """A top-level value; None if it is missing or of another type."""
     try:
         return msgspec.json.decode(top[key], type=kind)
     except (KeyError, ValueError, RecursionError):
@@ -148,7 +148,7 @@ def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
 
 
 def _switched_on(top: Mapping[str, msgspec.Raw], gathered: Gathered) -> Iterator[str]:
-    """What the keys of the top level and the events show."""
+    """Recording switches shown by the top-level keys and the events."""
     if gathered.inputs.values:
         yield "shapes"
     for key, what in _SWITCHES.items():
@@ -160,4 +160,4 @@ def _notes(irregular: Mapping[str, int], mended: Mapping[str, int]) -> Iterator[
     for kind, count in irregular.items():
         yield _LEFT_OUT[kind].format(f"{count:,}")
     if mended:
-        yield f"the file is not quite JSON; mended: {', '.join(mended)}"
+        yield f"the file was not valid JSON; repaired: {', '.join(mended)}"

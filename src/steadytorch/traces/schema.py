@@ -1,4 +1,4 @@
-"""What PyTorch's profiler has called things since 2020, and what they are here."""
+"""Names that PyTorch's profiler has used since 2020, mapped to categories."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ CATEGORIES = {
     "xpu_driver": Category.DRIVER,
     "xpu_sync": Category.SYNC,
 }
-"""By the `cat` of a trace."""
+"""Category by the `cat` of an event."""
 
 PROCESSES = {"CPU functions": Category.CPU_OP, "CUDA functions": Category.KERNEL}
-"""By the `pid` of events without `cat`: `EventList.export_chrome_trace`."""
+"""Category by the `pid` of events without `cat`: `EventList.export_chrome_trace`."""
 
 MEMORY_NAME = "[memory]"
 SPAN_CATEGORY = "Trace"
-"""Spans of the profiler itself, with ends of any size: no events of the program."""
+"""Spans of the profiler itself, with arbitrary ends; they are not events of the program."""
 
 ANNOTATIONS = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|DistributedDataParallel\.|\[pl\]\[|## "
 )
-"""Ranges that 2020 and 2021 called operators, by how their names begin."""
+"""Name prefixes of ranges that the schemas of 2020 and 2021 called operators."""
 
 SYNC_THREADS = 1_000_000
-"""Since 2026 synchronisations stand on thread = stream + this."""
+"""Since 2026, synchronisations are on thread = stream + this."""
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class RawEvent(msgspec.Struct, gc=False):
-    """One element of `traceEvents`; what is not always needed stays text."""
+    """One element of `traceEvents`; fields that are rarely needed stay text."""
 
     ph: str = ""
     cat: str = ""
@@ -73,7 +73,7 @@ class RawEvent(msgspec.Struct, gc=False):
 
 
 class CallArguments(msgspec.Struct, gc=False):
-    """Of runtime and driver calls."""
+    """Arguments of runtime and driver calls."""
 
     correlation: Int64 = -1
     external: Int64 = msgspec.field(name="External id", default=-1)
@@ -81,7 +81,7 @@ class CallArguments(msgspec.Struct, gc=False):
 
 
 class OperatorArguments(CallArguments, gc=False):
-    """Of operators and annotations."""
+    """Arguments of operators and annotations."""
 
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     dims_old: msgspec.Raw = msgspec.field(name="Input dims", default=msgspec.Raw())
@@ -92,7 +92,7 @@ class OperatorArguments(CallArguments, gc=False):
 
 
 class MemoryArguments(msgspec.Struct, gc=False):
-    """Of allocations; device type 0 is the host."""
+    """Arguments of allocations; device type 0 is the host."""
 
     bytes: Int64 = msgspec.field(name="Bytes", default=-1)
     device: Int32 = msgspec.field(name="Device Id", default=-1)
@@ -100,14 +100,14 @@ class MemoryArguments(msgspec.Struct, gc=False):
 
 
 INPUTS = ("dims", "types", "strides", "concrete")
-"""Keys of `Trace.inputs`, in the order of their text in an interned combination."""
+"""Keys of `Trace.inputs`, in the order of their texts in an interned combination."""
 
 COLUMNS = {"device", "stream", "correlation", "External id", "external id", "external ts", "bytes"}
-"""Arguments of GPU events that have a column, or say what another says."""
+"""Arguments of GPU events that have a column, or duplicate one that has."""
 
 
 def category_of(event: RawEvent) -> Category | None:
-    """What an event is; None for what is no event of the program: flows, marks, metadata."""
+    """Category of an event; None for flows, marks and metadata."""
     if event.ph == "X":
         cat = event.cat
         if cat == SPAN_CATEGORY:
@@ -123,7 +123,7 @@ def category_of(event: RawEvent) -> Category | None:
 
 
 def number_in(value: Any) -> int:
-    """A device or stream out of a pid or tid: `7`, `"7"` and `"stream 7"` are 7; -1 for others."""
+    """Device or stream number in a pid or tid: 7 for `7`, `"7"` and `"stream 7"`; else -1."""
     if isinstance(value, str):
         digits = value.removeprefix("stream ").strip()
         value = int(digits) if digits.isdecimal() and len(digits) < 10 else -1
@@ -131,5 +131,5 @@ def number_in(value: Any) -> int:
 
 
 def integer(value: Any, bits: int = 63) -> int:
-    """The value, or -1 where it is no integer of that many bits (2**32 - 1 stands for none)."""
+    """The value, or -1 if it is not an integer of that many bits (2**32 - 1 means none)."""
     return value if type(value) is int and -(2**bits) <= value < 2**bits else -1

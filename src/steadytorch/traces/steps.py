@@ -1,4 +1,4 @@
-"""Where each step of a trace begins and ends, and which call launched which GPU event."""
+"""Find the steps of a trace, and the call that launched each GPU event."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from steadytorch.traces.events import Category, Trace
 
 MARK = re.compile(r"ProfilerStep#(\d+)")
-"""How the profiler's `step()` marks the steps."""
+"""Name of the step marks that the profiler's `step()` writes."""
 WHOLE = "whole trace"
 
 CALLS = (Category.RUNTIME, Category.DRIVER)
-"""Calls of the driver's interfaces."""
+"""Calls of the CUDA runtime and driver."""
 HOST = (Category.CPU_OP, *CALLS)
-"""What shows that a thread of the host is at work for the GPU or on operators."""
+"""Events that show a host thread working for the GPU or on operators."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,10 @@ class Step:
     """One step of the workload.
 
     Attributes:
-        index: as marked, the number in "ProfilerStep#5"; 0 for the whole trace.
+        index: number in its mark, 5 for "ProfilerStep#5"; 0 for the whole trace.
         name: "ProfilerStep#5" or "whole trace".
         start_ns: from the trace's origin.
-        end_ns: likewise; the next step starts here at the earliest.
+        end_ns: from the trace's origin; the next step starts no earlier.
         slices: ns by slice; they add up to `total_ns`.
     """
 
@@ -39,18 +39,18 @@ class Step:
 
     @property
     def total_ns(self) -> int:
-        """How long it took."""
+        """Length of the step."""
         return self.end_ns - self.start_ns
 
 
 def gpu_rows(trace: Trace, device: int) -> np.ndarray:
-    """Rows that keep this GPU busy, in order."""
+    """Rows of the events that keep this GPU busy, in order."""
     rows = trace.on_gpu
     return rows[trace.events.device[rows] == device]
 
 
 def busiest_device(trace: Trace) -> int | None:
-    """The GPU with the most event time; None without any GPU event."""
+    """The GPU with the most event time; None without GPU events."""
     events, rows = trace.events, trace.on_gpu
     if not len(rows):
         return None
@@ -61,14 +61,14 @@ def busiest_device(trace: Trace) -> int | None:
 
 
 def launch_rows(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """The call that launched each of these GPU events, -1 where the trace does not hold it.
+    """Find the call that launched each of these GPU events; -1 if it is not in the trace.
 
-    Of several calls with one correlation id (of several processes, or after a wrap) it is the last
-    one that began before the event; where clocks disagree so that all began later, the first.
+    Several calls may share a correlation id (several processes, or a wrap). The last one that began
+    before the event then counts; if clocks disagree and all began later, the first.
 
     Args:
         trace: the trace.
-        rows: of GPU events, sorted, shape (N,).
+        rows: rows of GPU events, sorted, shape (N,).
 
     Returns:
         Rows of runtime or driver calls, int64, shape (N,).
@@ -101,7 +101,7 @@ def step_marks(trace: Trace, process: str | None = None) -> np.ndarray:
 
     Args:
         trace: the trace.
-        process: its id; marks of other processes are used only where it has none.
+        process: process id; marks of other processes are used only if it has none.
     """
     events = trace.events
     names = [place for place, name in enumerate(trace.names) if MARK.fullmatch(name)]
@@ -117,16 +117,16 @@ def step_marks(trace: Trace, process: str | None = None) -> np.ndarray:
 
 
 def find_steps(trace: Trace, device: int | None) -> tuple[tuple[Step, ...], np.ndarray]:
-    """The steps of a trace, and the rows that mark them: none where the whole trace is one step.
+    """Find the steps of a trace and the rows that mark them; without marks, the whole trace is one.
 
-    A step starts at its mark on the host or at the end of the previous step, whichever is later; it
+    A step starts at its mark on the host or at the end of the previous step, whichever is later. It
     ends with its mark or with the last event that it launched on this GPU, whichever is later.
-    Without marks the whole trace is one step, from the first operator, call or GPU event to the
-    last. PyTorch's TensorBoard plug-in counts like this, so that published figures compare.
+    Without marks, the step extends from the first operator, call or GPU event to the last.
+    PyTorch's TensorBoard plug-in counts the same way, so published figures are comparable.
 
     Args:
         trace: the trace.
-        device: the GPU looked at; None for the host alone.
+        device: index of the GPU; None for the host alone.
     """
     rows = np.empty(0, np.int64) if device is None else gpu_rows(trace, device)
     calls = launch_rows(trace, rows)
@@ -146,7 +146,7 @@ def find_steps(trace: Trace, device: int | None) -> tuple[tuple[Step, ...], np.n
 
 
 def _process(trace: Trace, calls: np.ndarray) -> str | None:
-    """The process that launched most of these."""
+    """The process that launched most of these events."""
     threads = trace.events.thread[calls[calls >= 0]]
     if not len(threads):
         return None
@@ -156,7 +156,7 @@ def _process(trace: Trace, calls: np.ndarray) -> str | None:
 def _launched(
     trace: Trace, rows: np.ndarray, calls: np.ndarray, marks: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """The last end on the GPU of what each step launched, and of what was launched before any."""
+    """End on the GPU of each step's last launched event, and of those launched before any step."""
     events = trace.events
     last = np.full(len(marks), np.iinfo(np.int64).min)
     known = calls >= 0
@@ -169,7 +169,7 @@ def _launched(
 
 
 def _whole(trace: Trace, rows: np.ndarray) -> Step:
-    """All that was done, without the frames and ranges that merely surround it."""
+    """One step over all work, without the frames and ranges that merely surround it."""
     events = trace.events
     shown = np.concatenate([events.of(*HOST), rows])
     if not len(shown):
