@@ -133,4 +133,4 @@ def test_it_is_for_models_that_may_give_attention_a_mask(gpu, on_gpu):
     assert DenseMask().applies_to(on_gpu(configured), gpu) == Applicable()
     for model in (Causal(), nn.MultiheadAttention(4, 1), nn.Linear(2, 2)):
         answer = DenseMask().applies_to(on_gpu(model), gpu)
-        assert answer.reason == "the model gives its attention no mask"
+        assert answer.reason == "the model passes no mask to attention"
