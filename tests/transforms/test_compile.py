@@ -244,7 +244,9 @@ def test_frozen_weights_are_for_inference(gpu, conv_workload, mode):
         conv_workload.model, conv_workload.inputs, torch.sum, torch.optim.SGD
     )
     assert variant(mode, True).applies_to(conv_workload, gpu) == Applicable()
-    assert variant(mode, True).applies_to(training, gpu).reason == "freezing supports inference only"
+    assert (
+        variant(mode, True).applies_to(training, gpu).reason == "freezing supports inference only"
+    )
     assert variant(mode).applies_to(training, gpu) == Applicable()
 
 
@@ -312,7 +314,10 @@ def test_what_users_functions_know_is_not_frozen(cpu, conv_workload, name):
     freezing, plain = variant("default", freezing=True), variant("default", freezing=False)
     assert "calls user functions" in freezing.applies_to(conv_workload, cpu).reason
     assert isinstance(plain.applies_to(conv_workload, cpu), Applicable)
-    with pytest.raises(UnsupportedError, match="calls user functions"), freezing.applied(conv_workload):
+    with (
+        pytest.raises(UnsupportedError, match="calls user functions"),
+        freezing.applied(conv_workload),
+    ):
         pass
 
 

@@ -160,11 +160,11 @@ def pointwise() -> Workload:
 
 def test_variants_that_would_find_nothing_do_not_apply(gpu):
     assert "no few-channel convolution" in refusal(workload(), gpu, STEM)
-    assert "no ReLU of the sum" in refusal(workload(), gpu, SUMS)
+    assert "no sum of two layer outputs" in refusal(workload(), gpu, SUMS)
     both = FusedKernels.Parameters(stem=True, residual=True)
     stem = workload(lambda net, x: F.max_pool2d(net.relu(net.conv(x)), 3, 2))
     assert FusedKernels(STEM).applies_to(stem, gpu) == Applicable()
-    assert "no ReLU of the sum" in refusal(stem, gpu, both)
+    assert "no sum of two layer outputs" in refusal(stem, gpu, both)
 
 
 def refusal(made: Workload, facts: Any, parameters: Any = None) -> str:

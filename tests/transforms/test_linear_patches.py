@@ -233,7 +233,10 @@ def test_it_is_for_inference_on_cuda_of_models_with_such_layers(cpu, gpu, on_gpu
     assert LinearPatches().applies_to(there, gpu) == Applicable()
     assert LinearPatches().applies_to(there, cpu).reason == "no CUDA device"
     other = on_gpu(nn.Sequential(nn.Conv2d(3, 8, 4, 2)))
-    assert "no convolution over non-overlapping patches" in LinearPatches().applies_to(other, gpu).reason
+    assert (
+        "no convolution over non-overlapping patches"
+        in LinearPatches().applies_to(other, gpu).reason
+    )
     function = there.with_model(there.model.forward)
     assert "plain callable" in LinearPatches().applies_to(function, gpu).reason
     model = there.model.train()

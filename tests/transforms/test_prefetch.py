@@ -30,7 +30,9 @@ def test_training_steps_are_fed_ahead_as_well(gpu):
 
 def test_a_workload_without_a_loader_has_nothing_to_take_ahead(gpu, conv_workload):
     answer = Prefetch().applies_to(conv_workload, gpu)
-    assert answer == NotApplicable("the workload has no loader: create it with Workload.from_loader")
+    assert answer == NotApplicable(
+        "the workload has no loader: create it with Workload.from_loader"
+    )
 
 
 def test_on_a_cpu_there_is_nothing_to_copy(cpu):
