@@ -207,7 +207,7 @@ PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return or_none(is_served ? made.made() : nullptr);
 }
 
-// -- what a model was ----------------------------------------------------------------------------
+// -- changes of a model ---------------------------------------------------------------------------
 
 // Detects changes of a tensor: edits change the version, moves and conversions the address.
 struct Trait {
