@@ -61,8 +61,12 @@ class Passes(NamedTuple):
 
 @torch.no_grad()
 def begin(workload: Workload, start: Start, number: int) -> None:
-    """Puts the weights as they came; for every other input set partly turned round (`BLEND`)."""
+    """Puts the weights as they came; for every other input set partly turned round (`BLEND`).
+
+    Random numbers begin at a seed of the input set: whoever draws alike draws the same ones.
+    """
     start.restore()
+    torch.manual_seed(number)
     if number % 2:
         for tensor in parameters_of(workload).values():
             if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
