@@ -60,7 +60,7 @@ class Transform(ABC):
 
     name: ClassVar[str]
     of_step: ClassVar[bool] = False
-    """Whether it changes the training step around the model, which `plan.step` takes."""
+    """Whether it changes the training step around the model, which `plan.step` runs."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
 
