@@ -242,7 +242,7 @@ def test_a_real_collection_is_found_in_a_real_recording():
     del garbage
     seen = recorder.recording
     start, took = seen.gc_start_ns[-1], seen.gc_duration_ns[-1]
-    # Nine iterations without work, and one that holds the collection, laid around it.
+    # Nine empty iterations, and one that spans the collection.
     durations = [took] * 9 + [2 * took]
     starts = [start - took // 2 + took * (place - 9) for place in range(10)]
     assert attribute(starts, durations, [9], seen) == ["garbage collection"]

@@ -7,7 +7,7 @@ from steadytorch.measure.sampler import HostSampler
 
 
 class Costly(FakeClock):
-    """A clock that takes 40 ns to read, and once in a while 9,000."""
+    """A clock whose reading takes 40 ns, and occasionally 9,000 ns."""
 
     def now_ns(self) -> int:
         self.advance(9000 if self._now_ns % 400 == 0 else 40)

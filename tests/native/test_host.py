@@ -33,14 +33,14 @@ def compiled(native_caches, monkeypatch):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch) -> Path:
-    """A folder of caches that has nothing."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "steadytorch" / "native"
 
 
 @pytest.fixture
 def compiler(bare, monkeypatch):
-    """A compiler that does as the test says."""
+    """A scripted compiler."""
 
     def write(script: str) -> Path:
         path = bare.parent.parent / "compiler"
@@ -209,7 +209,7 @@ wait
 
 @pytest.fixture
 def hanging(bare, compiler, monkeypatch):
-    """A compiler that has begun, with a process of its own that goes on; and that one's number."""
+    """A running compiler with a child process, and the pid of that child."""
     pids = bare.parent.parent / "pids"
     monkeypatch.setenv("PIDS", str(pids))
     compiler(HANGS)

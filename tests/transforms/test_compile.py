@@ -101,7 +101,7 @@ class TestCompiling:
         assert not [name for name in names if "_modules['0']" in name]
 
     def test_modules_of_one_class_keep_their_weights_where_the_graph_breaks(self):
-        """Each is compiled by itself then, and by the same code."""
+        """A graph break: Dynamo compiles each submodule separately, from the same code."""
 
         class Block(nn.Module):
             def __init__(self):

@@ -41,7 +41,7 @@ def _cases() -> list[Any]:
             if transform.name != "compile":
                 specs = (transform.spec,)
                 cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
-    # It is for CUDA, and right everywhere.
+    # It targets CUDA, but is correct everywhere.
     patches = (TransformSpec("linear_patches"),)
     cases.append(pytest.param(("patches", patches), id="patches-linear_patches"))
     stack = order([*STACK, *patches])

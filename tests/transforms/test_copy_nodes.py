@@ -137,7 +137,7 @@ def test_a_closed_node_leaves_the_graph_alone():
 
 
 class Instantiated:
-    """A graph of which nothing but `instantiate` may be called."""
+    """A graph that only allows `instantiate`."""
 
     def __init__(self) -> None:
         self.times = 0

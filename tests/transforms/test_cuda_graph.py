@@ -121,7 +121,7 @@ def test_memory_of_a_pool_is_told_from_that_of_others_and_grows(monkeypatch):
     assert memory.around(450) == range(400, 500)
 
 
-# -- calls of what was recorded, with the host in the place of the device -----------------------
+# -- replayed calls, on the host instead of a device ---------------------------------------------
 
 
 class Playing:

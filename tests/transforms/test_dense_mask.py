@@ -13,7 +13,7 @@ KEYS, QUERIES, BATCH = 6, 5, 2
 
 
 class Attention(nn.Module):
-    """Attention under a mask that depends on the query alone, and so is spread over the keys."""
+    """Attention with a mask that only depends on the query, broadcast along the keys."""
 
     def __init__(self, by_name: bool = True) -> None:
         super().__init__()

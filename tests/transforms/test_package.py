@@ -44,7 +44,7 @@ def test_a_package_that_would_crash_is_not_made(kept, tmp_path, monkeypatch):
 
 
 class Compiled:
-    """Stands for `torch.compile`, and counts."""
+    """Replaces `torch.compile` and counts its calls."""
 
     def __init__(self, model):
         self.model, self.made, self.calls = model, 0, 0

@@ -144,7 +144,7 @@ def test_mobilenet_keeps_its_results(batch):
             assert Counter(shown(rewritten.model)) == MOBILE
             left = [type(rewritten.model.get_submodule(n.target)) for n in _layers(rewritten.model)]
         assert (found - expected).norm() < bound * expected.norm()
-    # Two of each gate, and two that nothing stands around.
+    # Two per gate, and two without an adjacent operation.
     assert left.count(nn.Conv2d) == 2 * 8 + 2
     assert nn.BatchNorm2d not in left
 
@@ -185,7 +185,7 @@ def test_engines_take_what_is_left():
     with torch.no_grad(), SEPARABLE.applied(workload) as rewritten:
         engined = rewritten_model(rewritten)
         torch.testing.assert_close(engined(*workload.inputs), workload.model(*workload.inputs))
-        # Two of each gate.
+        # Two per gate.
         assert len(engine_convolutions(engined)) == 6
         assert shown(engined) == shown(rewritten.model)
 

@@ -74,7 +74,7 @@ class OptimizerStep(Transform):
         if wanted == "compiled":
             odd = isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam))
             yield odd, f"{kind} cannot be compiled"
-            # The others already run one kernel per list of tensors; compiling would not reduce that.
+            # The others already run one kernel per tensor list; compiling would not reduce that.
             yield "capturable" not in has, f"{kind} cannot read its learning rate from the device"
 
     def _merging(self, optimizer: Optimizer) -> Iterator[Objection]:
