@@ -60,7 +60,7 @@ class Counter(Protocol):
     """A cycle counter of a device, such as `device.cycles.CycleCounter`."""
 
     def read(self, place: int, stream: int) -> bool:
-        """Enqueue reading number `place`; return False if the counter has no room for it."""
+        """Enqueue reading number `place`; return False if full or refused by the driver."""
         ...
 
     def clocks_mhz(self, count: int) -> np.ndarray:
