@@ -208,7 +208,7 @@ def test_series_that_do_not_fit_are_misuse(starts, durations, chosen, host):
 
 
 def test_clocks_that_are_not_one_for_each_sample_are_misuse():
-    with pytest.raises(UsageError, match="a clock for each of 2 samples: 1"):
+    with pytest.raises(UsageError, match="one clock per sample: got 1 for 2 samples"):
         attribute([0, 1], [1, 2], [1], recorded("cuda"), clocks_mhz=[1980.0])
 
 

@@ -20,5 +20,5 @@ def test_the_overhead_is_what_an_empty_step_takes():
 
 @pytest.mark.parametrize("count", [0, -3])
 def test_no_iterations_are_misuse(count):
-    with pytest.raises(UsageError, match="at least one iteration"):
+    with pytest.raises(UsageError, match="at least 1 iteration"):
         probe_overhead(HostSampler(), count)

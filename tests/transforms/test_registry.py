@@ -57,8 +57,8 @@ def test_create_fills_in_defaults():
 @pytest.mark.parametrize(
     ("one", "other", "claim"),
     [
-        (spec("cast_weights"), spec("autocast"), "element type"),
-        (spec("cuda_graph"), spec("compile", mode="reduce-overhead"), "CUDA graphs"),
+        (spec("cast_weights"), spec("autocast"), "the dtype"),
+        (spec("cuda_graph"), spec("compile", mode="reduce-overhead"), "CUDA graph capture"),
         (spec("tf32"), spec("compile", mode="max-autotune"), "float32 precision"),
         (spec("fused_kernels", residual=True), spec("cudnn_engines"), "sums"),
         (spec("fused_kernels", residual=True), spec("autocast"), "biases"),

@@ -126,7 +126,10 @@ def _checked(
             f"samples, {len(starts)} starts, {len(host)} host times"
         )
     if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(durations):
-        raise UsageError(f"an outlier index is out of range for {len(durations)} samples")
+        raise UsageError(
+            f"attribute needs outlier indices from 0 to {len(durations) - 1}: got {chosen.min()} "
+            f"to {chosen.max()}"
+        )
     return starts, durations, host, chosen
 
 
