@@ -1,4 +1,4 @@
-"""The process-wide settings that transforms touch: reading all of them, and setting them alike."""
+"""Reads and restores the process-wide PyTorch settings that transforms change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from steadytorch.errors import UsageError
 
 UNREADABLE = "unreadable"
-"""Stands for a setting that PyTorch refuses to read, or that this build does not have."""
+"""Value of a setting that PyTorch refuses to read or that this build lacks."""
 
 
 class _Setting(NamedTuple):
@@ -41,7 +41,7 @@ def _attribute(owner: Any, name: str, parse: Callable[[str], Any]) -> _Setting:
 def _settings() -> dict[str, _Setting]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
-    # In the order of writing: setting an early one overwrites later ones.
+    # Written in this order: setting an early one overwrites later ones.
     settings = {
         "float32_matmul_precision": _Setting(
             torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, str
@@ -63,7 +63,7 @@ def _settings() -> dict[str, _Setting]:
             getattr(cuda, f"enable_{backend}_sdp"),
             _boolean,
         )
-    # 0: any operation may be used; 1: those that are not repeatable warn; 2: they fail.
+    # 0: all operations allowed; 1: nondeterministic ones warn; 2: they raise.
     settings["deterministic_algorithms"] = _Setting(
         torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, int
     )
@@ -73,11 +73,11 @@ def _settings() -> dict[str, _Setting]:
 
 
 def ambient() -> dict[str, str]:
-    """The process-wide settings of PyTorch that transforms touch, as text.
+    """Return the process-wide PyTorch settings that transforms change, as text.
 
     Returns:
-        Setting to value. A setting that cannot be read is `UNREADABLE`: PyTorch refuses to read
-        some precisions after a mixed use of its old and new interfaces.
+        Maps each setting to its value, or to `UNREADABLE`: PyTorch refuses to read some precisions
+        after its old and new interfaces were mixed.
     """
     return {name: _read(setting) for name, setting in _settings().items()}
 
@@ -91,13 +91,13 @@ def _read(setting: _Setting) -> str:
 
 
 def set_ambient(values: Mapping[str, str]) -> None:
-    """Makes this process equal to the one in which `ambient` returned `values`.
+    """Apply the settings that `ambient` returned in another process.
 
-    For a fresh process; nothing is put back. Settings that were `UNREADABLE`, or are in this build,
-    are left as they are.
+    Intended for a fresh process; the old values are not restored. A setting that is `UNREADABLE`
+    in `values` or here stays unchanged.
 
     Raises:
-        UsageError: a setting or its value is unknown; those before it have been set.
+        UsageError: a setting or its value is unknown. Settings before it have been applied.
     """
     settings = _settings()
     unknown = sorted(values.keys() - settings.keys())
@@ -113,14 +113,13 @@ def _write(name: str, setting: _Setting, text: str) -> None:
     try:
         setting.write(setting.parse(text))
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"process setting {name} cannot be {text!r}: {error}") from None
+        raise UsageError(f"cannot set process setting {name} to {text!r}: {error}") from None
 
 
 class flags:  # noqa: N801 - used like a function, in `with flags(...)`
-    """Sets attributes `(owner, name, value)` and puts back on leaving what it found.
+    """Context that sets attributes `(owner, name, value)` and restores the old values on exit.
 
-    A class rather than a generator: it stands around every call of a model, and this form costs a
-    third as much.
+    A class takes a third of the time of a generator, and this wraps every call of a model.
     """
 
     __slots__ = ("_found", "_settings")
@@ -146,5 +145,5 @@ class flags:  # noqa: N801 - used like a function, in `with flags(...)`
             while self._found:
                 setattr(*self._found.pop())
         finally:
-            if self._found:  # one could not be put back: the others still are
+            if self._found:  # one failed: restore the others
                 self.__exit__()

@@ -44,7 +44,7 @@ def test_a_package_that_would_crash_is_not_made(kept, tmp_path, monkeypatch):
 
 
 class Compiled:
-    """Stands for `torch.compile`, and counts."""
+    """Replaces `torch.compile` and counts its calls."""
 
     def __init__(self, model):
         self.model, self.made, self.calls = model, 0, 0
@@ -133,7 +133,7 @@ def test_a_package_that_fails_is_not_called_again(kept, package, compiled, monke
         torch.testing.assert_close(package(kept.x), kept.model(kept.x))
     assert (len(calls), compiled.made, compiled.calls) == (1, 1, 2)
     assert [r.getMessage() for r in caplog.records] == [
-        "a package failed, its model is compiled anew: RuntimeError: of the code"
+        "a compiled package failed, recompiling: RuntimeError: of the code"
     ]
 
 
@@ -219,10 +219,10 @@ class WritesToInputs(nn.Module):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Depends(), "it cannot be exported"),
-        (Counts(), "it writes to its buffers or inputs"),
-        (WritesToInputs(), "it writes to its buffers or inputs"),
-        (lambda x: object(), "it cannot be exported"),
+        (Depends(), "the model cannot be exported"),
+        (Counts(), "the model writes to its buffers or inputs"),
+        (WritesToInputs(), "the model writes to its buffers or inputs"),
+        (lambda x: object(), "the model cannot be exported"),
     ],
 )
 def test_what_cannot_be_packaged_is_a_reason(model, reason, tmp_path):
@@ -239,5 +239,5 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path, monkeypatch):
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
-    with pytest.raises(UnsupportedError, match=r"it cannot be compiled ahead: no compiler$"):
+    with pytest.raises(UnsupportedError, match=r"compiled ahead of time: no compiler$"):
         make(nn.ReLU(), (torch.ones(3),), {}, {}, tmp_path / "p.pt2")

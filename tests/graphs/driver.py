@@ -8,7 +8,7 @@ from steadytorch.graphs.copy_nodes import DescribedCopy
 
 
 class Driver:
-    """Copies what the one node of a graph is to copy, or refuses to change it.
+    """Executes the single copy node of a graph, or refuses to change it.
 
     Args:
         refuses: `point` for another source, `turn` for on and off.
@@ -33,6 +33,6 @@ class Driver:
         return 0
 
     def replay(self) -> None:
-        """Copies as the node is to."""
+        """Executes the copy node."""
         if self.is_on and self.planned is not None:
             ctypes.memmove(self.planned.target, self.planned.source, self.planned.width_bytes)

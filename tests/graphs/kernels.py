@@ -14,7 +14,7 @@ KERNEL, COPY, SET, HOST, GRAPH = range(5)
 
 
 class Node:
-    """What a replay runs.
+    """An operation of a replay.
 
     Args:
         work: takes the parameters, unpacked.
@@ -79,7 +79,7 @@ class Graph:
 
 
 class Driver:
-    """Of one graph. `refuses` holds the names of functions that fail."""
+    """The driver for one graph. `refuses` holds the names of functions that fail."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.refuses, self.puts = graph, set(), 0

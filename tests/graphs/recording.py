@@ -13,7 +13,7 @@ from .kernels import Driver, Graph, adding
 
 
 def stand_for_a_gpu(monkeypatch):
-    """Tensors of the host stand for those of a GPU, and small ones for large ones."""
+    """Treats host tensors as GPU tensors and small tensors as large ones."""
     monkeypatch.setattr(pointers, "ALIGNMENT", 4)
     monkeypatch.setattr(graph_io_patching, "LEAST_BYTES", 16)
     monkeypatch.setattr(graph_io_patching, "is_dense", lambda tensor: tensor.is_contiguous())
@@ -26,7 +26,7 @@ def around(*tensors):
 
 
 class Recording:
-    """`y = x + 1`, and what else is asked for, on the host."""
+    """Runs `y = x + 1` and extra operations on the host."""
 
     def __init__(self, *others, kind=0, x=None):
         self.x = torch.arange(1.0, 5.0) if x is None else x

@@ -121,7 +121,7 @@ def test_where_a_node_cannot_be_turned_off_nothing_may_be_replayed():
     computed(driver, node, torch.ones(3))
     driver.refuses = ("turn",)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="own input back"):
+        with pytest.raises(RuntimeError, match="refused to restore the input"):
             node.feed(target)
     assert not CopyNode(driver, target, ctypes.c_void_p()).open(1)
 
@@ -137,7 +137,7 @@ def test_a_closed_node_leaves_the_graph_alone():
 
 
 class Instantiated:
-    """A graph of which nothing but `instantiate` may be called."""
+    """A graph that only allows `instantiate`."""
 
     def __init__(self) -> None:
         self.times = 0

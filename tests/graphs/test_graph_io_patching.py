@@ -119,9 +119,9 @@ def test_a_driver_that_refuses_later_leaves_results_right_or_raises(monkeypatch)
     place = placer(pointer, found.y)
     place()
     found.driver.refuses.add("put")
-    with pytest.raises(RuntimeError, match="own output back"):
+    with pytest.raises(RuntimeError, match="refused to restore an address"):
         place()
-    with pytest.raises(RuntimeError, match="own input back"):
+    with pytest.raises(RuntimeError, match="refused to restore the input"):
         node.feed(torch.ones(4))
     found.driver.refuses.clear()
     rest(pointer)

@@ -19,7 +19,7 @@ FILLS = 8
 
 
 class Driver:
-    """Of graph 7, with edges between numbered nodes, and of graph 8, the fills recorded for it."""
+    """The driver for graph 7, with edges between numbered nodes, and graph 8 with its fills."""
 
     def __init__(self, kinds: dict[int, int], edges: set[tuple[int, int]], *refuses: str) -> None:
         self.kinds, self.edges, self.refuses = dict(kinds), set(edges), refuses
@@ -108,7 +108,7 @@ EDGES = {(1, 2), (2, 3), (1, 3), (3, 4), (4, 5), (3, 5)}
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    """What would be recorded, as address, count, type and value."""
+    """The fills to record, as address, count, dtype and value."""
     found = []
 
     def memory(address, count, dtype):

@@ -36,7 +36,7 @@ def test_what_another_node_reads_has_to_be_copied():
 
 @pytest.mark.parametrize("last", [False, True])
 def test_what_another_node_writes_has_to_be_copied_out(last):
-    """First, too: with other inputs not all of that may be written over."""
+    """Must be included, because other inputs may not overwrite all of it."""
     found = Recording()
     nodes = (adding(found.x, found.y), zeroing(found.y[:1], SET))
     found.graph.nodes = nodes if last else nodes[::-1]
@@ -91,7 +91,7 @@ def test_an_output_whose_kernels_write_past_its_end_has_to_be_copied_out():
 
 @pytest.mark.parametrize("kind", [0, COPY])
 def test_what_is_added_to_follows_with_what_was_there(kind):
-    """Were it left behind, a sum with bytes that make a tiny number would pass for right."""
+    """If left out, adding bytes that read as a tiny number would look correct."""
     x, y = torch.arange(1.0, 5.0), torch.zeros(4)
     found = Recording(x=x)
     found.graph.nodes = (adding(x, y, kind), summing(x, y))
@@ -133,7 +133,7 @@ def test_where_replays_differ_nothing_can_be_told():
     assert not found.read([found.y, z])
 
 
-# -- what holds for the inputs of a proof, and not for others ----------------------------------
+# -- kernels that behave differently for other inputs --------------------------------------------
 
 
 def scattering(x, places, y):
@@ -214,11 +214,11 @@ def test_a_part_of_what_kernels_write_to_has_to_be_copied_out(monkeypatch):
     assert pointer is None
 
 
-# -- what must not happen during a proof -------------------------------------------------------
+# -- validation must be harmless -----------------------------------------------------------------
 
 
 def indices(x, found, y, seen):
-    """Nodes for `found = 3, 2, 1, 0` and `y = x[found]`; `seen` gets what is taken for an index."""
+    """Nodes for `found = 3, 2, 1, 0` and `y = x[found]`; `seen` collects the indices used."""
 
     def write(target):
         int64_at(target[0], 4)[:] = [3, 2, 1, 0]
@@ -251,7 +251,7 @@ def test_no_kernel_meets_an_index_that_is_none_in_memory_of_indices_before(monke
 
 
 def test_what_is_tried_writes_to_no_memory_of_others(monkeypatch):
-    """A kernel that begins at the end of what lay there, and goes back: it flips, say."""
+    """A kernel that starts at the end of the old tensor and runs backwards, such as a flip."""
     segment = torch.zeros(1 << 16)
     y = torch.frombuffer(segment.numpy(), dtype=torch.float32, count=4, offset=(1 << 18) - 32)
     x, written = torch.arange(1.0, 5.0), []

@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def stochastic_depth(input, p, mode, training=True):
-    """As torchvision's, which tests do not need; whoever calls it has `torch.fx` wrap it."""
+    """Mimics torchvision's function without needing it; callers wrap it for `torch.fx`."""
     if not training or p == 0.0:
         return input
     return input * torch.empty(input.shape[0], 1, 1, 1).bernoulli_(1 - p)
@@ -89,7 +89,7 @@ def shown(model: Any) -> list[str]:
 
 
 def fused(workload: Workload) -> list[str]:
-    """What is fused, once results are seen to be as of the model."""
+    """Checks results against the model and returns what is fused."""
     with torch.no_grad(), SEPARABLE.applied(workload) as rewritten:
         inputs = [x.clone() for x in workload.inputs]
         found = rewritten.model(*inputs)

@@ -20,7 +20,7 @@ ON_ALL = [register_module_forward_hook, register_module_forward_pre_hook]
 
 
 def see_nothing(*given):
-    """A hook that only looks on."""
+    """A hook that only observes."""
 
 
 class Net(nn.Module):
@@ -42,7 +42,7 @@ def made():
 
 @pytest.fixture(params=ON_ALL)
 def hooked(request):
-    """While it is there, every module of the process has a hook."""
+    """Registers a global hook for the duration of a test."""
     handle = request.param(see_nothing)
     yield
     handle.remove()
@@ -70,7 +70,7 @@ def test_what_benchmark_mode_counts_by_is_no_hook_of_the_users(monkeypatch):
 
 
 def refused(made, facts):
-    """Names of the transforms that refuse for hooks."""
+    """Names of the transforms that refuse models with hooks."""
     transforms = (
         *(CudaGraph(), CudnnEngines(), FusedKernels(), FoldBatchNorm()),
         Compile(Compile.Parameters("reduce-overhead", True)),

@@ -92,7 +92,7 @@ def test_a_model_whose_own_forward_was_replaced_is_left_alone(gpu):
 
 
 class Doubled(torch.Tensor):
-    """A weight with an idea of its own of what a Linear is."""
+    """A weight subclass that overrides the Linear operation."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -126,7 +126,7 @@ def test_dropout_that_trains_stays_between():
 
 
 def widened(channels: int, rows: int) -> Workload:
-    """As in a transformer; on a device without contents."""
+    """Linears as in a transformer, on the meta device."""
     with torch.device("meta"):
         layers = nn.Linear(channels, 4 * channels), nn.GELU()
         return Workload(nn.Sequential(*layers).eval(), torch.empty(rows, channels))

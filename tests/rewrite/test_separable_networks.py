@@ -144,7 +144,7 @@ def test_mobilenet_keeps_its_results(batch):
             assert Counter(shown(rewritten.model)) == MOBILE
             left = [type(rewritten.model.get_submodule(n.target)) for n in _layers(rewritten.model)]
         assert (found - expected).norm() < bound * expected.norm()
-    # Two of each gate, and two that nothing stands around.
+    # Two per gate, and two without an adjacent operation.
     assert left.count(nn.Conv2d) == 2 * 8 + 2
     assert nn.BatchNorm2d not in left
 
@@ -185,7 +185,7 @@ def test_engines_take_what_is_left():
     with torch.no_grad(), SEPARABLE.applied(workload) as rewritten:
         engined = rewritten_model(rewritten)
         torch.testing.assert_close(engined(*workload.inputs), workload.model(*workload.inputs))
-        # Two of each gate.
+        # Two per gate.
         assert len(engine_convolutions(engined)) == 6
         assert shown(engined) == shown(rewritten.model)
 
@@ -209,7 +209,7 @@ def test_a_stem_goes_with_it():
 
 
 def test_sums_are_not_taken_twice():
-    with pytest.raises(ValueError, match="both take sums"):
+    with pytest.raises(ValueError, match="both fuse sums"):
         FusedKernels.Parameters(residual=True, separable=True)
 
 
@@ -217,14 +217,14 @@ def test_it_applies_where_there_is_something_to_fuse(gpu):
     assert SEPARABLE.applies_to(inverted(), gpu) == Applicable()
     answer = SEPARABLE.applies_to(made(lambda net, x: net.relu(net.grouped(net.point(x)))), gpu)
     assert isinstance(answer, NotApplicable)
-    assert "no pointwise or depthwise convolution, none of few channels" in answer.reason
+    assert "no pointwise, depthwise or few-channel convolution" in answer.reason
 
 
 def test_results_that_depend_on_values_are_refused(gpu):
     workload = made(lambda net, x: net.relu(net.point(x)).masked_select(x > 0))
     answer = SEPARABLE.applies_to(workload, gpu)
     assert isinstance(answer, NotApplicable)
-    assert answer.reason.startswith("the model cannot be traced by torch.fx: ")
+    assert answer.reason.startswith("torch.fx cannot trace the model: ")
 
 
 def test_optional_arguments_are_bound_as_the_model_binds_them(gpu):

@@ -108,4 +108,4 @@ def test_it_applies_where_there_is_one(gpu):
     assert SEPARABLE.applies_to(Workload(model.eval(), x), gpu) == Applicable()
     answer = SEPARABLE.applies_to(Workload(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), x), gpu)
     assert isinstance(answer, NotApplicable)
-    assert "none of few channels" in answer.reason
+    assert "few-channel convolution" in answer.reason

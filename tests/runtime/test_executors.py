@@ -61,7 +61,7 @@ def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
 
 def test_code_that_would_freeze_what_hooks_know_is_refused(model, x):
     Extracts(model)
-    with pytest.raises(UnsupportedError, match="would be frozen too"):
+    with pytest.raises(UnsupportedError, match="freezing would fix their state"):
         build(model, (x,), {}, FROZEN)
 
 

@@ -143,7 +143,7 @@ class Depends(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Counts(), KEEPS_STATE), (Draws(), DRAWS), (Depends(), "it cannot be exported")],
+    [(Counts(), KEEPS_STATE), (Draws(), DRAWS), (Depends(), "the model cannot be exported")],
 )
 def test_what_cannot_be_packaged_is_a_reason(model, reason, tmp_path):
     _, outcome, _ = _packaged(model, torch.ones(3), tmp_path)

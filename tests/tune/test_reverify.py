@@ -219,7 +219,7 @@ def test_the_empty_plan_holds_without_a_process(no_process):
         ([TransformSpec("os.system")], "unknown transform"),
         ([TransformSpec("threads", (("count", -1),))], "not known to this version"),
         ([TransformSpec("cast_weights", (("dtype", "bf16"),))], "it computes in bf16"),
-        ([EAGER, EAGER], "occurs twice"),
+        ([EAGER, EAGER], "is listed twice"),
     ],
 )
 def test_a_candidate_that_no_search_could_choose_fails(no_process, candidate, said):

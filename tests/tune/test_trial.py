@@ -52,7 +52,7 @@ def test_five_blocks_have_no_interval_and_say_why():
     live.blocks = [[100 + i] * 3 for i in range(5)]
     found = live.measured("latency")
     assert found.median_ci_ns is None
-    assert "50 are needed" in found.why_no_ci
+    assert "of 50 needed" in found.why_no_ci
 
 
 def test_many_samples_have_their_own_interval():

@@ -1,7 +1,7 @@
-"""AOTInductor packages: a model compiled ahead of time, for one signature and with its weights.
+"""AOTInductor packages: a model compiled ahead of time for one signature, weights included.
 
-A package is machine code that has the weights in it as they were. PyTorch checks nothing of what
-it is called with, so `Package` does, and hands whatever does not fit to `torch.compile`.
+A package is machine code with the weights frozen in. PyTorch does not check a package's arguments,
+so `Package` does, and passes calls of another signature to `torch.compile`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from steadytorch.errors import UnsupportedError, first_line, one_line
 from steadytorch.results.signature import Leaf, Signature
 
 ALIGNED_BYTES = 16
-"""Compiled code may read tensors in vectors of this size, where the example began at a multiple."""
+"""Compiled code may use vector loads of this size if the example input was aligned to it."""
 
 _log = logging.getLogger("steadytorch")
 _PLAIN = (Tensor, nn.Parameter)
 _ELF = b"\x7fELF"
 _CPP_LIBRARY = re.compile(rb"\0lib(?:std)?c\+\+\.so\.\d+\0")
-"""How code for Linux names the library that it is to be linked with when it is loaded."""
+"""The dynamic C++ standard library, as named in an ELF file."""
 
 
 def make(
@@ -42,36 +42,36 @@ def make(
     options: Mapping[str, Any],
     path: Path,
 ) -> None:
-    """Compiles a model ahead of time, for inference with arguments like these.
+    """Compile a model ahead of time, for inference with arguments of this signature.
 
     Args:
-        model: a module, or another callable.
-        args: positional arguments of a call.
+        model: a module or another callable.
+        args: positional arguments of an example call.
         kwargs: its keyword arguments.
-        options: of Inductor.
-        path: the file to write; PyTorch wants it to be called `*.pt2`.
+        options: Inductor options.
+        path: the file to write; PyTorch requires the suffix `.pt2`.
 
     Raises:
-        UnsupportedError: it cannot be exported or compiled, writes to what it is given, or would
-            crash because of this machine's compiler.
+        UnsupportedError: the model cannot be exported or compiled, writes to its buffers or inputs,
+            or this machine's compiler produces code that would crash.
     """
     import torch._inductor
 
     module = model if isinstance(model, nn.Module) else _Callable(model)
     with torch.inference_mode(False), torch.no_grad():
-        with _reason("it cannot be exported"):
+        with _reason("the model cannot be exported"):
             program = torch.export.export(module, args, in_order(kwargs), strict=False)
             written = program.run_decompositions({}).graph_signature
         if written.buffers_to_mutate or written.user_inputs_to_mutate:
-            raise UnsupportedError("it writes to its buffers or inputs")
-        with _reason("it cannot be compiled ahead"):
+            raise UnsupportedError("the model writes to its buffers or inputs")
+        with _reason("the model cannot be compiled ahead of time"):
             torch._inductor.aoti_compile_and_package(
                 program, package_path=os.fspath(path), inductor_configs=dict(options)
             )
     if _brings_its_library(path):
         raise UnsupportedError(
-            "the C++ compiler links its library into what it makes, and such code crashes beside "
-            "PyTorch's: set CXX to another one"
+            "the C++ compiler links its standard library statically, which crashes next to "
+            "PyTorch's: set CXX to another compiler"
         )
 
 
@@ -93,12 +93,12 @@ class _Callable(nn.Module):
 
 
 def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order in which signatures and packages have them."""
+    """Sort keyword arguments by name, as in signatures and packages."""
     return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 class _Layout(NamedTuple):
-    """A tensor that a package takes."""
+    """The layout of a tensor that a package accepts."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -107,18 +107,18 @@ class _Layout(NamedTuple):
 
 
 class Package:
-    """Runs a package for arguments of its signature, and for all others what compiles.
+    """Runs a package for calls of its signature, and `torch.compile` for all others.
 
-    What compiles takes over, too, once a call has failed.
+    After a failed call, `torch.compile` serves every call.
 
     Args:
         path: the file.
-        taken: the signature that it was made for.
-        device: where the model is.
-        compiled: makes the callable for everything else.
+        taken: the signature that the package was made for.
+        device: the model's device.
+        compiled: makes the fallback callable.
 
     Raises:
-        Exception: it is no package, or its code cannot be loaded here.
+        Exception: the file is not a package, or its code cannot be loaded here.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Package:
         self._run: Callable[[list[Tensor]], list[Tensor]] | None = run
         given, returned = map(pytree.treespec_loads, run.call_spec)
         if str(given) != taken.structure:
-            raise UnsupportedError(f"it takes arguments nested as {given}")
+            raise UnsupportedError(f"the package expects arguments nested as {given}")
         self._nesting, self._returned = given, returned
         self._leaves = [_expected(leaf, device) for leaf in taken.leaves]
         self._takes_one = given == pytree.tree_structure(((0,), {}))
@@ -140,10 +140,10 @@ class Package:
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the package, or what compiles.
+        """Call the package or the fallback.
 
         Raises:
-            Exception: of what compiles.
+            Exception: any exception of the fallback.
         """
         run, tensors = self._run, self._fitting(args, kwargs)
         if run is None or tensors is None:
@@ -152,12 +152,12 @@ class Package:
             found = run(tensors)
         except Exception as error:
             self._run = None
-            _log.warning("a package failed, its model is compiled anew: %s", one_line(error))
+            _log.warning("a compiled package failed, recompiling: %s", one_line(error))
             return self._otherwise()(*args, **kwargs)
         return pytree.tree_unflatten(found, self._returned)
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The tensors of a call in the package's order; None where it was made for others."""
+        """Return the tensors of a call in the package's order; None for another signature."""
         if self._takes_one and len(args) == 1 and not kwargs:
             found = [args[0]]
         else:
@@ -195,13 +195,13 @@ def _fits(value: Any, expected: _Layout) -> bool:
         type(value) in _PLAIN
         and value.layout == torch.strided
         and (value.shape, value.stride(), value.dtype, value.device) == expected
-        # Compiled code reads memory as it lies.
+        # Compiled code reads raw memory.
         and not (value.is_conj() or value.is_neg())
     )
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy at an address that compiled code may rely on."""
+    """Return the tensor, or a copy if its address is not aligned to `ALIGNED_BYTES`."""
     if tensor.data_ptr() % ALIGNED_BYTES == 0:
         return tensor
     spans = [(size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -210,15 +210,15 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 class _Loader:
-    """PyTorch's own way to run a package; it can call operators that are registered in Python."""
+    """PyTorch's own package loader; it also supports operators registered in Python."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         self._device, self._lock = device, Lock()
         if device.type == "cuda":
-            torch.cuda.init()  # which the loader takes for done
+            torch.cuda.init()  # the loader assumes this was done
         index = -1 if device.index is None else device.index
         with self._there():
-            # Its order of calls beside each other records events, which a CUDA graph cannot hold.
+            # Single-threaded: ordering concurrent calls records events, which breaks CUDA graphs.
             self._loader = _aoti.AOTIModelPackageLoader(path, "model", True, 1, index)
         self.call_spec: list[str] = self._loader.get_call_spec()
 
@@ -235,14 +235,14 @@ def _loaded(path: str, device: torch.device) -> Library | _Loader:
 
 
 def _brings_its_library(path: Path) -> bool:
-    """Whether a package's code would run with a C++ library of its own, not with the process's."""
+    """Whether a package's code is linked statically with a C++ standard library."""
     with zipfile.ZipFile(path) as archive:
         codes = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
     return any(code.startswith(_ELF) and not _CPP_LIBRARY.search(code) for code in codes)
 
 
 def _calls_out(path: str) -> bool:
-    """Whether a package calls operators that are not in the C interface of PyTorch."""
+    """Whether a package calls operators outside PyTorch's C interface."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     return any(f"{name.removesuffix('.so')}.json" in names for name in names if ".so" in name)

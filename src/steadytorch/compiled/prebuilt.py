@@ -1,4 +1,4 @@
-"""Compiled code that was made before: how it reaches `compile`, which knows of no files."""
+"""Passes previously compiled code to the `compile` transform, which never reads files itself."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Call = Callable[..., Any]
 
 
 class Task(NamedTuple):
-    """What `compile` is about to compile.
+    """A compilation that `compile` is about to start.
 
     Attributes:
-        workload: as the transforms before left it.
-        options: Inductor's, freezing among them; asking for them imports the compiler.
+        workload: the workload after the preceding transforms.
+        options: returns Inductor's options, freezing included; imports the compiler.
         compiled: makes the callable that compiles at its first call.
     """
 
@@ -27,14 +27,14 @@ class Task(NamedTuple):
 
 
 Source = Callable[[Task], Call | None]
-"""Gives what is to run in place of compiling, None where there is nothing."""
+"""Returns a callable to use instead of compiling, or None."""
 
 _SOURCE: ContextVar[Source | None] = ContextVar("steadytorch_prebuilt", default=None)
 
 
 @contextmanager
 def supplied(source: Source | None) -> Iterator[None]:
-    """While this is open, transforms applied on this thread ask `source` before they compile."""
+    """Make transforms applied on this thread query `source` before they compile."""
     before = _SOURCE.set(source)
     try:
         yield
@@ -43,6 +43,6 @@ def supplied(source: Source | None) -> Iterator[None]:
 
 
 def find(task: Task) -> Call | None:
-    """What the source in force has for a task; None where there is none, or it has nothing."""
+    """Query the current source for a task; None without a source or a match."""
     source = _SOURCE.get()
     return None if source is None else source(task)

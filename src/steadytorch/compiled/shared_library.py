@@ -1,8 +1,7 @@
-"""The shared library in an AOTInductor package, run on the CPU by its C interface.
+"""Runs the shared library of an AOTInductor package on the CPU, through its C interface.
 
-PyTorch's own loader keeps Python's lock while a package runs. On a GPU that is the time of its
-launches. On the CPU it is the whole call, in which no other thread of the process would run, and no
-two calls beside each other. Calls through `ctypes` give the lock up.
+PyTorch's own loader holds the GIL while a package runs. On a GPU that only covers the launches; on
+the CPU it covers the whole call and blocks all other threads. Calls through `ctypes` release it.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ _RUN = "Run", (_Handle, _Handles, _Size, _Handles, _Size, _Handle, _Handle)
 _DELETE = "Delete", (_Handle,)
 _Entry = tuple[str, tuple[Any, ...]]
 _MOST_RUNNERS = 8
-"""Calls beside each other; more wait. Runners share the weights."""
+"""Maximum concurrent calls; further calls wait. Runners share the weights."""
 
-# A library of C++ is never let go, whoever closes it: another load of the same takes it again.
+# C++ libraries are never really unloaded, so reuse the loaded one.
 _OPEN: dict[tuple[int, ...], ctypes.CDLL] = {}
 _OPENING = threading.Lock()
 
 
 class Library:
-    """A package without operators from outside of PyTorch, ready to run.
+    """A loaded package that uses PyTorch operators only.
 
     Args:
-        package: its file, read once.
+        package: path of the file, read once.
 
     Attributes:
-        call_spec: how arguments and results are nested, as `torch.export` writes it.
+        call_spec: the nesting of arguments and results, in the format of `torch.export`.
 
     Raises:
-        Exception: it is none, or its code cannot be loaded here.
+        Exception: the file is not a package, or its code cannot be loaded here.
     """
 
     def __init__(self, package: str) -> None:
@@ -65,24 +64,24 @@ class Library:
         self.call_spec = [(text.value or b"").decode() for text in (given, returned)]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Runs it on the tensors of a call, in order.
+        """Run the package on the tensors of a call, in order.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the package reported an error.
         """
-        # The library takes over the handles of the inputs, and we those of the outputs.
+        # The library takes ownership of the input handles; we take ownership of the outputs.
         handles = _aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
         given = (_Handle * len(handles))(*[_address(handle, None) for handle in handles])
         returned = (_Handle * self._outputs)()
         counts = len(given), len(returned)
         if self._run(self._container, given, counts[0], returned, counts[1], None, None) != 0:
-            raise RuntimeError("a package failed to run")
+            raise RuntimeError("the compiled package failed to run")
         found = [_capsule(address, None, None) for address in returned]
         return _aoti.alloc_tensors_by_stealing_from_void_ptrs(found)
 
     def _ask(self, entry: _Entry, *arguments: object) -> None:
         if _function(self._library, entry)(*arguments) != 0:
-            raise RuntimeError(f"a package could not be loaded: it failed in {entry[0]}")
+            raise RuntimeError(f"cannot load the compiled package: {entry[0]} failed")
 
 
 def _function(library: ctypes.CDLL, entry: _Entry) -> Callable[..., int]:
@@ -97,7 +96,7 @@ def _opened(package: str) -> ctypes.CDLL:
         seen = os.fstat(file.fileno())
         mark = (seen.st_dev, seen.st_ino, seen.st_mtime_ns, seen.st_size)
         if mark not in _OPEN:
-            # The linker knows libraries by their paths: each needs one of its own.
+            # The dynamic linker identifies libraries by path, so each needs its own.
             with tempfile.TemporaryDirectory(prefix="steadytorch-") as folder:
                 path = os.path.join(folder, "package.so")
                 _unpack(file, path)
@@ -116,7 +115,7 @@ def _free(library: ctypes.CDLL, container: _Handle) -> None:
     _function(library, _DELETE)(container)
 
 
-# Own objects: what is set on attributes of `pythonapi` is set for every user of it.
+# Item access returns private objects; types set on attributes of `pythonapi` affect every user.
 _address = ctypes.pythonapi["PyCapsule_GetPointer"]
 _address.restype, _address.argtypes = _Handle, [ctypes.py_object, _Text]
 _capsule = ctypes.pythonapi["PyCapsule_New"]

@@ -1,11 +1,14 @@
-"""Copies at the start of a recorded graph, pointed at each call to where the caller's tensors lie.
+"""Copy nodes at the start of a CUDA graph that read the caller's tensors.
 
-A copy launched before the replay is the dearest part of a call that replays: the device waits while
-the host launches it. As a node of the graph it costs the device its own time alone, and the host a
-change of its source where that differs from the call before. Seen on an H200, before a replay of
-0.9 ms: 8 us for a launched copy, 1 us for a node, 4 us for one whose source changes.
+A copy launched before the replay is the most expensive part of a replayed call: the device idles
+while the host launches it. As a graph node, the copy only adds its own device time, and the host
+updates its source address when that changes. Measured on an H200 with a replay of 0.9 ms:
 
-The nodes are made and changed through the CUDA driver's own interface, for PyTorch has none.
+- launched copy: 8 us
+- copy node, same source: 1 us
+- copy node, new source: 4 us
+
+PyTorch has no interface for this, so the nodes are created and updated through the CUDA driver.
 """
 
 from __future__ import annotations
@@ -22,15 +25,15 @@ from steadytorch.device.driver import cuda_driver
 from steadytorch.graphs.input_nodes import InputNode
 
 MOST = 3
-"""Tensors that get nodes: for more, one launch that copies them all is cheaper than changing the
-source of each."""
+"""Maximum number of copy nodes. Above it, one launch that copies all inputs is cheaper than setting
+each source."""
 
 _DEVICE_MEMORY = 2
 """`CU_MEMORYTYPE_DEVICE`."""
 
 
 class DescribedCopy(ctypes.Structure):
-    """The driver's description of a copy, `CUDA_MEMCPY3D`."""
+    """The driver's `CUDA_MEMCPY3D`."""
 
     _fields_ = (
         *[(f"source_{name}", ctypes.c_size_t) for name in ("x", "y", "z", "level")],
@@ -50,15 +53,15 @@ class DescribedCopy(ctypes.Structure):
 
 
 class CopyNode(InputNode):
-    """Copies into one static tensor whenever the graph is replayed.
+    """Copies the caller's tensor into one static tensor at each replay.
 
-    What the device cannot copy byte for byte, between types or layouts say, is copied by PyTorch
-    before the replay, and the node is turned off.
+    A source that cannot be copied byte for byte (other dtype or layout) is copied by PyTorch before
+    the replay, with the node turned off.
 
     Args:
-        driver: of CUDA.
+        driver: the CUDA driver library.
         target: the static tensor: dense, and not complex.
-        context: of the driver's, in which it was made.
+        context: the driver context that the tensor belongs to.
     """
 
     __slots__ = ("_args", "_cell", "_copy", "_driver", "_set_source", "handle")
@@ -75,12 +78,12 @@ class CopyNode(InputNode):
         self._is_on = True
 
     def add_to(self, graph: ctypes.c_void_p) -> bool:
-        """Adds the node to a graph of the driver's; False where the driver refuses."""
+        """Add the node to a driver graph; return False if the driver refuses."""
         new, add = ctypes.byref(self.handle), self._driver.cuGraphAddMemcpyNode
         return not add(new, graph, None, ctypes.c_size_t(0), *self._args)
 
     def open(self, executable: int) -> bool:
-        """Takes the instantiated graph, and does nothing in it until fed; False where refused."""
+        """Attach to the instantiated graph, turned off until fed; return False if refused."""
         self._args = (ctypes.c_void_p(executable), self.handle, *self._args)
         self._set_source: Callable[[], int] = partial(
             self._driver.cuGraphExecMemcpyNodeSetParams, *self._args
@@ -104,28 +107,28 @@ class CopyNode(InputNode):
 
 
 def add_copy_nodes(graph: torch.cuda.CUDAGraph, targets: list[Tensor]) -> list[CopyNode]:
-    """Has a recorded graph begin with copies into its static inputs, and instantiates it.
+    """Prepend copies into the static inputs to a recorded graph, and instantiate it.
 
     Args:
         graph: recorded with `keep_graph`, not instantiated yet.
-        targets: the tensors that are its inputs.
+        targets: the static inputs.
 
     Returns:
-        A node for each of them, in order; empty where copies have to be launched: without the
-        driver's library (AMD), for many tensors, and for those that are not plain memory.
+        One node per target, in order. Empty if copies must be launched: without the CUDA driver
+        (AMD), for more than `MOST` tensors, or for tensors that are not plain memory.
     """
     driver = cuda_driver()
     nodes: list[CopyNode] = []
     if driver is not None and len(targets) <= MOST and all(map(_fits, targets)):
         nodes = _added(driver, ctypes.c_void_p(graph.raw_cuda_graph()), targets)
     graph.instantiate()
-    # One that cannot be turned off copies its target onto itself, which does no harm.
+    # A node that cannot be turned off copies its target onto itself, which is harmless.
     opened = [node.open(graph.raw_cuda_graph_exec()) for node in nodes]
     return nodes if all(opened) else []
 
 
 def _added(driver: Any, graph: ctypes.c_void_p, targets: list[Tensor]) -> list[CopyNode]:
-    """A node for each target, before all that the graph begins with; empty where refused."""
+    """Add a node for each target, ahead of the graph's root nodes; return [] if refused."""
     context, count = ctypes.c_void_p(), ctypes.c_size_t()
     if driver.cuCtxGetCurrent(ctypes.byref(context)):
         return []
@@ -146,5 +149,5 @@ def _added(driver: Any, graph: ctypes.c_void_p, targets: list[Tensor]) -> list[C
 
 
 def _fits(target: Tensor) -> bool:
-    """Whether it is plain memory of a GPU; complex tensors may be conjugated when they are read."""
+    """Whether it is plain GPU memory; complex tensors may carry a pending conjugation."""
     return target.is_cuda and target.numel() > 0 and not target.is_complex()

@@ -1,14 +1,15 @@
-"""Recorded graphs that read and write where the caller's tensors lie, without a copy.
+"""Patches recorded graphs to read and write the caller's tensors without a copy.
 
-A static input need not be copied to, nor an output copied out, if every kernel that uses it is
-given another address (`pointers`). Which these are is found by looking for addresses within the
-tensor among all parameters, and is believed only after replays have shown it: with the tensor
-elsewhere results are the same bits. An input's own place is neither read nor written then. An
-output's may be: before the output was made other tensors lay there, larger ones too, and the
-kernels that use those keep it.
+The copies to a static input and from an output are unnecessary if every kernel that uses the tensor
+gets the caller's address instead (`pointers`). These kernels are found by searching all kernel
+parameters for addresses within the tensor. The result is trusted only after validation by replay:
+with the tensor elsewhere, the results must be bit-identical (`proofs`).
 
-What a node that is no kernel uses, or a descriptor hides from that proof, is copied: inputs by
-nodes of the graph (`copy_nodes`), outputs by a launch after the replay.
+A relocated input's old memory is neither read nor written. An output's old memory may be: other
+tensors, even larger ones, used it before the output was created, and their kernels keep it.
+
+A tensor used by a node other than a kernel, or through a descriptor, fails validation and is
+copied: inputs by graph nodes (`copy_nodes`), outputs by a launch after the replay.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from steadytorch.graphs.pointers import Fixed, Kernel, Pointer, nodes_of, rest
 from steadytorch.graphs.static_buffers import Placer
 
 LEAST_BYTES = (1 << 20) + 1
-"""Outputs below this are copied out: the host would be busy with their place before the replay, and
-is not with a copy after it. PyTorch keeps what is larger apart from small tensors, so that there
-were no semaphores and tables of addresses in such memory before."""
+"""Smaller outputs are copied out: relocating them delays the replay, while a copy runs after it.
+PyTorch allocates larger tensors apart from small ones, so their memory never held semaphores or
+address tables."""
 _T = TypeVar("_T")
 
 
 class PointerNode(InputNode):
-    """Has the kernels of a graph read the caller's tensor where it lies.
+    """Makes the kernels of a graph read the caller's tensor directly.
 
     Args:
-        pointer: of the target, shown to be sound by `is_read_through`.
+        pointer: the pointer of the target, validated by `is_read_through`.
         target: the static input.
-        around: see `link`. What lies in the graph's own memory, an aliased output say, is copied:
-            a replay may write over it before all of it is read.
+        around: see `link`. A tensor in the graph's own memory, such as an aliased output, is
+            copied: a replay may overwrite it before reading all of it.
     """
 
     __slots__ = ("_around", "_pointer")
@@ -62,14 +63,14 @@ class PointerNode(InputNode):
 
 
 def placer(pointer: Pointer, static: Tensor) -> Placer:
-    """Has the next replay write an output to new memory.
+    """Make the function that redirects an output to new memory for the next replay.
 
     Args:
-        pointer: of the output, of its `writers_of`.
+        pointer: the pointer over the output's `writers_of`.
         static: the output as recorded.
 
     Returns:
-        See `Placer`; it raises RuntimeError where the graph must not be replayed.
+        See `Placer`. It raises RuntimeError if the graph must not be replayed.
     """
     shape, strides, dtype = static.shape, static.stride(), static.dtype
     device, point = static.device, pointer.point
@@ -85,11 +86,11 @@ def placer(pointer: Pointer, static: Tensor) -> Placer:
 
 
 class Linked(NamedTuple):
-    """How callers' tensors reach an instantiated graph, and its results them.
+    """How an instantiated graph gets its inputs and returns its outputs.
 
     Attributes:
-        inputs: a node for each static input, in order; empty where copies have to be launched.
-        outputs: a pointer for each output, in order; None where results have to be copied out.
+        inputs: one node per static input, in order; empty if copies must be launched.
+        outputs: one pointer per output, in order; None for outputs that must be copied out.
     """
 
     inputs: list[InputNode]
@@ -103,17 +104,17 @@ def link(
     outputs: list[Tensor],
     around: Around,
 ) -> Linked:
-    """Instantiates a recorded graph, and finds out what need not be copied.
+    """Instantiate a recorded graph and find the tensors that need no copy.
 
     Args:
         graph: a `torch.cuda.CUDAGraph` recorded with `keep_graph`.
-        replay: runs it once; done a few times.
+        replay: replays the graph; called several times.
         inputs: the static inputs.
-        outputs: what the recording returned.
-        around: of memory that is the graph's own, or another's of its pool.
+        outputs: the tensors that the recording returned.
+        around: finds memory of the graph's pool.
     """
     driver = cuda_driver()
-    # Read first, since what is replaced loses its place in the order of nodes.
+    # Read before `replace_memsets`, which changes the order of nodes.
     nodes = [] if driver is None else nodes_of(driver, graph.raw_cuda_graph())
     if driver is not None:
         replace_memsets(driver, graph)
@@ -125,7 +126,7 @@ def link(
     def shown(proof: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return proof()
-        except RuntimeError:  # no memory for it, or the driver does not take an address back
+        except RuntimeError:  # out of memory, or the driver refused to restore an address
             graph.instantiate()
             return otherwise
 
@@ -149,7 +150,7 @@ def link(
         for each, through in zip(inputs, read, strict=True)
     ]
     linked = [node for node in found if node is not None]
-    # Made now, because the graph was instantiated anew where nodes were added.
+    # Created last, because adding nodes instantiates the graph again.
     return Linked(
         linked if len(linked) == len(inputs) else [],
         [pointer(each, of) if of else None for each, of in zip(outputs, writers, strict=True)],
@@ -157,7 +158,7 @@ def link(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it is plain memory of a GPU without holes, whose elements can be read as bytes."""
+    """Whether it is plain GPU memory without gaps, readable as bytes."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ways = (torch.contiguous_format, formats.get(tensor.dim(), torch.contiguous_format))
     whole = any(tensor.is_contiguous(memory_format=way) for way in ways)
@@ -165,17 +166,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether a copy costs more than to change where it is written.
+    """Whether copying it costs more than redirecting it.
 
-    Integers are left out: kernels that take them for indices must not meet those of a proof.
+    Integers are excluded: kernels might use a validation's sentinel values as indices.
     """
     return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES
 
 
 def _is_alone(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether it is all of its memory, and no other output shares that.
+    """Whether it fills its storage and no other output shares that storage.
 
-    Kernels may write to what is around a part in some calls, to what is around new memory in none.
+    Around a part of a storage, kernels may legitimately write in some calls.
     """
     storage = tensor.untyped_storage()
     shared = sum(other.untyped_storage().data_ptr() == storage.data_ptr() for other in outputs)

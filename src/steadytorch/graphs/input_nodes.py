@@ -1,4 +1,4 @@
-"""What a recorded graph computes with, changed from call to call."""
+"""Redirects a recorded graph's inputs to the caller's tensors, call by call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 
 class InputNode(ABC):
-    """Has replays of a graph compute with the caller's tensor instead of one static input.
+    """Makes replays read the caller's tensor instead of one static input.
 
-    Where the graph cannot take the tensor as it lies, because of its type or layout say, PyTorch
-    copies it to the static input before the replay.
+    If the graph cannot read the tensor directly, because of its dtype or layout for example,
+    PyTorch copies it to the static input before the replay.
 
     Args:
         target: the static input.
 
     Attributes:
-        source: address of what the next replay computes with as it is, or None.
+        source: the address that the next replay reads without a prior copy, or None.
         target: the static input.
     """
 
@@ -28,23 +28,23 @@ class InputNode(ABC):
         self.target, self._own = target, target.data_ptr()
         self._strides, self._dtype, self._device = target.stride(), target.dtype, target.device
         self.source: int | None = None
-        # Whether replays compute with what is not the target: of its type and layout, that is.
+        # `_is_on`: replays read another tensor of the target's dtype and layout.
         self._is_open, self._is_on = False, False
 
     @abstractmethod
     def _point(self, address: int) -> bool:
-        """Has the next replay compute with what lies there; False where it cannot."""
+        """Make the next replay read from this address; return False on failure."""
 
     @abstractmethod
     def _rest(self) -> bool:
-        """Has the next replay compute with the target as it is; False where it cannot."""
+        """Make the next replay read the target itself; return False on failure."""
 
     def close(self) -> None:
-        """Leaves the graph alone from now on; to be called before it is destroyed."""
+        """Detach from the graph; call this before the graph is destroyed."""
         self.source, self._is_open, self._is_on = None, False, False
 
     def feed(self, x: Tensor) -> None:
-        """Has the next replay compute with a tensor, which is of the target's shape.
+        """Make the next replay read a tensor of the target's shape.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
@@ -59,12 +59,12 @@ class InputNode(ABC):
             self.change(x)
 
     def mover(self) -> Callable[[Tensor, int], None]:
-        """The same for tensors that are known to agree with the target in strides, type and device.
+        """Return a faster `feed` for tensors with the target's strides, dtype and device.
 
         Returns:
-            A function of a tensor and where it lies. It need not be called for one that lies at
-            `source`, unless that is a negative view. It raises what `feed` raises. The device idles
-            while it runs, so it looks nothing up that stays.
+            A function of a tensor and its address; it raises the same errors as `feed`. Skip it for
+            a tensor at `source`, unless that is a negated view. It caches all look-ups, because the
+            device idles while it runs.
         """
         own, point, change = self._own, self._point, self.change
 
@@ -79,26 +79,26 @@ class InputNode(ABC):
         return move
 
     def change(self, x: Tensor) -> None:
-        """The same for a tensor that is not the one that replays compute with as it is.
+        """Make the next replay read a tensor other than the current source.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
         """
-        # What fails half-way must not pass for done at the next call.
+        # Cleared first, so that the next call cannot mistake a partial failure for success.
         self.source = None
         address = x.data_ptr() if self._is_plain(x) else 0
         if address not in (0, self._own) and self._is_open and self._point(address):
             self.source = address
             return
         if not self._rest():
-            raise RuntimeError("the CUDA driver refuses to give a graph its own input back")
+            raise RuntimeError("the CUDA driver refused to restore the input of a recorded graph")
         if address == self._own:
             self.source = address
         else:
             self.target.copy_(x.detach() if x.requires_grad else x)
 
     def _is_plain(self, x: Tensor) -> bool:
-        """Whether its bytes, in the order of memory, are those that the target is to have."""
+        """Whether its memory can stand in for the target byte for byte."""
         return (
             type(x) in (Tensor, nn.Parameter)
             and x.dtype is self._dtype

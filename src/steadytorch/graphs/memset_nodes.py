@@ -1,9 +1,8 @@
-"""Kernels in the place of a recorded graph's nodes that set memory.
+"""Replaces memset nodes of a recorded graph by kernels.
 
-Libraries set workspace to zero before a kernel that sums into it: cuDNN before attention, cuBLAS
-before products that are cut along their inner axis. As a node of a graph that costs far more than
-the setting: 5 us from kernel to kernel on an H200, where the memory itself is set in 1 us. A kernel
-that writes the same takes its place; it is PyTorch's own `fill_`, recorded for that memory.
+Libraries zero a workspace before a kernel that accumulates into it: cuDNN for attention, cuBLAS for
+split-k products. As a graph node, a memset adds 5 us between two kernels on an H200, although
+setting the memory takes 1 us. PyTorch's `fill_` kernel, recorded for the same memory, replaces it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from steadytorch.graphs.pointers import (
 )
 
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""What is set, by bytes of an element."""
+"""The dtype to fill with, by element size in bytes."""
 _DEVICE_OF_MEMORY = 9
 """`CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`."""
 
@@ -37,15 +36,15 @@ class _Memset(NamedTuple):
 
 
 def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
-    """Puts kernels in the place of nodes that set plain memory of the current device.
+    """Replace memset nodes on plain memory of the current device by kernels.
 
     Args:
-        driver: of CUDA.
-        graph: recorded with `keep_graph`, not instantiated yet. Nothing else is being recorded on
-            this thread, nor on the current stream, which is not the default one.
+        driver: the CUDA driver library.
+        graph: recorded with `keep_graph`, not instantiated yet. The current stream must not be the
+            default one, and neither it nor this thread may be capturing.
 
     Returns:
-        How many were replaced. A node stays where the driver refuses, and where its neighbours do
+        The number of replaced nodes. A node stays if the driver refuses, or if its neighbours do
         not wait for all of it.
     """
     found = _memsets(driver, graph.raw_cuda_graph())
@@ -53,7 +52,7 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
         return 0
     try:
         fills = _recorded_fills(found)
-    except RuntimeError:  # CUDA refuses, or there is no memory for it
+    except RuntimeError:  # CUDA refuses, or out of memory
         return 0
     try:
         kernels = node_handles(driver, fills.raw_cuda_graph())
@@ -67,10 +66,10 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
 
 
 def _recorded_fills(memsets: Sequence[_Memset]) -> torch.cuda.CUDAGraph:
-    """A graph of one kernel for each, in order."""
+    """Record a graph with one fill kernel per memset, in order."""
     fills = torch.cuda.CUDAGraph(keep_graph=True)
-    # Without a stream it would be one for the whole process, on which others may be recording, and
-    # of whichever device was the first.
+    # The default is one stream for the whole process, on the first device used, and others may be
+    # capturing on it.
     stream = torch.cuda.current_stream()
     with torch.cuda.graph(fills, stream=stream, capture_error_mode="thread_local"):
         for memset in memsets:
@@ -94,14 +93,14 @@ def _memsets(driver: Any, graph: int) -> list[_Memset]:
 
 
 def _is_here(driver: Any, address: int) -> bool:
-    """Whether it is memory of the current device: kernels fail on that of others."""
+    """Whether it is memory of the current device; kernels fail on other devices' memory."""
     device, which = ctypes.c_int(), ctypes.c_int(_DEVICE_OF_MEMORY)
     refused = driver.cuPointerGetAttribute(ctypes.byref(device), which, ctypes.c_uint64(address))
     return not refused and device.value == torch.cuda.current_device()
 
 
 def _is_chain(driver: Any, nodes: Sequence[int]) -> bool:
-    """Whether each node waits for the one before it alone, as in the order of recording."""
+    """Whether each node depends on exactly the one before it, as in recording order."""
     for waited, node in zip([[], *([node] for node in nodes)], nodes, strict=False):
         before = _neighbours(driver.cuGraphNodeGetDependencies, ctypes.c_void_p(node))
         if before is None or list(before) != waited:
@@ -110,13 +109,13 @@ def _is_chain(driver: Any, nodes: Sequence[int]) -> bool:
 
 
 def _signed(value: int, dtype: torch.dtype) -> int:
-    """The bits of a value as an element of this type has them."""
+    """Return a memset value as the integer with the same bits in this dtype."""
     raw = (value & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little")
     return int.from_bytes(raw, "little", signed=dtype.is_signed)
 
 
 def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor at an address, which it does not own."""
+    """Return a tensor over memory that it does not own."""
     device = torch.device("cuda", torch.cuda.current_device())
     lent: Any = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         address, device, count * dtype.itemsize
@@ -125,7 +124,7 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _replaced(driver: Any, graph: ctypes.c_void_p, memset: int, kernel: int) -> bool:
-    """Adds the kernel between what the memset stands between, and takes that out."""
+    """Put the kernel between the memset's neighbours and remove the memset."""
     described, old, new = DescribedKernel(), ctypes.c_void_p(memset), ctypes.c_void_p()
     if node_kind(driver, kernel) != KERNEL:
         return False
@@ -148,7 +147,7 @@ def _replaced(driver: Any, graph: ctypes.c_void_p, memset: int, kernel: int) -> 
 
 
 def _neighbours(ask: Any, node: ctypes.c_void_p) -> Any:
-    """Nodes before or after one; None where the driver would leave out how they depend on it."""
+    """Return a node's predecessors or successors; None if they have dependency types to keep."""
     count = ctypes.c_size_t()
     if ask(node, None, ctypes.byref(count)):
         return None

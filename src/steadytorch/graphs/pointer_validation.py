@@ -1,7 +1,7 @@
-"""What shows that kernels of a recorded graph can be pointed at other memory: replays.
+"""Validates, by replay, that kernels of a recorded graph can use other memory.
 
-Nothing that a replay meets on the way may do harm. Integers, which may be indices, are the same
-ones in other places, and what is written where it should not be lies in memory taken for that.
+Replays must be harmless even if validation fails. Integers may be indices, so inputs are permuted
+instead of replaced by new values. Stray writes land in memory allocated for the test.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from torch import Tensor
 from steadytorch.graphs.pointers import Fixed, Kernel, Pointer, rest
 
 Around = Callable[[int], range | None]
-"""The addresses around one in memory where nobody but graphs looks; None for one elsewhere."""
+"""Returns the segment of the graph pool's memory that contains an address; None if outside."""
 
 _SENTINELS = (0, 0xFF, 0x7B)
-"""Bytes of zero, of NaN, and of a large number in each floating-point type: what is added to shows.
-Zero comes first: it does no harm where it is taken for an index, and what reads it in the place of
-something else is not given the others."""
+"""Fill bytes that read as zero, NaN and a large number in each floating-point dtype, so that
+accumulation into them shows. Zero comes first: it is harmless as an index, and a kernel that
+misreads it fails before the other values are tried."""
 _GUARD_BYTES = 1 << 16
-"""Around memory in which outputs are tried; a multiple of how addresses are aligned."""
+"""Guard zone around test memory; a multiple of `pointers.ALIGNMENT`."""
 _MOST_WRITERS = 16
-"""Kernels that are tried as those that use an output: each more costs a few replays."""
+"""Maximum number of kernels tested as users of an output; each costs a few replays."""
 
 
 def is_read_through(
     pointer: Pointer, static: Tensor, replay: Callable[[], None], outputs: Sequence[Tensor]
 ) -> bool:
-    """Whether replays take an input from where it points and leave that unchanged.
+    """Whether replays read an input from the pointer's address and leave it unchanged.
 
     Args:
-        pointer: of the input.
-        static: the input; it has its own values again when this returns.
-        replay: runs the graph once.
-        outputs: of the graph, dense.
+        pointer: the pointer of the input.
+        static: the input; its values are restored on return.
+        replay: replays the graph once.
+        outputs: the outputs of the graph, dense.
 
     Returns:
-        False also where nothing can be told: all values are alike, or two replays differ.
+        Also False if the test is inconclusive: all values are equal, or two replays differ.
 
     Raises:
-        RuntimeError: the driver refuses to take the address back, or there is no memory for this;
-            the graph has to be instantiated anew.
+        RuntimeError: out of memory, or the driver refused to restore the address. The graph must be
+            instantiated again.
     """
     given, elsewhere, moved = static.clone(), static.clone(), _others(static)
     if not pointer.is_used or same_bits(moved, given):
@@ -72,23 +72,24 @@ def writers_of(
     outputs: Sequence[Tensor],
     around: Around,
 ) -> Sequence[Kernel | Fixed]:
-    """The kernels that have to be pointed elsewhere for an output to be put there.
+    """Find the kernels to patch so that an output is written elsewhere.
 
-    Those that use the output come after all that use what lay in its memory before. So they are the
-    last few, with which replays give the same bits and touch nothing else there. Not the fewest:
-    one that fills the output may seem idle because these inputs have all of that written over. The
-    last of those before, most often, reads what is not there then, and the replay differs.
+    Earlier kernels may use the same memory for other tensors; the kernels that use the output come
+    last. The result is the longest run of last kernels for which replays are bit-identical and
+    touch no other memory. The shortest would be wrong: a kernel that initialises the output looks
+    redundant if these inputs overwrite all of it. One kernel too many usually reads data that was
+    not relocated, and the replay differs.
 
     Args:
-        static: the output, dense; it has the results of a replay when this returns.
-        nodes: of the graph, in the order in which they were recorded.
-        pointer: makes one of a tensor for some of them.
-        replay: runs the graph once.
-        outputs: all of the graph's, `static` among them.
-        around: of memory that is the graph's own.
+        static: the output, dense; on return it holds the results of a replay.
+        nodes: the nodes of the graph, in recording order.
+        pointer: makes a `Pointer` to a tensor over some nodes.
+        replay: replays the graph once.
+        outputs: all outputs of the graph, including `static`.
+        around: finds memory of the graph's pool.
 
     Returns:
-        None at all where the output has to be copied out.
+        The kernels; empty if the output must be copied out.
 
     Raises:
         RuntimeError: see `is_read_through`.
@@ -102,7 +103,7 @@ def writers_of(
     for count in range(1, len(users) + 1):
         tried = users[-count:]
         if count > _MOST_WRITERS or isinstance(tried[0], Fixed):
-            return ()  # where the output's begin cannot be told
+            return ()  # the first user of the output cannot be determined
         if not trial.is_whole(pointer(static, tried)):
             if found:
                 break
@@ -112,14 +113,14 @@ def writers_of(
 
 
 class _Trial:
-    """Replays with an output in other memory.
+    """Replays the graph with an output in test memory.
 
     Args:
         static: the output.
-        replay: runs the graph once.
-        outputs: all of the graph's.
-        segment: addresses around the output. Kernels that use what lay there before, and are tried
-            as well, write to no others, so the other memory is as large.
+        replay: replays the graph once.
+        outputs: all outputs of the graph.
+        segment: the pool segment that contains the output. Kernels that used it for other tensors
+            are tested too and stay within it, so the test memory is as large.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class _Trial:
         self._elsewhere = inner.as_strided(static.shape, static.stride())
 
     def is_whole(self, pointer: Pointer) -> bool:
-        """Whether results are the same bits with it elsewhere, and nothing else is touched."""
+        """Whether results are bit-identical with the output moved, and guard zones untouched."""
         if not pointer.is_used:
             return False
         expected = _after(self._replay, self._outputs)
@@ -154,7 +155,7 @@ class _Trial:
             )
 
     def is_written_by(self, alone: Pointer) -> bool:
-        """Whether a kernel, of those with which it is whole, writes there."""
+        """Whether this kernel alone writes to the test memory."""
         sentinel = _SENTINELS[-1]
         with self._pointed(alone, sentinel) as is_there:
             self._replay()
@@ -172,8 +173,8 @@ class _Trial:
 
 
 def _others(tensor: Tensor) -> Tensor:
-    """Other values: integers, which may be indices, are the same ones in other places."""
-    if tensor.is_floating_point() and tensor.element_size() > 1:  # one byte has no arithmetic
+    """Return other values for a tensor; integers, which may be indices, are only permuted."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:  # float8 has no arithmetic
         return 1 - tensor
     other = tensor.clone()
     as_bytes(other).copy_(as_bytes(tensor).roll(tensor.element_size()))
@@ -181,17 +182,17 @@ def _others(tensor: Tensor) -> Tensor:
 
 
 def _after(replay: Callable[[], None], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the outputs of a replay."""
+    """Replay once and return copies of the outputs."""
     replay()
     return [output.clone() for output in outputs]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order in which they lie, as a view."""
+    """Return a view of a dense tensor's bytes in memory order."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors of the same strides hold the same bits."""
+    """Whether two dense tensors of equal strides are bit-identical."""
     return torch.equal(as_bytes(one), as_bytes(other))

@@ -1,7 +1,8 @@
-"""Addresses among the parameters of recorded kernels, changed through the CUDA driver's interface.
+"""Finds and patches addresses in the parameters of recorded kernels.
 
-PyTorch has none for this. A recorded kernel keeps the addresses that it was recorded with, and the
-driver can give it others before a replay. Nodes that copy or set memory are known by where they do.
+A recorded kernel keeps the addresses that it was recorded with; the CUDA driver can replace them
+before a replay. PyTorch has no interface for this. Copy and memset nodes are not patched; only
+their address ranges are known.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 from steadytorch.graphs.copy_nodes import DescribedCopy
 
 ALIGNMENT = 256
-"""Bytes. Kernels are chosen and compiled for how their recorded addresses are aligned; none loads
-or stores more at once than a fraction of this."""
+"""Bytes. Kernels are specialised to the alignment of their recorded addresses; no load or store is
+wider than a fraction of this."""
 KERNEL, COPY, MEMSET = 0, 1, 2
 """Values of `CUgraphNodeType`."""
 _TOUCH_NOTHING = (3, 5, 6, 7, 10, 11)
-"""The same for functions of the host, empty nodes, events, and memory that is taken and given."""
+"""`CUgraphNodeType` of nodes to skip: host functions, empty, event, and allocation nodes."""
 _WORD = 8
-"""Bytes of an address."""
+"""Size of an address in bytes."""
 
 
 class DescribedKernel(ctypes.Structure):
-    """The driver's description of a kernel node, `CUDA_KERNEL_NODE_PARAMS_v2`."""
+    """The driver's `CUDA_KERNEL_NODE_PARAMS_v2`."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -41,7 +42,7 @@ class DescribedKernel(ctypes.Structure):
 
 
 class DescribedMemset(ctypes.Structure):
-    """The driver's description of memory that is set, `CUDA_MEMSET_NODE_PARAMS`."""
+    """The driver's `CUDA_MEMSET_NODE_PARAMS`."""
 
     _fields_ = (
         ("target", ctypes.c_uint64),
@@ -54,27 +55,27 @@ class DescribedMemset(ctypes.Structure):
 
 
 class Fixed(NamedTuple):
-    """A node that copies or sets memory, always the same.
+    """A copy or memset node, whose addresses stay fixed.
 
     Attributes:
-        spans: start and end of all that it may read or write.
+        spans: start and end addresses of all memory that it may read or write.
     """
 
     spans: tuple[tuple[int, int], ...]
 
     def uses(self, start: int, size: int) -> bool:
-        """Whether it may read or write any of this memory."""
+        """Whether it may read or write within this range."""
         return any(first < start + size and start < end for first, end in self.spans)
 
 
 class Kernel:
-    """A kernel node and the values of its parameters, which the next `put` hands to the driver.
+    """A kernel node and its parameter values, which a `putter` passes to the driver.
 
     Args:
-        driver: of CUDA.
-        handle: of the node.
-        described: what the driver says of it.
-        values: bytes of each parameter.
+        driver: the CUDA driver library.
+        handle: the node's handle.
+        described: the driver's description of the node.
+        values: the bytes of each parameter.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Kernel:
         self._described.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
 
     def cells_within(self, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
-        """Where its parameters hold addresses of this memory, each with the offset into it."""
+        """Return the parameter cells that hold an address in this range, with its offset."""
         found = []
         for value in self._values:
             for at in range(0, len(value) - _WORD + 1, _WORD):
@@ -98,27 +99,28 @@ class Kernel:
         return found
 
     def uses(self, start: int, size: int) -> bool:
-        """Whether its parameters hold an address of this memory."""
+        """Whether its parameters hold an address in this range."""
         return bool(self.cells_within(start, size))
 
     def putter(self, executable: int) -> Callable[[], int]:
-        """The function that hands the values to an instantiated graph; it returns 0 for success."""
+        """Return the function that sets the values in an instantiated graph, 0 for success."""
         put = self._driver.cuGraphExecKernelNodeSetParams_v2
         given = (ctypes.c_void_p(executable), self._handle, ctypes.byref(self._described))
         return partial(put, *given)
 
 
 def nodes_of(driver: Any, graph: int) -> list[Kernel | Fixed]:
-    """What is known of a graph, in the order in which it was recorded.
+    """Read the nodes of a graph, in recording order.
 
-    Kernels whose parameters cannot be read are left out, as are nodes that touch no memory.
+    Kernels with unreadable parameters and nodes that touch no memory are left out.
 
     Args:
-        driver: of CUDA.
-        graph: the driver's, not instantiated.
+        driver: the CUDA driver library.
+        graph: handle of the graph, not instantiated.
 
     Returns:
-        Nothing for a graph with nodes of other kinds, graphs within it say, or before CUDA 12.4.
+        The nodes. Empty for a graph with other node types, such as child graphs, and before CUDA
+        12.4.
     """
     if not hasattr(driver, "cuFuncGetParamInfo"):
         return []
@@ -137,7 +139,7 @@ def nodes_of(driver: Any, graph: int) -> list[Kernel | Fixed]:
 
 
 def node_handles(driver: Any, graph: int) -> list[int]:
-    """The nodes of a graph, in the order in which they were recorded; empty where refused."""
+    """Return the node handles of a graph, in recording order; empty if the driver refuses."""
     handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
     if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
         return []
@@ -148,7 +150,7 @@ def node_handles(driver: Any, graph: int) -> list[int]:
 
 
 def node_kind(driver: Any, node: int) -> int | None:
-    """The driver's `CUgraphNodeType` of a node; None where refused."""
+    """Return the `CUgraphNodeType` of a node; None if the driver refuses."""
     kind = ctypes.c_int()
     refused = driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
     return None if refused else kind.value
@@ -164,7 +166,7 @@ def _copied(driver: Any, node: int) -> Fixed | None:
             getattr(of, f"{side}_{name}") for name in ("x", "y", "z", "pitch", "height")
         )
         rows = (z + max(of.depth, 1) - 1) * max(height, of.height) + y + max(of.height, 1) - 1
-        # Which of the two counts depends on the kind of memory.
+        # The memory type decides which of the two applies; take both.
         starts = (getattr(of, side), getattr(of, f"{side}_host") or 0)
         spans += [(start, start + rows * pitch + x + of.width_bytes) for start in starts if start]
     return Fixed(tuple(spans))
@@ -182,7 +184,7 @@ def _kernel(driver: Any, node: int) -> Kernel | None:
     handle, described = ctypes.c_void_p(node), DescribedKernel()
     if driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(described)):
         return None
-    if not described.values:  # none, or packed in a way of the program's own
+    if not described.values:  # no parameters, or packed into `extra`
         return None
     sizes = _sizes(driver, described)
     values = [ctypes.string_at(described.values[i], size) for i, size in enumerate(sizes)]
@@ -190,7 +192,7 @@ def _kernel(driver: Any, node: int) -> Kernel | None:
 
 
 def _sizes(driver: Any, described: DescribedKernel) -> list[int]:
-    """Bytes of each parameter."""
+    """Return the size of each parameter in bytes."""
     if described.function:
         ask, of = driver.cuFuncGetParamInfo, ctypes.c_void_p(described.function)
     else:
@@ -203,12 +205,12 @@ def _sizes(driver: Any, described: DescribedKernel) -> list[int]:
 
 
 class Pointer:
-    """Every parameter of an instantiated graph that holds an address of one static tensor.
+    """All kernel parameters of an instantiated graph that hold an address of one static tensor.
 
     Args:
-        nodes: of the graph; those that are no kernels keep the tensor from being used elsewhere.
-        executable: the instantiated graph.
-        static: the tensor: dense memory of its own.
+        nodes: the nodes to patch; a copy or memset node on the tensor rules out relocation.
+        executable: handle of the instantiated graph.
+        static: the tensor, dense and with its own memory.
 
     Attributes:
         address: where the next replay reads or writes; None after a failure.
@@ -220,7 +222,7 @@ class Pointer:
         kernels = [node for node in nodes if isinstance(node, Kernel)]
         within = [(kernel, kernel.cells_within(self.own, size)) for kernel in kernels]
         self._stays = any(isinstance(e, Fixed) and e.uses(self.own, size) for e in nodes)
-        # What is handed to the driver lies in memory that belongs to these.
+        # These own the memory that is passed to the driver: keep them alive.
         self._kernels = [kernel for kernel, cells in within if cells]
         self._cells = [cell for _, cells in within for cell in cells]
         self._puts = [kernel.putter(executable) for kernel in self._kernels]
@@ -228,17 +230,17 @@ class Pointer:
 
     @property
     def is_used(self) -> bool:
-        """Whether kernels hold such an address, and others may take its place wherever it is."""
+        """Whether kernels hold an address of the tensor and every such address can be patched."""
         return bool(self._cells) and not self._stays and not self.own % ALIGNMENT
 
     def point(self, address: int) -> bool:
-        """Has replays use this address; False where it is not aligned, or the driver refuses."""
+        """Make replays use this address; return False if unaligned or refused by the driver."""
         if address % ALIGNMENT and address != self.own:
             return False
         self.address = None
         for cell, offset in self._cells:
             cell.value = address + offset
-        for put in self._puts:  # the device idles meanwhile: `any` would make a generator
+        for put in self._puts:  # no `any`: the device idles here, and a generator costs time
             if put():
                 return False
         self.address = address
@@ -246,10 +248,10 @@ class Pointer:
 
 
 def rest(pointer: Pointer) -> None:
-    """Has the next replay use the memory that was recorded.
+    """Make the next replay use the recorded memory again.
 
     Raises:
         RuntimeError: the driver refuses; the graph must not be replayed.
     """
     if pointer.address != pointer.own and not pointer.point(pointer.own):
-        raise RuntimeError("the CUDA driver refuses to give a graph its own output back")
+        raise RuntimeError("the CUDA driver refused to restore an address of a recorded graph")

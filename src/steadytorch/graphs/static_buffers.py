@@ -1,4 +1,4 @@
-"""Inputs and outputs at fixed addresses: how calls reach a recorded computation and come back."""
+"""Moves a call's tensors into and out of the fixed buffers of a recorded computation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FeedOne = Callable[[torch.Tensor], None]
 """Copies one tensor into a static one of its shape."""
 
 Placer = Callable[[], torch.Tensor | None]
-"""Has one output written to new memory by the next replay, and returns that; None if it cannot."""
+"""Redirects one output of the next replay to new memory and returns it; None on failure."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -30,7 +30,7 @@ class StaticInputs(NamedTuple):
     """Arguments at fixed addresses.
 
     Attributes:
-        args: positional arguments; tensors are private copies with the strides of the originals.
+        args: positional arguments; tensors are private copies with the original strides.
         kwargs: keyword arguments, likewise.
     """
 
@@ -39,28 +39,26 @@ class StaticInputs(NamedTuple):
 
 
 def static_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StaticInputs:
-    """Copies every tensor of a call; strides are kept where a tensor has no holes or overlaps."""
-    # An inference tensor could not be written to outside of inference mode.
+    """Copy every tensor of a call; keep the strides of tensors without gaps or overlaps."""
+    # Inference tensors could not be written to outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         copies = map_tensors(lambda tensor: tensor.detach().clone(), (args, dict(kwargs)))
     return StaticInputs(*copies)
 
 
 def feeder(static: StaticInputs, feeds: Sequence[FeedOne] = ()) -> Feed:
-    """Makes the function that copies a call's tensors into the static ones.
+    """Make the function that copies a call's tensors into the static ones.
 
-    The copy converts element types, layouts and devices as needed; a call with all of the static
-    tensors themselves copies nothing. Values that are no tensors are
-    constants of the recorded computation.
+    The copy converts dtype, layout and device as needed. A call with the static tensors themselves
+    copies nothing. Other values are constants of the recorded computation.
 
     Args:
         static: the arguments to copy into.
-        feeds: copies into one static tensor each, in the order in which these stand; empty to copy
-            into all of them with one launch.
+        feeds: one copy function per static tensor, in order; empty copies all in one launch.
 
     Returns:
-        A function of `(args, kwargs)`; it raises UsageError where these differ from the static ones
-        in structure, in a shape or in a constant.
+        A function of `(args, kwargs)`. It raises UsageError if they differ from the static ones in
+        structure, a shape or a constant.
     """
     leaves = [*static.args, *static.kwargs.values()]
     if all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
@@ -108,7 +106,7 @@ def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]]
     def copy(found: list[Any]) -> None:
         for place, constant in constants:
             if found[place] is not constant and found[place] != constant:
-                raise _mismatch(f"{found[place]!r} in the place of {constant!r}")
+                raise _mismatch(f"{found[place]!r} instead of {constant!r}")
         sources = [found[place] for place in places]
         if [source.shape for source in sources] != shapes:
             raise _mismatch(f"shapes {[tuple(source.shape) for source in sources]}")
@@ -116,7 +114,7 @@ def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]]
             for feed, source in zip(feeds, sources, strict=True):
                 feed(source)
         elif targets and not all(map(is_, sources, targets)):
-            # Where gradients are on, a source that takes part in them would drag its target along.
+            # Otherwise a source that requires gradients would pull the target into autograd.
             sources = [s.detach() if s.requires_grad else s for s in sources]
             torch._foreach_copy_(targets, sources)
 
@@ -124,11 +122,11 @@ def _copier(leaves: list[Any], feeds: Sequence[FeedOne]) -> Callable[[list[Any]]
 
 
 class Results(NamedTuple):
-    """How results leave a recorded computation.
+    """Functions that take the results out of a recorded computation.
 
     Attributes:
-        place: to be called before the computation runs; what it returns is for `collect`.
-        collect: to be called after it; returns the results, which stay as they are.
+        place: call before the computation; pass its return value to `collect`.
+        collect: call after the computation; returns the results.
     """
 
     place: Callable[[], Any]
@@ -136,16 +134,14 @@ class Results(NamedTuple):
 
 
 def results(outputs: Any, placers: Sequence[Placer | None] = ()) -> Results:
-    """Makes the functions that return outputs which the next call will not overwrite.
+    """Make the functions that return outputs which the next call does not overwrite.
 
     Args:
-        outputs: what the recorded computation returned: tensors, nested at will.
-        placers: for each of its tensors what has the computation write that to new memory, and
-            returns it, or None if that failed; None in its place, or nothing at all, for those that
-            are copied afterwards.
+        outputs: the result of the recorded computation: tensors, nested arbitrarily.
+        placers: one per tensor; None, or a missing entry, copies that tensor afterwards.
 
     Raises:
-        UnsupportedError: `outputs` holds an object whose tensors, if any, cannot be found.
+        UnsupportedError: `outputs` contains an object in which tensors cannot be found.
     """
     leaves, structure = pytree.tree_flatten(outputs)
     for leaf in leaves:
@@ -186,6 +182,6 @@ def _copy(leaf: Any) -> Any:
 
 def _mismatch(found: str) -> UsageError:
     return UsageError(
-        f"this plan was recorded for other inputs, got {found}: call it with arguments of the "
-        "recorded signature, or use the untouched model"
+        f"the inputs differ from the recorded ones, got {found}: pass arguments of the recorded "
+        "signature, or call the untouched model"
     )

@@ -1,4 +1,4 @@
-"""Conversion of the tensors in arguments and outputs: cheap, and transparent to Dynamo."""
+"""Converts the tensors in arguments and outputs, in a way that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 
 
 class Converting(nn.Module):
-    """A model whose arguments are converted at every call: callers pass the original inputs.
+    """A model that converts its arguments at every call; callers pass the original inputs.
 
-    What the inner model writes to a container among its arguments is converted back and written to
-    the caller's.
+    If the inner model writes to a list or dict argument, the values are converted back and written
+    to the caller's object.
 
     Args:
         inner: the model.
-        convert: of the tensors among the arguments.
-        back: of the tensors that the model returns, or writes to the caller's containers.
+        convert: converts each tensor argument.
+        back: converts each tensor that the model returns or writes to a container.
     """
 
     def __init__(self, inner: nn.Module, convert: Convert, back: Convert | None = None) -> None:
@@ -37,15 +37,15 @@ class Converting(nn.Module):
         self._give_back: Callable[..., Any] = Lent.give_back
 
     def lend_uncompiled(self) -> None:
-        """Keeps containers out of what a compiler sees of this model.
+        """Hide containers from the compiler.
 
-        They are told apart by identity, and guards on that would have every call compiled anew.
+        They are tracked by identity, and guards on identity would recompile at every call.
         """
         self._lend = torch.compiler.disable(Lent)
         self._give_back = torch.compiler.disable(Lent.give_back)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the inner model on converted arguments."""
+        """Run the inner model on converted arguments."""
         if holds_containers((*args, *kwargs.values())):
             lent = self._lend((args, kwargs), self.convert)
             return self._give_back(lent, _called(self.inner, lent.arguments), self.back)
@@ -59,20 +59,20 @@ def _called(model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[st
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts the element type and keeps the strides, also of a tensor with holes or overlaps."""
+    """Convert the dtype and keep the strides, even with gaps or overlaps."""
     return _as_strided(tensor.to(dtype), tensor)
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor with its strides, also of one with holes or overlaps."""
+    """Copy a tensor and keep its strides, even with gaps or overlaps."""
     return _as_strided(tensor.clone(), tensor)
 
 
 def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values with the strides of another tensor of their shape; copied only to change them."""
+    """Return `values` with the strides of `like`, copied only if they differ."""
     if like.layout != torch.strided or values.stride() == like.stride():
         return values
-    # An expanded dimension is stored once.
+    # Store an expanded dimension once.
     narrow, base = values, like
     for dim, stride in enumerate(like.stride()):
         if stride == 0 and like.shape[dim] > 1:
@@ -82,10 +82,10 @@ def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def own_dtype(workload: Workload) -> torch.dtype:
-    """The element type of the untouched workload, whatever a transform has made of its model."""
+    """Return the dtype of the untouched workload, before any transform."""
     return replace(workload, model=workload.untouched).dtype
 
 
 def own_device(workload: Workload) -> torch.device:
-    """The device of the untouched workload, whatever a transform has made of its model."""
+    """Return the device of the untouched workload, before any transform."""
     return replace(workload, model=workload.untouched).device

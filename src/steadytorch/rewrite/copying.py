@@ -1,4 +1,4 @@
-"""Copies of a module tree that share every tensor except those that a transform changes."""
+"""Copies a module tree; the copy shares all tensors that the transform does not change."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 MOST_OWN_BYTES = 64 << 20
-"""Buffers of more than this in all are not copied: they are weights in disguise."""
+"""Above this total size, buffers are shared, not copied: they act as weights."""
 
 
 def copy_with(
     model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor], apart: bool = False
 ) -> ModuleT:
-    """Copies the modules, and of their tensors only those that `convert` changes.
+    """Copy the modules, and only those tensors that `convert` changes.
 
-    A parameter that appears under several names is converted once, so that tied weights stay tied.
-    Changing the copy's modules (replacing a layer, say) leaves the original alone; writing into a
-    tensor that is still shared does not.
+    A parameter that appears under several names is converted once, so tied weights stay tied.
+    Replacing layers of the copy does not affect the original; writing to a shared tensor does.
 
-    Hooks stay the caller's, and write to where those of the model do. Only what the model holds
-    itself is the copy's in them, too (a hook may be its method, or be given it by `partial`): the
-    copy's `forward` may read what they wrote there.
+    The copy calls the caller's hooks, which write to the same objects as before. An object that the
+    model holds itself is replaced by its copy in bound methods and `partial` arguments of hooks,
+    because the copy's `forward` may read what they wrote there.
 
     Args:
-        model: the module to copy; neither it nor its tensors are changed.
-        convert: maps each parameter and buffer to its replacement of any shape, or to itself where
-            it is to be shared. Runs without gradients.
-        apart: whether the copy is to have buffers of its own, up to `MOST_OWN_BYTES`: a forward
-            that writes to its buffers then does so in the copy alone.
+        model: the module to copy; it and its tensors stay unchanged.
+        convert: maps each parameter and buffer to its replacement of any shape, or to itself to
+            share it. Runs without gradients.
+        apart: whether the copy gets its own buffers, up to `MOST_OWN_BYTES`, so that a forward
+            which writes to buffers leaves the original's alone.
 
     Returns:
         A module of the same class and in the same training mode.
     """
-    # deepcopy looks up in the memo what an object has become: filled beforehand, it keeps ours.
+    # deepcopy takes an object's copy from the memo: fill it in advance with our replacements.
     memo: dict[int, Any] = {}
     own = _ids_of_buffers(model) if apart else set()
     with torch.inference_mode(False), torch.no_grad():
@@ -55,7 +54,7 @@ def copy_with(
         for tensor in _computed(model):
             memo.setdefault(id(tensor), tensor)
         hooked = list(_registries(model))
-        # Empty at first: a hook alone must not have anything copied.
+        # Empty at first, so that deepcopy does not copy what only a hook refers to.
         memo.update((id(hooks), type(hooks)()) for _, _, hooks in hooked)
         copied = copy.deepcopy(model, memo)
         for module, name, hooks in hooked:
@@ -68,13 +67,13 @@ def copy_with(
 
 
 def twin(model: ModuleT) -> ModuleT:
-    """Copies the modules alone: both trees keep their parameters and buffers in one place.
+    """Copy the modules; both trees share their parameter and buffer registries.
 
-    A tensor that is assigned to either, or converted in it, is seen by both; training the copy
-    trains the model.
+    A tensor assigned to or converted in one tree changes in both. Training the copy trains the
+    model.
 
     Args:
-        model: the module to copy; scripted modules in it are copied with tensors of their own.
+        model: the module to copy; scripted modules in it get their own tensors.
     """
     copied = copy_with(model, lambda tensor: tensor)
     for mine, own in zip(copied.modules(), model.modules(), strict=True):
@@ -95,8 +94,8 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _computed(model: nn.Module) -> Iterator[torch.Tensor]:
-    # Results of autograd kept as attributes (weight_norm does) refuse to be copied; they are
-    # recomputed at each call, by assignment.
+    # deepcopy refuses non-leaf tensors kept as attributes (as weight_norm does). Each call
+    # recomputes and reassigns them, so they can be shared.
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
@@ -111,7 +110,7 @@ def _registries(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[int, An
 
 
 def _keep(hook: Any, memo: dict[int, Any]) -> None:
-    """Has a copy of a hook refer to the same objects, except those that were copied before it."""
+    """Make a hook's copy refer to the same objects, except those already copied."""
     if isinstance(hook, partial):
         for part in (hook.func, *hook.args, *hook.keywords.values()):
             _keep(part, memo)

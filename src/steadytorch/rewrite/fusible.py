@@ -1,4 +1,4 @@
-"""Finding, in the graph of a model, neighbouring layers that one operator can stand for."""
+"""Finds adjacent layers in a traced graph that one fused operator can replace."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MAKES_NEW = (
     *(*_CONVOLUTIONS, nn.BatchNorm2d, F.conv2d, F.batch_norm),
     *(torch.add, operator.add, torch.cat),
 )
-"""Layers and functions whose result is memory of its own, which a ReLU may be left out of."""
+"""Layers and functions that allocate their output, so that an in-place ReLU on it can be fused."""
 _GIVES_TENSOR = (
     *(*_CONVOLUTIONS, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.AvgPool2d),
     *(*_RELUS, *_POOLINGS, relu_max_pool2d, bias_add_relu),
 )
-"""Those of which one tensor comes, and no number: sums with numbers are another operator's."""
+"""Layers and functions that return one tensor. Sums of a tensor and a number are not fused."""
 
 
 class Pooled(NamedTuple):
-    """A ReLU, and the pooling that alone reads its result."""
+    """A ReLU and the pooling that is its only consumer."""
 
     relu: torch.fx.Node
     pool: torch.fx.Node
@@ -42,11 +42,11 @@ class Pooled(NamedTuple):
 
 
 class Stem(NamedTuple):
-    """A convolution of few channels, whose result goes to nothing but a `Pooled`.
+    """A few-channel convolution whose output only goes to a `Pooled`.
 
     Attributes:
         conv: the convolution.
-        between: what stands between it and the ReLU: a batch norm, or layers that do nothing.
+        between: the nodes between it and the ReLU: a batch norm or identities.
         pooled: ReLU and pooling.
     """
 
@@ -56,13 +56,12 @@ class Stem(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """A sum of two tensors, and the ReLU that alone reads it.
+    """A sum of two tensors and the ReLU that is its only consumer.
 
     Attributes:
         add: the sum.
         relu: the ReLU.
-        biased: the convolution whose result alone is one of the two, if it has a bias that can be
-            added with the other; None otherwise.
+        biased: the convolution that feeds only this sum and whose bias can move into it, or None.
     """
 
     add: torch.fx.Node
@@ -71,17 +70,17 @@ class Residual(NamedTuple):
 
 
 class Layers:
-    """A traced model, and what the nodes of its graph call.
+    """A traced model with look-ups for what its nodes call.
 
     Args:
-        model: what the graph refers to.
-        graph: of its `forward`.
+        model: the module that the graph refers to.
+        graph: the trace of its `forward`.
 
     Attributes:
         model: as given.
         graph: as given.
         modules: the layers of the model by name.
-        nodes: of the graph, in order, as it is now.
+        nodes: the nodes of the graph, in order, at construction.
     """
 
     def __init__(self, model: nn.Module, graph: torch.fx.Graph) -> None:
@@ -91,12 +90,12 @@ class Layers:
         self._read = {n.target for n in self.nodes if n.op == "get_attr"}
 
     def called(self, node: torch.fx.Node) -> Any:
-        """A layer that has no hooks, a function, or the name of a method; None of a hooked one."""
+        """Return the layer, function or method name that a node calls; None for a hooked layer."""
         found = self.modules[str(node.target)] if node.op == "call_module" else node.target
         return None if isinstance(found, nn.Module) and is_hooked(found) else found
 
     def pooled(self) -> Iterator[Pooled]:
-        """Each ReLU before a max-pooling that can be left out without a change of results."""
+        """Yield each ReLU that can be fused into the max pooling after it."""
         for pool in self.nodes:
             window = self._window(pool)
             relu = pool.all_input_nodes[0] if len(pool.all_input_nodes) == 1 else None
@@ -106,10 +105,10 @@ class Layers:
                 yield Pooled(relu, pool, window)
 
     def stems(self, folded: frozenset[str] = frozenset()) -> Iterator[Stem]:
-        """Each convolution of few channels before such a pair.
+        """Yield each few-channel convolution before a `Pooled`.
 
         Args:
-            folded: names of batch norms that can be folded into the convolution before them.
+            folded: names of batch norms that can be folded into their convolution.
         """
         for pooled in self.pooled():
             between, node = [], pooled.relu.all_input_nodes[0]
@@ -120,7 +119,7 @@ class Layers:
                 yield Stem(node, tuple(between), pooled)
 
     def residuals(self) -> Iterator[Residual]:
-        """Each sum of two tensors before a ReLU, unless that can be left out."""
+        """Yield each sum of two tensors before a ReLU, unless that ReLU fuses into a pooling."""
         left_out = {pooled.relu for pooled in self.pooled()}
         for relu in self.nodes:
             add = relu.all_input_nodes[0] if len(relu.all_input_nodes) == 1 else None
@@ -130,7 +129,7 @@ class Layers:
                 yield Residual(add, relu, self._biased(add))
 
     def _window(self, node: torch.fx.Node) -> tuple[Any, ...] | None:
-        """The window of a max-pooling as `relu_max_pool2d` takes it, or None of any other node."""
+        """Return the window arguments of a max pooling for `relu_max_pool2d`; None otherwise."""
         called = self.called(node)
         if node.op == "call_module" and type(called) is nn.MaxPool2d:
             arguments = {name: getattr(called, name) for name in _NAMES if name != "input"}
@@ -160,16 +159,16 @@ class Layers:
         return called in ("relu_", torch.relu_, F.relu_)
 
     def is_idle(self, node: torch.fx.Node) -> bool:
-        """Whether a node gives what it is given."""
+        """Whether a node is an identity."""
         return node.op == "call_module" and type(self.called(node)) is nn.Identity
 
     def _kind(self, node: torch.fx.Node) -> Any:
-        """The type of layer that a node calls, or what else it calls."""
+        """Return the type of the layer that a node calls, or the function or method name."""
         called = self.called(node)
         return type(called) if node.op == "call_module" else called
 
     def _is_new(self, node: torch.fx.Node) -> bool:
-        """Whether no one else sees this node's memory, so that what is written is not missed."""
+        """Whether nothing else sees this node's memory, so that skipping a write to it is safe."""
         while len(node.users) == 1:
             if not self.is_idle(node):
                 return self._kind(node) in _MAKES_NEW
@@ -219,7 +218,7 @@ class Layers:
 
 
 def _is_plain(conv: Any) -> bool:
-    """Whether a layer is a convolution that pads with zeros, alike on both sides, and no more."""
+    """Whether a layer is an undilated, ungrouped Conv2d with symmetric zero padding."""
     if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
         return False
     return not isinstance(conv.padding, str) and conv.dilation == (1, 1) and conv.groups == 1
@@ -238,7 +237,7 @@ def _pooling(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> None:
-    """The arguments of PyTorch's own, which has no signature to ask."""
+    """Mirror the arguments of PyTorch's max pooling, which has no signature to inspect."""
 
 
 _POOLING = inspect.signature(_pooling)

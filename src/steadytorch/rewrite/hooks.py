@@ -1,4 +1,4 @@
-"""Hooks on modules, of one or of all: what runs in the place of a model may not call them."""
+"""Finds hooks, per module and global, that a replacement of the model might not call."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from torch import nn
 
 ON_ALL = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
-"""PyTorch's own registries of hooks on every module of the process; for reading."""
-GRAPH_LACKS = "the model has hooks, which a graph lacks"
+"""PyTorch's registries of global module hooks; read only."""
+GRAPH_LACKS = "the model has hooks, which the traced graph would not call"
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
-"""Where a module has its own: hooks that its calls run, and that passes back through it run."""
+"""Attributes in which a module keeps its own forward and backward hooks."""
 
 _OWN = "steadytorch."
 
 
 def hooks_on_all() -> tuple[Any, ...]:
-    """Hooks that run around every module of the process.
+    """Return the global hooks, which run around every module of the process.
 
-    This package's own are left out: they look on, and miss nothing in a graph (`benchmark_mode`
-    counts the convolutions that PyTorch runs).
+    This package's own are left out: they only observe, and need not see a graph's layers
+    (`benchmark_mode` counts the convolutions that PyTorch runs).
     """
     return tuple(
         hook
@@ -31,10 +31,10 @@ def hooks_on_all() -> tuple[Any, ...]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's own hooks around its calls; a scripted one need not have a place for them."""
+    """Return a module's own forward hooks; a scripted module may lack the attributes."""
     return [hook for name in FORWARD for hook in vars(module).get(name, {}).values()]
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook may look at, or replace, what goes into a module or comes out of it."""
+    """Whether a forward hook, own or global, may see or replace a module's inputs or outputs."""
     return bool(module._forward_hooks or module._forward_pre_hooks or hooks_on_all())

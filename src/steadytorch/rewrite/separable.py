@@ -1,4 +1,4 @@
-"""Convolutions of pixels, channels and images, and Linears: one operator with what is around."""
+"""Fuses pointwise, depthwise and few-channel convolutions and Linears with adjacent operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
 Seen = Mapping[torch.fx.Node, tuple[torch.Size, torch.dtype]]
-"""Shapes and element types of the tensors that a graph's nodes give."""
+"""Shape and dtype of each tensor that a graph's nodes return."""
 
 _LAYERS = {
     nn.Hardsigmoid: "hardsigmoid",
@@ -38,33 +38,32 @@ _FUNCTIONS = {
     **dict.fromkeys((torch.sigmoid, torch.sigmoid_), "sigmoid"),
 }
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-"""By the formula that is asked for."""
+"""By the `approximate` argument."""
 _METHODS = {"relu": "relu", "relu_": "relu", "sigmoid": "sigmoid", "sigmoid_": "sigmoid"}
 _PRODUCTS = (operator.mul, torch.mul)
 _DROPOUTS = (nn.Dropout, nn.Dropout2d)
 MOST_INTENSE = 160
-"""Multiplications for each element that a product moves, up to which a Linear is taken.
+"""Highest arithmetic intensity, in operations per byte, at which a Linear is fused.
 
-A product of R rows multiplies R * in * out times, two operations each, and moves R * (in + out)
-elements of two bytes besides its weight: in * out / (in + out) operations a byte. An H200 has about
-790 TFLOP/s for 4.3 TB/s, 184 operations a byte: where there are fewer, memory takes longer than the
-arithmetic, and the result that is not written and read once more counts in full. From there on it
-counts less and less, and the rate of the arithmetic, a library's strength, more. Widened by four,
-96 and 192 channels have 77 and 154, 384 and 768 have 307 and 614.
+A Linear with R rows does 2 * R * in * out operations and moves R * (in + out) 16-bit elements,
+weight excluded: in * out / (in + out) operations per byte. An H200 does about 790 TFLOP/s at
+4.3 TB/s, 184 operations per byte. Below that, memory is the bottleneck, and fusion saves a full
+write and read of the result. Above it, the saving shrinks and the library's arithmetic rate wins.
+
+Expansions by four: 96 channels have 77, 192 have 154, 384 have 307, and 768 have 614.
 """
 
 
 class Separable(NamedTuple):
-    """A pointwise, depthwise or thin convolution or a Linear, and what one operator does with it.
+    """A pointwise, depthwise or few-channel convolution or a Linear, and the nodes fused with it.
 
     Attributes:
-        layer: the convolution, or the Linear.
-        after: what its result goes to, one after the other: layers that do nothing, then an
-            activation or a sum.
-        activation: its name; "" for none.
-        product: of the layer's input and a gate; None where it is not gated.
-        gate: which of the product's two factors is the gate.
-        add: the sum that is the last of `after`, or None.
+        layer: the convolution or the Linear.
+        after: the nodes after it, in order: identities, then an activation or a sum.
+        activation: name of the activation; "" for none.
+        product: the product of the layer's input and a gate; None without a gate.
+        gate: index of the gate among the product's two factors.
+        add: the sum at the end of `after`, or None.
     """
 
     layer: torch.fx.Node
@@ -76,28 +75,29 @@ class Separable(NamedTuple):
 
     @property
     def nodes(self) -> tuple[torch.fx.Node, ...]:
-        """All that the operator stands for, in the order of the graph."""
+        """All nodes that the operator replaces, in graph order."""
         return (*(() if self.product is None else (self.product,)), self.layer, *self.after)
 
 
 def separables(
     layers: Layers, workload: Workload, folded: Set[str], taken: Set[torch.fx.Node]
 ) -> Iterator[Separable]:
-    """Each layer that one operator can stand for, with all that this one takes along.
+    """Yield each layer that can be fused, with the nodes that fuse with it.
 
-    Pointwise convolutions on images of one pixel, as of squeeze-and-excitation, are left alone, and
-    so are those with nothing around them to be taken along, and those of few channels without an
-    activation. Linears are taken with an activation, up to `MOST_INTENSE`, and of more rows than
-    multiplications for each element: of fewer it is the weight that takes time to read.
+    Left out are pointwise convolutions on one-pixel images (as in squeeze-and-excitation), those
+    without an adjacent operation to fuse, and few-channel ones without an activation.
+
+    A Linear needs an activation, an intensity of at most `MOST_INTENSE`, and more rows than its
+    intensity: with fewer, reading the weight dominates.
 
     Args:
         layers: the model and its graph.
-        workload: gives the inputs; what holds for their shapes is found.
-        folded: names of batch norms that are to be folded into the convolution before them.
-        taken: nodes that are no longer to be had.
+        workload: its inputs determine the shapes.
+        folded: names of batch norms that will be folded into their convolution.
+        taken: nodes that other fusions already use.
 
     Raises:
-        Exception: whatever comes of values, not of shapes, deciding what the model computes.
+        Exception: the model's control flow depends on values, not only on shapes.
     """
     nodes = [node for node in layers.nodes if node not in taken and _is_separable(layers, node)]
     finder = _Finder(layers, _seen(layers, workload) if nodes else {}, folded, taken)
@@ -110,13 +110,13 @@ def separables(
 
 
 def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
-    """Puts the operator in the place of all that it stands for.
+    """Replace the nodes of a match by one fused operator, in place.
 
     Args:
-        model: what the graph refers to. A depthwise convolution gets a weight of its own, laid out
-            as the operator reads it.
-        graph: to be changed.
-        found: of `separables` for the two; batch norms that were to be folded have been.
+        model: the module that the graph refers to. A depthwise convolution gets its own weight, in
+            the layout that the operator reads.
+        graph: the graph to change.
+        found: a match of `separables`, after batch norms were folded.
     """
     name, (source, *_) = str(found.layer.target), found.layer.args
     layer: Any = model.get_submodule(name)
@@ -153,7 +153,7 @@ def put(model: nn.Module, graph: torch.fx.Graph, found: Separable) -> None:
 
 
 def _seen(layers: Layers, workload: Workload) -> Seen:
-    """Runs the graph on tensors without contents, for the shapes of what its nodes give."""
+    """Run the graph on meta tensors to find the shapes and dtypes of its values."""
     seen: dict[torch.fx.Node, tuple[torch.Size, torch.dtype]] = {}
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _seen(layers: Layers, workload: Workload) -> Seen:
 
     class Shapes(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
-            # What the model makes, or keeps as an attribute, is elsewhere.
+            # Tensors that the model creates or keeps as attributes are not on meta yet.
             result = map_tensors(empty, super().run_node(n))
             if isinstance(result, torch.Tensor):
                 seen[n] = (result.shape, result.dtype)
@@ -176,7 +176,7 @@ def _seen(layers: Layers, workload: Workload) -> Seen:
 
 
 class _Finder:
-    """Looks at the surroundings of single layers; arguments as of `separables`."""
+    """Matches the nodes around single layers; arguments as in `separables`."""
 
     def __init__(
         self, layers: Layers, seen: Seen, folded: Set[str], taken: Set[torch.fx.Node]
@@ -185,7 +185,7 @@ class _Finder:
         self._order = {node: place for place, node in enumerate(layers.nodes)}
 
     def found(self, node: torch.fx.Node, sums: Set[torch.fx.Node]) -> Separable | None:
-        """What a layer takes along, or None; `sums` have found theirs."""
+        """Return the match for a layer, or None; `sums` are already fused elsewhere."""
         layer, shape = self._layers.called(node), self._seen[node][0]
         if type(layer) is nn.Linear:
             found = self._activated(Separable(node))
@@ -225,7 +225,7 @@ class _Finder:
             return found
         known = add.op == "call_function" and add.target in ADDS
         known = known or (add.op == "call_method" and add.target in ("add", "add_"))
-        # Written into the other one, a sum may be seen by others.
+        # An in-place sum into the other operand may be visible elsewhere.
         in_place = add.target in (operator.iadd, "add_")
         if not known or (in_place and add.args[0] is not last):
             return found
@@ -256,7 +256,7 @@ class _Finder:
         return self._seen.get(first) == self._seen.get(second) is not None
 
     def _activation(self, node: torch.fx.Node) -> str:
-        """The name of the activation that a node computes of its first argument; "" if none."""
+        """Return the name of the activation that a node computes; "" if none."""
         called: Any = self._layers.called(node)
         if len(node.all_input_nodes) != 1 or not set(node.kwargs) <= {"inplace", "approximate"}:
             return ""
@@ -280,9 +280,9 @@ class _Finder:
         return self._layers.is_idle(node) or _is_idle_depth(node)
 
     def _is_quiet(self, found: Separable) -> bool:
-        """Whether nothing writes to a tensor between the first and the last of these nodes.
+        """Whether no other node writes to a tensor between the first and last of these nodes.
 
-        The operator stands where the last one stood, and there reads what all of them did.
+        The operator replaces the last node, and reads all their inputs at that point.
         """
         first, last = self._order[found.nodes[0]], self._order[found.nodes[-1]]
         between = [n for n in self._layers.nodes[first:last] if n not in found.nodes]
@@ -290,13 +290,13 @@ class _Finder:
 
 
 def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
-    """Whether it calls a plain layer of one kind or another."""
+    """Whether it calls a layer of a supported kind."""
     layer: Any = layers.called(node)
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return False
-    # Tensors of other types may have their own idea of what such a layer does with them.
+    # Tensor subclasses may override the layer's operation.
     if any(type(tensor) is not nn.Parameter for tensor in layer.parameters()):
         return False
     if type(layer) is nn.Linear:
@@ -311,13 +311,13 @@ def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
 
 
 def _is_bound_by_memory(linear: nn.Linear, rows: int = MOST_INTENSE) -> bool:
-    """Whether the rows that it reads and writes are what it takes its time for."""
+    """Whether reading and writing its rows dominates its time."""
     inputs, outputs = linear.in_features, linear.out_features
     return inputs * outputs <= min(rows, MOST_INTENSE) * (inputs + outputs)
 
 
 def _is_idle_depth(node: torch.fx.Node) -> bool:
-    """Whether it is torchvision's stochastic depth, which does nothing where it does not train."""
+    """Whether it is torchvision's stochastic depth, an identity outside of training."""
     home, name = (getattr(node.target, of, None) or "" for of in ("__module__", "__name__"))
     known = name == "stochastic_depth" and home.startswith("torchvision.")
     return known and node.args[3:] == (False,) and not node.kwargs

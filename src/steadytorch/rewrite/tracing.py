@@ -1,4 +1,4 @@
-"""Tracing a model's `forward` with torch.fx, beside other threads, the model left untouched."""
+"""Traces a model's `forward` with torch.fx, thread-safely and without changing the model."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from steadytorch.rewrite.copying import copy_with
 from steadytorch.rewrite.hooks import GRAPH_LACKS, is_hooked
 from steadytorch.workload.workload import Workload
 
-_REPLACED = "the model's forward was replaced, and tracing would pass that by"
+_REPLACED = "the model's forward was replaced on the instance, which tracing would ignore"
 _TRACING = threading.Lock()
-"""torch.fx patches `nn.Module` while it traces: two traces that overlap would leave it patched."""
+"""torch.fx patches `nn.Module` while it traces; overlapping traces would leave it patched."""
 
 
 def traced(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
-    """Traces the model's `forward` with symbols; no arithmetic is done.
+    """Trace the model's `forward` symbolically, without computing anything.
 
     Args:
-        workload: one with an `nn.Module`; its inputs decide which optional arguments are given.
+        workload: must have an `nn.Module`; its inputs determine which optional arguments are set.
 
     Returns:
         A copy of the model that shares its tensors, and the graph of that copy.
 
     Raises:
-        UnsupportedError: a module that calls others has a hook, which tracing would call, or the
-            model a `forward` of its own beside that of its class.
-        Exception: whatever the model's `forward` raises when traced with symbols.
+        UnsupportedError: a container module has a hook, which tracing would call, or the model's
+            `forward` was replaced on the instance.
+        Exception: any exception that `forward` raises during tracing.
     """
-    # Tracing runs forward, and forward may assign attributes: let it do so on a copy.
+    # A copy, because tracing runs forward, which may assign attributes.
     model = copy_with(workload.model, lambda tensor: tensor)
     return model, _trace(model, _constants(workload))
 
 
 def traced_to_run(workload: Workload) -> tuple[nn.Module, torch.fx.Graph]:
-    """As `traced`, for who runs the graph in the place of the model.
+    """Trace like `traced`, for callers that run the graph in place of the model.
 
     Raises:
-        UnsupportedError: the model has a hook, which the graph lacks.
-        Exception: as `traced`.
+        UnsupportedError: the model has a hook, which the graph would not call.
+        Exception: see `traced`.
     """
-    # Those of a stored plan's model may be new.
+    # A stored plan's model may have got hooks since.
     if is_hooked(workload.model):
         raise UnsupportedError(GRAPH_LACKS)
     return traced(workload)
 
 
 def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
-    """Traces on this thread alone; modules that others call meanwhile run as ever."""
+    """Trace on this thread only; modules called by other threads run normally."""
     from torch import fx
 
     if "forward" in vars(model):
@@ -70,12 +70,12 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
             return super().call_module(m, forward, args, kwargs)
 
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            # One whose `forward` was replaced computes that, and not what its class says.
+            # A replaced `forward` must be traced: the class does not describe it.
             replaced = "forward" in vars(m)
             return not replaced and super().is_leaf_module(m, module_qualified_name)
 
         def create_arg(self, a: Any) -> Any:
-            if type(a) is OrderedDict:  # which a graph would make a plain dictionary of
+            if type(a) is OrderedDict:  # torch.fx would turn it into a plain dict
                 pairs = [(key, value) for key, value in a.items()]
                 return self.create_proxy("call_function", OrderedDict, (pairs,), {}).node
             return super().create_arg(a)
@@ -90,7 +90,7 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
 
 
 def _constants(workload: Workload) -> dict[str, Any]:
-    """The arguments that are no tensors, defaults included: they decide which branch is traced."""
+    """Return the non-tensor arguments, defaults included: they select the traced branch."""
     bound = inspect.signature(workload.model.forward).bind(*workload.inputs, **workload.kwargs)
     bound.apply_defaults()
     return {

@@ -1,4 +1,4 @@
-"""Takes the optimizer's step by another implementation."""
+"""Runs the optimizer's step with another implementation."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from steadytorch.transforms.traits import Objection, decide
 from steadytorch.workload.update import Update, merged
 from steadytorch.workload.workload import Workload
 
-FOR_TRAINING = "for training: inference has no optimizer"
+FOR_TRAINING = "training only: inference has no optimizer"
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED_ON_CPU = (*_FUSED, torch.optim.Adagrad)
 
 
 class OptimizerStep(Transform):
-    """The optimizer's step as few kernels: fused or for lists of tensors, groups merged.
+    """Runs the optimizer's step in fewer kernels.
 
     `fused` and `foreach` are PyTorch's own implementations of the same update. `merge` updates
-    groups with equal hyper-parameters together: one group per layer is common, and costs a launch
-    or more each. The optimizer stays the caller's, its switches as they were after each step.
+    parameter groups with equal hyper-parameters together: one group per layer is common and costs
+    at least one launch each. The caller's optimizer and its switches are unchanged after each step.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Which implementation, and whether groups with equal hyper-parameters are merged."""
+        """The implementation, and whether to merge groups with equal hyper-parameters."""
 
         implementation: Literal["own", "fused", "foreach", "compiled"] = "fused"
         merge: bool = False
@@ -44,7 +44,7 @@ class OptimizerStep(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Fused first; merged where there are groups to merge."""
+        """Fused first, and each implementation without and with merged groups."""
         return tuple(
             cls.Parameters(implementation, merge)
             for merge in (False, True)
@@ -52,7 +52,7 @@ class OptimizerStep(Transform):
         )
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs training, and an optimizer that has the implementation and does not use it yet."""
+        """Needs training and an optimizer that supports, but does not use, the implementation."""
         if workload.training_step is None:
             return NotApplicable(FOR_TRAINING)
         optimizer = optimizer_of(workload)
@@ -64,30 +64,30 @@ class OptimizerStep(Transform):
         has = {key for group in groups for key in group}
         if wanted in ("fused", "foreach"):
             yield wanted not in has, f"{kind} has no {wanted} implementation"
-            yield all(group.get(wanted) for group in groups), f"{kind} is {wanted} already"
+            yield all(group.get(wanted) for group in groups), f"{kind} already uses {wanted}"
             yield any(group.get("differentiable") for group in groups), f"{kind} is differentiable"
         if wanted == "fused":
             known = _FUSED if device == "cuda" else _FUSED_ON_CPU
             yield type(optimizer) not in known, f"{kind} has no fused implementation on {device}"
             floating = all(p.is_floating_point() for group in groups for p in group["params"])
-            yield not floating, "parameters are not floating-point numbers"
+            yield not floating, "the optimizer has parameters that are not floating point"
         if wanted == "compiled":
             odd = isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam))
             yield odd, f"{kind} cannot be compiled"
-            # Already one kernel per list of tensors; compiling replaces these by as many.
-            yield "capturable" not in has, f"{kind} cannot take its learning rate from the device"
+            # The others already run one kernel per tensor list; compiling would not reduce that.
+            yield "capturable" not in has, f"{kind} cannot read its learning rate from the device"
 
     def _merging(self, optimizer: Optimizer) -> Iterator[Objection]:
         if self.parameters.merge:
             count = len(optimizer.param_groups)
-            yield count == len(merged(optimizer.param_groups)), "no groups are equal"
+            yield count == len(merged(optimizer.param_groups)), "all parameter groups differ"
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload with its updates taken so; the optimizer itself is not changed.
+        """Yield the workload with this update; the optimizer itself is not changed.
 
         Raises:
-            UnsupportedError: it does not train.
+            UnsupportedError: the workload is not for training.
         """
         step = workload.training_step
         if step is None:
@@ -98,7 +98,7 @@ class OptimizerStep(Transform):
 
 
 def optimizer_of(workload: Workload) -> Optimizer:
-    """The optimizer of a training workload, made for a look where there is a factory only."""
+    """Return the optimizer of a training workload, or a temporary one from its factory."""
     assert workload.training_step is not None
     optimizer = workload.training_step.optimizer
     if isinstance(optimizer, Optimizer):

@@ -22,16 +22,18 @@ from steadytorch.workload.workload import Workload
 
 
 class StepGraph(Transform):
-    """One launch per training step instead of one per kernel.
+    """Records a training step as CUDA graphs: one launch per graph instead of one per kernel.
 
-    `backward` records forward, loss and backward, and leaves clipping and the update to the host;
-    `update` records these as a second graph; `step` records all of it as one. Random numbers come
-    from the caller's generator, as they do eagerly. See `graphs.step` for what is compared before
-    each replay.
+    - `backward` records forward, loss and backward; clipping and the update run eagerly.
+    - `update` records clipping and the update as a second graph.
+    - `step` records all of it as one graph.
+
+    Random numbers come from the caller's generator, as they do eagerly. `graphs.step` lists the
+    checks before each replay.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """What is recorded."""
+        """The recorded part of the step."""
 
         scope: Literal["backward", "update", "step"] = "step"
 
@@ -55,15 +57,15 @@ class StepGraph(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload whose steps are recorded once they have run a few times.
+        """Yield a workload whose step is recorded after a few eager runs.
 
         Raises:
-            UnsupportedError: it does not train, or has hooks.
+            UnsupportedError: the workload is not for training, or its model has hooks.
         """
         step = workload.training_step
         if step is None:
             raise UnsupportedError(FOR_TRAINING)
-        hooks, reason = hooked(workload)  # those of a stored plan's model may be new
+        hooks, reason = hooked(workload)  # a stored plan's model may have got hooks since
         if hooks:
             raise UnsupportedError(reason)
         made: list[CapturedStep] = []
