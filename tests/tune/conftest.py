@@ -14,7 +14,7 @@ from steadytorch.tune.session import Session
 
 
 def _load(name: str) -> None:
-    """Tests are no package: what several of their files share is loaded by its place."""
+    """Loads a module shared by several test files from its path, since tests are not a package."""
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -32,7 +32,7 @@ _load("stored")
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """Making a reference sets the process's precisions: here they are put back."""
+    """Restores the process's precision settings, which making a reference changes."""
     import torch
 
     owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
@@ -55,7 +55,7 @@ def faulty_transforms():
 
 @pytest.fixture
 def no_process_left():
-    """Fails the test if a process that it started is still there at its end."""
+    """Fails the test if a process that it started is still alive at its end."""
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
@@ -83,7 +83,7 @@ def store(tmp_path, model, x):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Searches that end at once, or when they are let; counts them."""
+    """Counted searches that end at once, or when released."""
     stored = sys.modules["stored"]
     made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
     made.may_end.set()

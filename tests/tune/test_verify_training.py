@@ -22,7 +22,7 @@ REFERENCES: dict = {}
 
 
 def referred(model=Net, **given):
-    """A workload with its reference, which is made once for each model."""
+    """A workload and its reference, made once per model."""
     made, start = workload(model, **given)
     if model not in REFERENCES or given:
         REFERENCES[model] = make_reference(made, 0, start)
@@ -141,7 +141,7 @@ def test_a_step_whose_update_is_not_its_gradients_is_rejected():
 
 
 def test_tiny_gradients_of_an_adaptive_optimizer_are_no_obstacle():
-    """Its first update has full length in every element, of whatever sign rounding gives it."""
+    """An optimizer whose first update has full length, with signs that rounding decides."""
     case = referred(relu, optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
     layout = transforms.create(TransformSpec("channels_last"))
     with applied_in_order([layout], case.workload) as applied:
@@ -176,14 +176,14 @@ def test_gradients_that_are_not_finite_cannot_be_verified():
 
 
 class Explodes(Net):
-    """The root of zero, whose slope is infinite."""
+    """A square root at zero, where the slope is infinite."""
 
     def forward(self, x):
         return super().forward(x) + (self.unused.weight.sum() * 0).sqrt()
 
 
 class Says(Net):
-    """Returns a number beside its output."""
+    """Returns a number with its output."""
 
     def forward(self, x):
         output = super().forward(x)
