@@ -110,8 +110,8 @@ def test_a_full_disk_leaves_the_old_page(result, monkeypatch, after):
     [
         ("none.json", "none.json cannot be read: No such file or directory"),
         (".", "cannot be read: Is a directory"),
-        ("pipe", "is no regular file: name one that --json wrote"),
-        ("/dev/zero", "is no regular file"),
+        ("pipe", "is not a regular file: pass one that --json wrote"),
+        ("/dev/zero", "is not a regular file"),
         ("a\0b", "cannot be read: embedded null byte"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
     ],
