@@ -144,7 +144,7 @@ def test_a_loader_is_let_go_with_its_batches():
 
     found = batches(Watched())
     next(found)
-    ended.clear()  # that of the first look
+    ended.clear()  # the one used to read the first batch
     del found
     assert ended == [True]
 
