@@ -137,5 +137,5 @@ def test_a_result_that_may_not_be_read_is_said(result, monkeypatch):
 def test_a_file_that_is_too_large_is_refused(result, monkeypatch):
     monkeypatch.setattr(saved, "MOST_BYTES", 1 << 20)
     result.write_bytes(b" " * (1 << 20) + b"x")
-    with pytest.raises(UsageError, match="more than 1 MiB: measure with a smaller --budget"):
+    with pytest.raises(UsageError, match="exceeds 1 MiB: measure with a smaller --budget"):
         report(result)
