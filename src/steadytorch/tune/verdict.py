@@ -19,6 +19,8 @@ STEP_FACTOR = 2.0
 VOID = 1.0
 """Relative error of all-zero outputs; a bound this large verifies nothing."""
 UNREPEATABLE = "cannot be verified: the untouched workload's own output changes between calls"
+LEVEL = 0.001
+"""Probability of refusing a sound step that draws random numbers, for each of two tests."""
 GRADIENTS = "gradients"
 """Part of a training step whose norm is bounded too; see `verify_training`."""
 
@@ -43,11 +45,16 @@ class Verification(msgspec.Struct, frozen=True):
         error: error against the reference; None if `fault` makes it meaningless.
         fault: wrong shape or dtype, NaN, aliasing or mutation, as text; None if there is none.
         parts: errors of a training step by part; `error` is the worst of them.
+        p_value: probability that equal distributions differ this much, for a step that draws other
+            random numbers than the untouched one from the same seed; None if it draws the same.
+        differs: what differs most, as text.
     """
 
     error: OutputError | None
     fault: str | None = None
     parts: dict[str, OutputError] = {}
+    p_value: float | None = None
+    differs: str = ""
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -61,6 +68,7 @@ class Reference(msgspec.Struct, frozen=True):
         note: why float64 or random inputs were not used, else empty.
         explained: errors of a training step that rounding explains, by precision class and part;
             empty for inference.
+        draws: whether a training step draws random numbers.
     """
 
     error: OutputError
@@ -69,6 +77,7 @@ class Reference(msgspec.Struct, frozen=True):
     fresh: bool
     note: str = ""
     explained: dict[str, dict[str, OutputError]] = {}
+    draws: bool = False
 
 
 def worst(errors: Iterable[OutputError]) -> OutputError:
@@ -97,9 +106,13 @@ def decide(
         return found.fault or "returned no outputs to compare"
     if not reference.repeatable:
         return UNREPEATABLE
+    if found.p_value is not None:
+        if found.p_value > LEVEL:
+            return None
+        return f"random numbers: {found.differs} is another (p = {found.p_value:.2g})"
     if reference.explained:
         explained = reference.explained[precision]
-        return _decide_parts(found.parts, explained, precision, tolerance, resolution)
+        return decide_parts(found.parts, explained, precision, tolerance, resolution)
     if precision == "same":
         l2_bound = SAME_FACTOR * max(reference.error.relative_l2, resolution)
         # The largest of many rounding errors varies more than their norm. It may exceed the norm's
@@ -111,12 +124,12 @@ def decide(
     return _excess(found.error, l2_bound, max_bound)
 
 
-def _decide_parts(
+def decide_parts(
     parts: Mapping[str, OutputError],
     explained: Mapping[str, OutputError],
     precision: str,
-    tolerance: float | None,
-    resolution: float,
+    tolerance: float | None = None,
+    resolution: float = float(torch.finfo(torch.float32).eps),
 ) -> str | None:
     """Compares each part of a training step with the error that rounding explains."""
     given = tolerance if precision != "same" else None

@@ -1,0 +1,1 @@
+"""Recording CUDA graphs: whole training steps."""
