@@ -152,7 +152,7 @@ def test_a_step_with_other_state_is_a_fault():
             state["momentum_buffer"].zero_()
         made.step_function()()
 
-    assert "otherwise than its gradient asks for" in optimizer_fault(made, step, start)
+    assert "differently than its gradient requires" in optimizer_fault(made, step, start)
 
 
 class Kept(nn.Module):

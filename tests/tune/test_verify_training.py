@@ -51,7 +51,7 @@ FAULTS = {
     "wrong_loss": "outputs: relative error",
     "statistics_twice": "buffer norm.num_batches_tracked is not what",
     "no_statistics": "buffer norm.running_mean moves 0 times as far",
-    "writes_weights": "writes to unused.weight, which is for the optimizer to update",
+    "writes_weights": "writes to unused.weight, which only the optimizer may update",
     "writes_inputs": "writes to its inputs",
     "nests": "nests its outputs in other containers",
     "one_buffer_for_outputs": "two calls return the same memory, which is not the model's",
@@ -123,7 +123,7 @@ def test_a_step_whose_update_is_not_taken_is_rejected():
                 p.copy_(before[name])
 
     assert verdict(case, case.workload.model, step=without_update) == (
-        "the step leaves conv.weight as it was"
+        "the step leaves conv.weight unchanged"
     )
 
 
@@ -136,7 +136,7 @@ def test_a_step_whose_update_is_not_its_gradients_is_rejected():
         step()
 
     assert verdict(case, case.workload.model, step=at_another_rate) == (
-        "the step updates conv.weight otherwise than its gradient asks for"
+        "the step updates conv.weight differently than its gradient requires"
     )
 
 

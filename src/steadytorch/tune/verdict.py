@@ -109,7 +109,7 @@ def decide(
     if found.p_value is not None:
         if found.p_value > LEVEL:
             return None
-        return f"random numbers: {found.differs} is another (p = {found.p_value:.2g})"
+        return f"random numbers: {found.differs} differs (p = {found.p_value:.2g})"
     if reference.explained:
         explained = reference.explained[precision]
         return decide_parts(found.parts, explained, precision, tolerance, resolution)
