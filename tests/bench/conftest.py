@@ -29,17 +29,17 @@ def workload() -> Callable[[str], Workload]:
 
 @pytest.fixture
 def no_process_left():
-    """Fails the test if a process that it started is still there at its end."""
+    """Fails the test if a process that it started is still alive at its end."""
     before = set(psutil.Process().children(recursive=True))
     yield
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
 class Worker:
-    """Stands in for a worker process: answers as its script says, one process after the other.
+    """A fake worker process that answers from a script, one process after another.
 
     Args:
-        script: what this one answers, by method; exceptions are raised, functions called.
+        script: answers by method; exceptions are raised, functions called.
     """
 
     def __init__(self, script: Mapping[str, Any], directory: Path) -> None:
@@ -69,7 +69,7 @@ class Worker:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Puts scripts in the place of worker processes; returns the workers that were started."""
+    """Replaces worker processes with scripts; returns the started workers."""
 
     def play(module, *scripts):
         started = []
@@ -86,7 +86,7 @@ def scripted(monkeypatch):
 
 @pytest.fixture
 def answer():
-    """Makes answers of workers: `series` and faults."""
+    """Makes workers' answers: `series` and faults."""
 
     def series(durations, **fields):
         defaults = {

@@ -1,6 +1,6 @@
-"""Workloads that tests measure in workers: short, slow, training, and such that fail.
+"""Workloads that tests measure in workers: short, slow, training and failing ones.
 
-Loaded from this file by `load_workload`, as users' own factories are.
+Loaded with `load_workload`, like users' factories.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLEEP_S = 0.001
 
 
 class Work(nn.Module):
-    """Adds one to its input again and again."""
+    """Adds one to its input many times."""
 
     def __init__(self, times=1):
         super().__init__()
@@ -87,7 +87,7 @@ def training():
 
 
 class Dying(Failing):
-    """Sleeps, and takes its whole process with it from one call on."""
+    """Sleeps, and kills its process from one call on."""
 
     def forward(self, x):
         self.calls += 1

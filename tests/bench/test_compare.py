@@ -101,7 +101,7 @@ def test_two_pairs_of_processes_claim_nothing(sides, scripted):
     scripted(module, *[_blocks(2 * MS), _blocks(3 * MS)] * 2)
     found = compare_live(*sides, processes=2)
     effect = found.effect
-    assert "2 pairs of processes support no verdict" in found.note
+    assert "2 pairs of processes are too few for a verdict" in found.note
     assert (effect.verdict, effect.claim, effect.low) == ("undecided", "process", None)
     assert not effect.slower_than(0.02)
 
@@ -186,7 +186,7 @@ def test_no_processes_are_a_usage_error(sides, scripted):
         compare_live(*sides, processes=0)
 
 
-# -- as the library has it ----------------------------------------------------------------------
+# -- library functions --------------------------------------------------------------------------
 
 
 def test_workloads_are_compared_live_by_their_names(sides, scripted):
@@ -209,7 +209,7 @@ def test_each_workload_is_run_with_its_own_candidate(sides, monkeypatch):
 
 def test_a_workload_and_a_file_are_not_compared(sides, tmp_path):
     for pair in [(sides[0][0], tmp_path / "b.json"), ("a.json", sides[0][0])]:
-        with pytest.raises(UsageError, match="give two alike"):
+        with pytest.raises(UsageError, match="pass two files or two workloads"):
             steadytorch.compare(*pair)
 
 

@@ -1,4 +1,4 @@
-"""The clock beside periods. The sampler here times the host, and makes up a clock where asked."""
+"""Counting cycles while periods are timed. The sampler times the host and fakes a clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 3)
 
 
 class Sampler(CudaSampler):
-    """Where it has a counter, call i of a series runs at 1,000 + i MHz."""
+    """With a counter, call i of a series runs at 1,000 + i MHz."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Counter:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if there were a GPU of which cycles can be counted."""
+    """Fakes a GPU with a cycle counter."""
     monkeypatch.setattr(module, "cuda_driver", lambda: "driver")
     monkeypatch.setattr(module, "CycleCounter", Counter)
     monkeypatch.setattr(Counter, "made", 0)
@@ -115,7 +115,7 @@ def test_beside_short_iterations_it_is_not_counted(gpu):
 
 @pytest.fixture
 def handler(gpu, tmp_path):
-    """In this process, with a workload that is on the CPU and a sampler as of a GPU."""
+    """A handler in this process with a CPU workload and a fake GPU sampler."""
     save_payload(Workload(nn.Linear(8, 8).eval(), torch.randn(2, 8)), tmp_path)
     made = WorkloadHandler(tmp_path)
     made.load("cpu", transforms.ambient())
@@ -154,7 +154,7 @@ def test_a_stretch_that_raised_has_no_clock(handler):
             raise ValueError("no more")
 
     handler.counts_cycles = True
-    # The overhead of timing is found without the workload.
+    # The timing overhead is measured without the workload.
     handler._step = step
     found = taken(handler, "period")
     assert found.failed == "ValueError: no more"

@@ -67,7 +67,7 @@ def test_three_processes_of_a_training_step_claim_for_the_machine(workload, no_p
 def test_a_workload_that_raises_late_keeps_its_samples(workload, no_process_left):
     found = measure(workload("while_timed"), budget="60s")
     (only,) = found.processes
-    # One call to set it up, those to warm it up, and the one that raised, which is no sample.
+    # One call for set-up, the warm-up, and the one that raised, which is not a sample.
     assert len(only.period.samples_ns) == 1000 - 1 - only.set_up.warm_up.calls - 1
     assert len(only.period.samples_ns) >= 400
     assert found.failed == "RuntimeError: the data ended\x1b[2J"
@@ -128,7 +128,7 @@ def test_a_workload_that_cannot_travel_is_a_usage_error(workload, scripted):
     assert started == []
 
 
-# -- what becomes of processes ------------------------------------------------------------------
+# -- failing processes --------------------------------------------------------------------------
 
 
 def test_the_budget_is_shared_among_the_processes(tiny, scripted, answer):
@@ -247,7 +247,7 @@ def test_an_interrupt_before_anything_was_timed_is_raised(tiny, scripted, moment
     assert not started[0].directory.exists()
 
 
-# -- what was recorded --------------------------------------------------------------------------
+# -- recordings ---------------------------------------------------------------------------------
 
 TICK = 15 * MS
 
@@ -265,7 +265,7 @@ def _recorded(device="cpu", **columns):
 
 
 def test_outliers_carry_the_causes_that_were_recorded(tiny, scripted, answer):
-    """The second stretch began when the first was long over: adding up would misplace it."""
+    """The second stretch starts long after the first: a running sum would misplace it."""
     times = _about(2 * MS, 600)
     times[20] += 9 * MS
     times[150] += 6 * MS

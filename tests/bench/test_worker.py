@@ -35,7 +35,7 @@ from steadytorch.workload.workload import Workload
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch):
-    """Warming up for half a second a test would be most of what these tests do."""
+    """Skips warm-up, which would take half a second per test."""
     monkeypatch.setattr(
         module, "warm_up", lambda step, timer: sampler.warm_up(step, timer, min_ns=1_000_000)
     )
@@ -43,7 +43,7 @@ def short_warm_up(monkeypatch):
 
 @pytest.fixture
 def loaded(tmp_path):
-    """A handler in this process, with a small workload that its directory holds."""
+    """A handler in this process, with a small workload in its directory."""
     save_payload(Workload(nn.Linear(8, 8).eval(), torch.randn(2, 8)), tmp_path)
     handler = WorkloadHandler(tmp_path)
     handler.load("cpu", transforms.ambient())
@@ -52,7 +52,7 @@ def loaded(tmp_path):
 
 
 class Step:
-    """A step that is counted, lasts a given time, and may raise at a given call."""
+    """A step that counts its calls, takes a given time, and may raise at a given call."""
 
     def __init__(self, seconds=0.0, fails_at=None, at_each=lambda: None):
         self.seconds, self.fails_at, self.at_each = seconds, fails_at, at_each
@@ -143,7 +143,7 @@ def test_a_series_without_a_steady_state_is_never_precise():
     count = next(look for look in LOOKS if look >= 2000)
     noise = 1 + 0.001 * np.random.default_rng(0).standard_normal(count)
     assert module._resolved((400_000 * noise).tolist(), 1.0)
-    # Two states that last, and a median that one of them has most of the time.
+    # Two lasting states; the median is that of the more frequent one.
     states = np.where(np.arange(count) // 100 % 5 < 2, 1.5, 1.0)
     assert not module._resolved((400_000 * noise * states).tolist(), 1.0)
 
@@ -164,7 +164,7 @@ def test_a_stretch_is_planned_by_the_mean_which_knows_of_long_samples(loaded, mo
 
 
 def test_samples_are_placed_where_they_happened_whatever_lies_between_stretches(loaded):
-    """What the host does between two stretches must not shift the samples after it."""
+    """Host work between two stretches must not shift later samples."""
     began = []
     step = Step(0.0005, at_each=lambda: began.append(time.perf_counter_ns()))
     found = _series(loaded, step, seconds=0.2)
@@ -172,8 +172,8 @@ def test_samples_are_placed_where_they_happened_whatever_lies_between_stretches(
     late = np.asarray(began) - found.starts_ns()
     firsts = np.cumsum([0, *(count for _, count in found.stretches)])[:-1]
     assert [int(found.starts_ns()[i]) for i in firsts] == [at for at, _ in found.stretches]
-    # Steps begin within the sample that is said to be their own; where this process lost its core
-    # between reading the clock and the first boundary, a stretch is off by that.
+    # Steps begin within their own sample. If this process lost its core between reading the clock
+    # and the first boundary, a stretch is off by that time.
     assert (late >= 0).all()
     assert (late < np.asarray(found.durations_ns)).mean() > 0.5
 
@@ -193,7 +193,7 @@ def test_a_collection_of_the_workload_lies_within_its_sample(loaded):
 def test_what_was_left_behind_before_a_series_is_not_collected_within_it(loaded):
     alive: list[bool] = []
     step = Step(at_each=lambda: alive.append(gone.alive))
-    gc.disable()  # what is left behind is there until somebody asks
+    gc.disable()  # garbage stays until collected explicitly
     try:
         holder = _Cycle()
         gone = weakref.finalize(holder, lambda: None)
@@ -207,7 +207,7 @@ def test_what_was_left_behind_before_a_series_is_not_collected_within_it(loaded)
 
 
 class _Cycle:
-    """Refers to itself, so that only the collector ends it."""
+    """Refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self):
         self.own = self
@@ -236,7 +236,7 @@ def test_outliers_are_put_down_to_the_clock_that_was_counted_over_them():
 
 
 def test_what_was_timed_before_warming_up_failed_is_kept(loaded):
-    step = Step(fails_at=4)  # so many calls it takes however long they last
+    step = Step(fails_at=4)  # it takes this many calls however long they are
     loaded._workload = loaded._workload.with_model(step)
     with pytest.raises(RuntimeError, match="the data ended"):
         loaded.set_up([])
@@ -278,7 +278,7 @@ class Numbers:
 
 @pytest.fixture
 def fed(tmp_path):
-    """A handler whose workload takes a batch a step."""
+    """A handler whose workload takes a batch per step."""
     save_payload(Workload.from_loader(torch.neg, Numbers()), tmp_path)
     handler = WorkloadHandler(tmp_path)
     handler.load("cpu", transforms.ambient())
@@ -305,7 +305,7 @@ def test_the_loader_of_a_transform_is_the_one_that_is_timed(fed, monkeypatch):
 def test_a_loader_that_cannot_travel_is_named(tmp_path):
     loader = Numbers()
     vars(loader)["lock"] = threading.Lock()
-    with pytest.raises(UsageError, match="what it holds, its loader included, picklable") as caught:
+    with pytest.raises(UsageError, match="its contents, including the loader, picklable") as caught:
         save_payload(Workload.from_loader(torch.neg, loader), tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -198,8 +198,8 @@ def test_a_full_disk_is_one_line_and_no_failed_gate(folder):
     ("option", "said"),
     [
         (["--seed", "99999999999999999999"], "seed 99999999999999999999 does not fit"),
-        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be made"),
-        (["--batch", "99999999999"], "a batch of 99999999999 cannot be made"),
+        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be created"),
+        (["--batch", "99999999999"], "a batch of 99999999999 cannot be created"),
     ],
 )
 def test_numbers_that_are_too_large_are_one_line(steady, option, said):

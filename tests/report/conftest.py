@@ -77,7 +77,7 @@ def evidence(**fields):
         "reference": "float64",
         "trials": TRIALS,
         "not_applicable": {"cuda_graph": "no CUDA device", "tf32": "no CUDA device"},
-        "not_tried": {"compile(max-autotune)": "the budget ended"},
+        "not_tried": {"compile(max-autotune)": "budget exhausted"},
         "search_s": 61.5,
     }
     return Evidence(**{**defaults, **fields})

@@ -40,7 +40,7 @@ def make_evidence():
             Trial(transforms=(TransformSpec("tf32"),), status="failed", reason="no"),
         ),
         not_applicable={"cuda_graph": "no CUDA device"},
-        not_tried={"compile": "the budget ended"},
+        not_tried={"compile": "budget exhausted"},
         search_s=12.5,
     )
 

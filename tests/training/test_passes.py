@@ -86,7 +86,7 @@ def test_the_error_of_gradients_is_that_of_all_and_of_the_worst(scale, name):
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_judged_by_the_others(made):
-    """The bias before a batch norm: its gradient is zero, and rounding makes something of it."""
+    """A bias before a batch norm: its gradient is zero apart from rounding."""
     found = taken(made)
     expected = right(found)
     noise = found.gradients["conv.bias"]
@@ -153,11 +153,11 @@ def test_a_step_with_other_state_is_a_fault():
             state["momentum_buffer"].zero_()
         made.step_function()()
 
-    assert "otherwise than its gradient asks for" in optimizer_fault(made, step, start)
+    assert "differently than its gradient requires" in optimizer_fault(made, step, start)
 
 
 class Kept(nn.Module):
-    """Keeps what it returned, which the loss writes to."""
+    """Keeps its output, which the loss writes to."""
 
     def __init__(self):
         super().__init__()

@@ -96,7 +96,7 @@ def _parts(error):
     ids=["bit for bit", "within rounding", "beyond it", "random"],
 )
 def test_a_step_repeats_itself_within_rounding(noise, explained, precise, repeats):
-    """Passes at the higher precision are repeated only where their own noise decides."""
+    """Passes at the higher precision are repeated only if their noise decides."""
 
     def again():
         assert precise is not None
@@ -163,7 +163,7 @@ def test_a_loss_that_float64_does_not_fit_has_its_reference_in_float32():
 
 
 class Chooses(nn.Module):
-    """Takes images and the numbers of two of them, which random numbers need not be."""
+    """Takes images and two indices into them, which random values may exceed."""
 
     def __init__(self):
         super().__init__()

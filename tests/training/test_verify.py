@@ -23,7 +23,7 @@ REFERENCES: dict = {}
 
 
 def referred(model=Net, **given):
-    """A workload with its reference, which is made once for each model."""
+    """A workload and its reference, made once per model."""
     made, start = workload(model, **given)
     if model not in REFERENCES or given:
         REFERENCES[model] = make_reference(made, 0, start)
@@ -52,7 +52,7 @@ FAULTS = {
     "wrong_loss": "outputs: relative error",
     "statistics_twice": "buffer norm.num_batches_tracked is not what",
     "no_statistics": "buffer norm.running_mean moves 0 times as far",
-    "writes_weights": "writes to unused.weight, which is for the optimizer to update",
+    "writes_weights": "writes to unused.weight, which only the optimizer may update",
     "writes_inputs": "writes to its inputs",
     "nests": "nests its outputs in other containers",
     "one_buffer_for_outputs": "two calls return the same memory, which is not the model's",
@@ -124,7 +124,7 @@ def test_a_step_whose_update_is_not_taken_is_rejected():
                 p.copy_(before[name])
 
     assert verdict(case, case.workload.model, step=without_update) == (
-        "the step leaves conv.weight as it was"
+        "the step leaves conv.weight unchanged"
     )
 
 
@@ -137,12 +137,12 @@ def test_a_step_whose_update_is_not_its_gradients_is_rejected():
         step()
 
     assert verdict(case, case.workload.model, step=at_another_rate) == (
-        "the step updates conv.weight otherwise than its gradient asks for"
+        "the step updates conv.weight differently than its gradient requires"
     )
 
 
 def test_tiny_gradients_of_an_adaptive_optimizer_are_no_obstacle():
-    """Its first update has full length in every element, of whatever sign rounding gives it."""
+    """An optimizer whose first update has full length, with signs that rounding decides."""
     case = referred(relu, optimizer=lambda p: torch.optim.Adam(p, lr=0.1))
     layout = transforms.create(TransformSpec("channels_last"))
     with applied_in_order([layout], case.workload) as applied:
@@ -177,14 +177,14 @@ def test_gradients_that_are_not_finite_cannot_be_verified():
 
 
 class Explodes(Net):
-    """The root of zero, whose slope is infinite."""
+    """A square root at zero, where the slope is infinite."""
 
     def forward(self, x):
         return super().forward(x) + (self.unused.weight.sum() * 0).sqrt()
 
 
 class Says(Net):
-    """Returns a number beside its output."""
+    """Returns a number with its output."""
 
     def forward(self, x):
         output = super().forward(x)

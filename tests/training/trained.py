@@ -1,4 +1,4 @@
-"""Small training workloads, and what candidates do wrong to them."""
+"""Small training workloads, and faults of candidates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadytorch.workload.workload import Workload
 
 
 class Net(nn.Module):
-    """A convolution, a batch norm, a layer that is not used, and a head; smooth or with kinks."""
+    """A convolution, a batch norm, an unused layer and a head; smooth or with kinks."""
 
     def __init__(self, activation=F.silu):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 class Slow(Net):
-    """Sleeps at every call."""
+    """Sleeps in every call."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def momentum(parameters):
 
 
 def workload(model=None, loss=None, optimizer=momentum):
-    """Made, with an optimizer, and its start."""
+    """A workload with its optimizer made, and its start."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = (model or Net)().train()
@@ -67,7 +67,7 @@ def workload(model=None, loss=None, optimizer=momentum):
 
 
 class Candidate:
-    """Calls the model, wrongly in the way that its name says; fit to be made in a worker."""
+    """Calls the model with the fault that its name says; picklable for workers."""
 
     def __init__(self, kind, model):
         self.kind, self.model = kind, model
@@ -83,7 +83,7 @@ class Candidate:
         return self.model(x)
 
     def awake(self, x):
-        """Leaves out the sleep, which is an honest improvement."""
+        """Removes the sleep, which is an honest improvement."""
         return Net.forward(self.model, x)
 
     def detached(self, x):
@@ -96,15 +96,15 @@ class Candidate:
         return self.model.head(features)
 
     def copied(self, x):
-        """Trains weights of its own."""
+        """Trains its own copy of the weights."""
         return torch.func.functional_call(self.copy, dict(self.model.named_buffers()), x)
 
     def stale(self, x):
-        """Computes with the weights of its first call, and sends gradients to the model's."""
+        """Computes with the weights of its first call, but sends gradients to the model's."""
         return torch.func.functional_call(self.copy, self._standing_in(), x)
 
     def _standing_in(self):
-        # Adds zero by which gradients flow.
+        # Adds a zero through which gradients flow.
         mine, theirs = dict(self.copy.named_parameters()), dict(self.model.named_parameters())
         found = {n: p.detach() + (theirs[n] - theirs[n].detach()) for n, p in mine.items()}
         return found | dict(self.model.named_buffers())
@@ -178,7 +178,7 @@ class _InOneBuffer(torch.autograd.Function):
 
 
 class _Stolen(torch.autograd.Function):
-    """The identity, whose gradient stands in the same memory at each step."""
+    """The identity, with its gradient in the same memory in each step."""
 
     @staticmethod
     def forward(ctx, weight, kept):

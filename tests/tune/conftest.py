@@ -19,7 +19,7 @@ TRAINING = HERE.parent / "training"
 
 
 def _load(name: str, folder: Path = HERE) -> None:
-    """Workers import these files by name, and so do the tests beside."""
+    """Loads a module shared by several test files from its path, since tests are not a package."""
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
@@ -35,6 +35,14 @@ _load("scripted")
 _load("stored")
 
 
+HERE = Path(__file__).parent
+TRAINING = HERE.parent / "training"
+
+
+def _load(name: str, folder: Path = HERE) -> None:
+    """Loads a module shared by several test files from its path, since tests are not a package."""
+
+
 @pytest.fixture(scope="module")
 def faulty_transforms():
     """Registers the transforms of faulty.py here, and lets workers import that file."""
@@ -48,7 +56,7 @@ def faulty_transforms():
 
 @pytest.fixture
 def no_process_left():
-    """Fails the test if a process that it started is still there at its end."""
+    """Fails the test if a process that it started is still alive at its end."""
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
@@ -76,7 +84,7 @@ def store(tmp_path, model, x):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Searches that end at once, or when they are let; counts them."""
+    """Counted searches that end at once, or when released."""
     stored = sys.modules["stored"]
     made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
     made.may_end.set()

@@ -1,4 +1,4 @@
-"""Plans in a store, made without a search, for tests of what is served."""
+"""Plans in a store, made without a search, for tests of serving."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _workload() -> Workload:
 
 @pytest.fixture
 def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
-    """A plan under the key of a search, as if that had chosen the candidate."""
+    """A plan under the key of a search, as if the search had chosen the candidate."""
     return lambda workload, store, candidate: keep_unmeasured(
         Session(workload, Options(), "cpu", store), candidate
     )
@@ -204,7 +204,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None
-    assert f"it would take {most + 1} bytes, and one holds {most}" in caplog.text
+    assert f"it has {most + 1} bytes, over the limit of {most}" in caplog.text
     assert not kept.file.exists()
 
 

@@ -19,7 +19,7 @@ def handler(monkeypatch, tmp_path):
 
 
 class Several(nn.Module):
-    """Convolutions of many kinds, one of which engines can run; `dtype` is that of `other`."""
+    """Convolutions of many kinds, only one of which engines support; `dtype` is that of `other`."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training candidates that misbehave, in real worker processes, and one that is honest."""
+"""Faulty training candidates and one honest one, in real worker processes."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def _launch(directory):
 
 @pytest.fixture(scope="module")
 def searched(faulty_transforms, tmp_path_factory):
-    """One search over all faults and the untouched step under another name."""
+    """One search over all faults and an untouched step under another name."""
     directory = tmp_path_factory.mktemp("search")
     workload, _ = trained.workload()
     before = {name: t.clone() for name, t in workload.model.state_dict().items()}
@@ -87,7 +87,7 @@ def test_no_process_is_left_and_the_callers_weights_are_as_they_were(searched):
 
 @pytest.fixture(scope="module")
 def tuned(faulty_transforms, tmp_path_factory):
-    """One real tuning of training steps with one option that makes them faster."""
+    """One real tuning of training steps with one option that speeds them up."""
     store = tmp_path_factory.mktemp("store")
     torch.manual_seed(0)
     model = trained.Slow().train()

@@ -130,7 +130,7 @@ def test_engines_are_tried_without_a_graph_where_graphs_do_not_apply(regime, ste
 EAGER, REDUCE = single("inference_mode"), single("compile", mode="reduce-overhead", freezing=True)
 PLAIN = single("compile", mode="default", freezing=False)
 TIMED = [regime for regime in REGIMES if regime != "memory-bound"]
-"""Regimes of which there are records on GPUs."""
+"""Regimes with recorded searches on GPUs."""
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -1,4 +1,4 @@
-"""What benchmark mode makes of its store: what it must not serve, cannot write, or finds anew."""
+"""Benchmark mode and its store: plans not to serve, failed writes, and new plans."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_strict_raises_where_there_can_be_no_plan(tmp_path):
         tuned(torch.randn(2, 8))
 
 
-# -- several who search at once -----------------------------------------------------------------
+# -- concurrent searches ------------------------------------------------------------------------
 
 
 def test_what_another_process_stored_meanwhile_stays_and_is_served(

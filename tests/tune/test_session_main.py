@@ -58,7 +58,7 @@ assert served.report().calls == {{"tuned": 1}} or not plan.candidate, served.rep
 print(plan.path)
 """
 WAYS = {"file": "cudnn_deterministic", "stdin": "cudnn_deterministic", "-c": "compile(default)"}
-"""How Python is given a script, and the one option that it searches over."""
+"""How Python gets a script, and the only option that it searches over."""
 
 
 def _script(folder, option="inference_mode"):
@@ -80,7 +80,7 @@ def _started(folder, way):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Scripts given in every way, run side by side: their folders, exit codes and outputs."""
+    """Scripts started in every way, in parallel: their folders, exit codes and outputs."""
     folders = {way: tmp_path_factory.mktemp("script") for way in WAYS}
     started = {way: _started(folder, way) for way, folder in folders.items()}
     try:
@@ -101,7 +101,7 @@ def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(ended, way
 
 
 def _interruptible():
-    # Whoever runs these tests in the background may have had them ignore it.
+    # A test run in the background may have inherited that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

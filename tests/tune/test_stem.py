@@ -48,7 +48,7 @@ def program(name, is_idle):
 
 
 class Clock:
-    """Stands for the device: each configuration takes a time of its own."""
+    """A fake device with a fixed time per configuration."""
 
     def __init__(self, monkeypatch, times, unfit=(), idle=(), usual=""):
         self.times = times

@@ -67,7 +67,7 @@ def test_a_fault_is_the_reason_whatever_the_error():
     assert decide(Verification(OutputError(0, 0), "holds NaN"), REFERENCE, "bf16", 0.9) == (
         "holds NaN"
     )
-    assert decide(Verification(None), REFERENCE, "same", None) == "gave no outputs to compare"
+    assert decide(Verification(None), REFERENCE, "same", None) == "returned no outputs to compare"
 
 
 # -- training steps ---------------------------------------------------------------------------
@@ -76,7 +76,7 @@ PARTS = ("outputs", "loss", GRADIENTS, "buffers")
 
 
 def _step(explained=1e-5, largest=1e-5, **others):
-    """What a reference of a training step says: the same of all parts, but for the `others`."""
+    """A reference of a training step, equal for all parts except the `others`."""
     parts = {part: OutputError(explained, largest) for part in PARTS}
     parts |= {part: OutputError(error, error) for part, error in others.items()}
     classes = dict.fromkeys(("same", *TOLERANCES), parts)
@@ -84,7 +84,7 @@ def _step(explained=1e-5, largest=1e-5, **others):
 
 
 def _found(**errors):
-    """A candidate that is exact but for some parts."""
+    """A candidate that is exact except for some parts."""
     parts = {part: OutputError(0.0, 0.0) for part in PARTS}
     parts |= {part: OutputError(*error) for part, error in errors.items()}
     return Verification(worst(parts.values()), None, parts)

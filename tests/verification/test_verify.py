@@ -25,7 +25,7 @@ def linear():
 
 
 def _verdict(workload, model=None, precision="same", tolerance=None, seed=0):
-    """What becomes of a candidate that computes `model` in place of the workload's own."""
+    """Verdict on a candidate that runs `model` instead of the workload's own."""
     data, reference = make_reference(workload, seed)
     found = verify(workload.model if model is None else model, workload, data)
     return decide(found, reference, precision, tolerance)
@@ -113,7 +113,7 @@ def _static(model):
 
 
 def _not_finite(*outputs):
-    """A workload that returns these whatever its input is."""
+    """A workload that returns these values for any input."""
     return Workload(lambda x: [out.clone() for out in outputs], torch.randn(4))
 
 
@@ -138,7 +138,7 @@ def test_one_finite_number_can_be_compared(other):
 def test_outputs_that_are_not_dense_are_refused_with_the_reason(convert, kind):
     workload = Workload(lambda x: (x.sum(), getattr(x, convert)()), torch.eye(4))
     assert _verdict(workload) == (
-        f"cannot be verified: output 1 is {kind}, and only dense tensors are compared"
+        f"cannot be verified: output 1 is {kind}, but only dense tensors can be compared"
     )
 
 
@@ -279,7 +279,7 @@ def test_a_workload_that_returns_no_tensor_cannot_be_verified():
 
 
 class Says(nn.Linear):
-    """Returns beside its output what `say` makes of it: no tensor."""
+    """Returns its output and a non-tensor that `say` derives from it."""
 
     def __init__(self, say):
         super().__init__(16, 16)
@@ -348,7 +348,7 @@ class Result:
 
 
 class Cache:
-    """An object whose tensors no container shows, and which refers to itself."""
+    """An object that hides its tensors from containers and refers to itself."""
 
     def __init__(self, keys):
         self.keys, self.own = keys, self
@@ -399,7 +399,7 @@ def test_strides_of_dimensions_of_one_element_say_nothing():
 
 
 class Collecting(nn.Module):
-    """Stores what it computes in containers of its caller's."""
+    """Stores its results in the caller's containers."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ def linear():
 
 
 def _verdict(workload, model=None, precision="same", tolerance=None, seed=0):
-    """What becomes of a candidate that computes `model` in place of the workload's own."""
+    """Verdict on a candidate that runs `model` instead of the workload's own."""
     data, reference = make_reference(workload, seed)
     found = verify(workload.model if model is None else model, workload, data)
     return decide(found, reference, precision, tolerance)
@@ -183,7 +183,7 @@ def test_indices_into_an_embedding_stay_valid():
 
 @pytest.fixture
 def bags():
-    """A workload whose second input, offsets, cannot be drawn at random."""
+    """A workload whose second input, offsets, must not be random."""
     return Workload(
         nn.EmbeddingBag(10, 4), (torch.arange(12) % 10, torch.tensor([0, 4, 8], dtype=torch.int64))
     )

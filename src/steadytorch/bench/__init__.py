@@ -1,4 +1,4 @@
-"""One workload under one candidate, live in a worker process, timed on demand.
+"""One workload under one candidate in a worker process, timed on demand.
 
-What measuring, comparing and tuning have in common: the worker's handler, and taking samples.
+Measuring, comparing and tuning share this code: the worker's handler and sampling.
 """

@@ -1,4 +1,4 @@
-"""A against B: live, interleaved in pairs of blocks; two saved results see `saved`."""
+"""Comparing A with B live, in interleaved pairs of blocks. For saved results see `saved`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from steadytorch.workload.workload import Workload
 
 METRICS = ("latency", "period")
 LONG_NS = 150e6
-"""From here on a block is three iterations."""
+"""Iteration time from which a block has three iterations instead of seven."""
 
 
 _T = TypeVar("_T")
 Contender = tuple[Workload, Candidate, str]
-"""Workload, the transforms to run it with, and its name."""
+"""A workload, the transforms to run it with, and its name."""
 
 
 def compare(
@@ -48,24 +48,24 @@ def compare(
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CompareResult:
-    """Gives a verdict between two workloads, or two results that `steady measure --json` saved.
+    """Compares two workloads, or two results saved by `steady measure --json`.
 
-    Workloads are timed live, see `compare_live`. Saved results are compared as they were taken, by
-    the medians of their processes; the other arguments are for workloads alone.
+    Workloads are timed live; see `compare_live`. Saved results are compared by the medians of their
+    processes, and the other arguments do not apply to them.
 
     Args:
         a: a workload, its `(model, inputs)`, or the path of a saved result.
-        b: what is compared with it, likewise.
-        candidates: the transforms to run each workload with; none for both as they are.
+        b: the same kind as `a`; the verdict is about `b`.
+        candidates: transforms to run each workload with; empty for untouched.
         processes: fresh pairs of processes; three or more support a claim for the machine.
         metric: `latency` or `period`.
-        device: where to run; None for where A is.
-        seed: of the order of blocks.
-        progress: is told what is going on.
+        device: where to run; None for A's device.
+        seed: seed of the block order.
+        progress: called with progress messages.
 
     Raises:
-        UsageError: one is saved and the other is not, a workload fails before anything was timed,
-            a file holds no measurement or one of another machine, or an argument is wrong.
+        UsageError: only one of them is saved, a workload fails before anything was timed, a file
+            holds no measurement, the files come from different machines, or an argument is wrong.
     """
     if not isinstance(a, str | Path) and not isinstance(b, str | Path):
         one, other = workload_of(a), workload_of(b)
@@ -79,11 +79,13 @@ def compare(
             progress=progress,
         )
     if not isinstance(a, str | Path) or not isinstance(b, str | Path):
-        raise UsageError("one of A and B is a saved result and the other is not: give two alike")
+        raise UsageError(
+            "cannot compare a saved result with a live workload: pass two files or two workloads"
+        )
     if (candidates, processes, metric, device, seed) != (((), ()), 1, "latency", None, 0):
         raise UsageError(
-            "candidates, processes, metric, device and seed are for live comparisons: saved "
-            "results are compared as taken"
+            "candidates, processes, metric, device and seed apply only to live comparisons: omit "
+            "them for saved results"
         )
     return compare_files(a, b)[0]
 
@@ -98,22 +100,22 @@ def compare_live(
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CompareResult:
-    """Times two workloads against one another in live workers, block by block in random order.
+    """Times two workloads against each other in live workers, block by block in random order.
 
-    Ctrl-C ends it early and keeps the pairs taken until then; before the first it is raised as
-    `KeyboardInterrupt`.
+    Ctrl-C ends the comparison early and keeps the pairs taken so far.
 
     Args:
-        a: the first.
-        b: the second.
+        a: the first workload.
+        b: the second workload.
         processes: fresh pairs of workers; three or more support a claim for the machine.
         metric: `latency` or `period`.
-        device: where to run; None for where A is.
-        seed: of the order of blocks.
-        progress: is told what is going on.
+        device: where to run; None for A's device.
+        seed: seed of the block order.
+        progress: called with progress messages.
 
     Raises:
-        UsageError: one of them fails before anything was timed, or an argument is wrong.
+        UsageError: a workload fails before anything was timed, or an argument is wrong.
+        KeyboardInterrupt: interrupted by the user before the first pair.
     """
     if processes < 1:
         raise UsageError(f"cannot compare in {processes} processes: give 1 or more")
@@ -147,21 +149,21 @@ def compare_live(
 
 
 def _too_few(processes: int) -> str:
-    """Two are more than the one that speaks for itself, and fewer than speak for the machine."""
+    """Note that the number of process pairs supports no verdict; "" if it does."""
     if processes == 1 or processes >= LEAST_PROCESSES:
         return ""
     return (
-        f"{processes} pairs of processes support no verdict: one speaks for these processes, "
-        f"{LEAST_PROCESSES} or more for the machine"
+        f"{processes} pairs of processes are too few for a verdict: use 1 for a verdict about "
+        f"these processes, or {LEAST_PROCESSES} or more for the machine"
     )
 
 
-class _Fails(Exception):  # noqa: N818 - a fault of a workload, told in a sentence
+class _Fails(Exception):  # noqa: N818 - a workload's failure as a message
     """One of the two workloads failed."""
 
 
 class _Taken(NamedTuple):
-    """What one pair of processes gave, and what ended it before its time."""
+    """Samples of one pair of processes, and the exception that ended it early."""
 
     pairs: list[tuple[float, float]]
     ended: _Fails | KeyboardInterrupt | None
@@ -176,7 +178,7 @@ def _one_pair(
     rng: Random,
     alone: bool,
 ) -> _Taken:
-    """Takes pairs until a look decides; then each side `alone`, where power holds the clock."""
+    """Takes pairs until a look decides. With `alone`, then runs `dwells` on CUDA."""
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
     ended, found = None, ()
@@ -204,12 +206,12 @@ def _one_pair(
     finally:
         for worker in workers:
             worker.kill()
-    # Cut short within a pair, one side has a block more than the other.
+    # If interrupted within a pair, one side has an extra block.
     return _Taken(list(zip(*times, strict=False)), ended, found)
 
 
 def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
-    """Asks a worker, and says whose it was where it fails."""
+    """Calls a worker and names its side if it fails."""
     try:
         return ask(*arguments)
     except WorkerFault as fault:
@@ -217,7 +219,7 @@ def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def _combined(done: Sequence[_Taken]) -> Effect:
-    """One process speaks for itself; several are replicates of one another."""
+    """The effect from one process pair, or from several as replicates."""
     whole = [judge(taken.pairs) for taken in done if taken.ended is None]
     judgements = whole or [judge(taken.pairs) for taken in done]
     pairs = sum(judgement.pairs for judgement in judgements)

@@ -1,4 +1,4 @@
-"""The clock of a GPU, counted beside the periods of a series."""
+"""Counting a GPU's clock cycles while the periods of a series are timed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.measure.sampler import CudaSampler, Sampler
 
 UNCOUNTED = "sm_cycles"
-"""Under this name a recording says why the clock was not counted."""
+"""Key in `Recording.unknown` for the reason why cycles were not counted."""
 COUNTED_FROM_NS = 500_000
-"""Shortest iteration beside which it is counted: a power limit holds long ones, and of short ones
-those after a reading would be told from the others by what an event may be off."""
+"""Shortest iteration time at which cycles are counted. Power limits matter for long iterations; for
+short ones the error of an event would distort the samples after a reading."""
 
 
 @contextmanager
 def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterator[str | None]:
-    """Has periods taken meanwhile with a counter of cycles; yields the reason if they are not.
+    """Counts cycles for periods timed within the block; yields why not, or None.
 
-    On the CPU there is nothing to count, and no reason to give.
+    Yields None on the CPU too, where there is nothing to count.
 
     Args:
-        sampler: takes the periods.
-        device: on which they run.
-        sample_ns: what one of them takes, about.
+        sampler: the sampler that takes the periods.
+        device: the device they run on.
+        sample_ns: approximate time of one sample.
     """
     if not isinstance(sampler, CudaSampler):
         yield None
@@ -42,7 +42,7 @@ def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterat
         return
     counter = _counter(device)
     sampler.counter = None if isinstance(counter, str) else counter
-    sampler.typical_ns = sample_ns  # of this step; what was timed before may be another's
+    sampler.typical_ns = sample_ns  # the sampler may have timed another step before
     try:
         yield counter if isinstance(counter, str) else None
     finally:
@@ -51,16 +51,16 @@ def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterat
 
 @cache
 def _counter(device: torch.device) -> CycleCounter | str:
-    """The one of this process for a device, or the reason why there is none."""
+    """This process's cycle counter for a device, or the reason why there is none."""
     try:
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         return CycleCounter(cuda_driver(), device, blocks)
-    except (UnsupportedError, RuntimeError) as error:  # the latter where memory is short
+    except (UnsupportedError, RuntimeError) as error:  # RuntimeError: out of memory
         return one_line(error)
 
 
 def counted_of(sampler: Sampler, count: int) -> tuple[list[float], list[int]]:
-    """Of the last so many periods that were taken: MHz, NaN where unknown, and the gaps before."""
+    """Clocks in MHz (NaN if unknown) and preceding gaps in ns of the last `count` periods."""
     if not isinstance(sampler, CudaSampler) or not count:
         return [math.nan] * count, [0] * count
     clocks, gaps = sampler.clocks_mhz, sampler.gaps_ns
@@ -71,7 +71,7 @@ def counted_of(sampler: Sampler, count: int) -> tuple[list[float], list[int]]:
 
 
 def noted(recording: Recording, why: str | None) -> Recording:
-    """The recording, with the reason why the clock was not counted, if there is one."""
+    """The recording with the reason why cycles were not counted, if there is one."""
     if why is None:
         return recording
     return msgspec.structs.replace(recording, unknown={**recording.unknown, UNCOUNTED: why})

@@ -1,4 +1,4 @@
-"""Measuring a workload: fresh processes, each warmed up, sampled without a break, and recorded."""
+"""Measuring a workload in fresh processes: warm up, sample without a break, record telemetry."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.bench.worker:WorkloadHandler"
 LATENCY_SHARE = 0.3
-"""Of the sampling time on CUDA, where latency is taken in a series of its own."""
+"""Share of the sampling time for latency, which is a separate series on CUDA."""
 SETUP_S = 600.0
 PATIENCE_S = 10.0
-"""For the samples of a series that the user interrupted: the worker looks twice a second."""
+"""Timeout for the samples of an interrupted series; the worker checks twice a second."""
 
 
 class HostBlock(msgspec.Struct, frozen=True):
-    """What the host did.
+    """Host activity during the measurement.
 
     Attributes:
-        enqueue_median_ns: time to enqueue an iteration; on the CPU that is the iteration.
-        overhead_ns: what the probe adds to an iteration, measured on an empty step; None where
-            the workload failed before that was known.
-        gc_collections: runs of Python's garbage collector meanwhile.
-        gc_ns: their time together.
-        involuntary_switches: times a thread was made to give up its core; None where unknown.
-        major_faults: pages read from a disk; None where unknown.
-        steal_ns: CPU time taken by other virtual machines, over all cores; None where unknown.
+        enqueue_median_ns: median time to enqueue an iteration; on the CPU the iteration itself.
+        overhead_ns: time the probe adds to an iteration, measured on an empty step; None if the
+            workload failed before it was measured.
+        gc_collections: runs of Python's garbage collector.
+        gc_ns: total time of these runs.
+        involuntary_switches: involuntary context switches; None if unknown.
+        major_faults: pages read from disk; None if unknown.
+        steal_ns: CPU time taken by other virtual machines, over all cores; None if unknown.
         recorder_share: CPU time of the recorder over the time recorded.
     """
 
@@ -59,14 +59,14 @@ class HostBlock(msgspec.Struct, frozen=True):
 
 
 class DeviceBlock(msgspec.Struct, frozen=True):
-    """What the GPU did; a field is None where it could not be observed.
+    """GPU telemetry during the measurement; None if a value could not be observed.
 
     Attributes:
-        sm_clock_mhz: median clock of the multiprocessors.
-        power_watts: median draw.
-        clock_held_by: reasons that held the clock at any tick.
-        other_processes: most other processes with a context seen at once.
-        clock_difference: periods by the device's clock over the same by the host's, less one.
+        sm_clock_mhz: median SM clock.
+        power_watts: median power draw.
+        clock_held_by: all reasons that throttled the clock.
+        other_processes: largest number of other processes with a context.
+        clock_difference: total period by the device's clock over that by the host's, minus one.
     """
 
     sm_clock_mhz: float | None
@@ -77,17 +77,17 @@ class DeviceBlock(msgspec.Struct, frozen=True):
 
 
 class ProcessMeasurement(msgspec.Struct, frozen=True):
-    """One process.
+    """The measurement of one process.
 
     Attributes:
-        period: end of an iteration to the end of the next.
-        latency: call to finished result; None on the CPU, where it is the period.
-        set_up: how the workload came to be ready.
-        resolved: whether the median was known well enough when the time was over.
-        host: what the host did.
-        device: what the GPU did; None on the CPU.
-        unknown: channel to the reason why it could not be observed.
-        complete: whether neither the user nor an exception ended it before its time.
+        period: time from the end of one iteration to the end of the next.
+        latency: time from call to finished result; None on the CPU, where it equals the period.
+        set_up: set-up time, warm-up and peak memory.
+        resolved: whether the median's interval became narrow enough in time.
+        host: host activity.
+        device: GPU telemetry; None on the CPU.
+        unknown: reason why a channel could not be observed, by channel.
+        complete: whether it ran to its end, without an interrupt or an exception.
     """
 
     period: Measurement
@@ -104,13 +104,13 @@ class MeasureResult(msgspec.Struct, frozen=True):
     """All processes of one measurement.
 
     Attributes:
-        processes: in the order taken; at least one.
+        processes: measured processes in the order taken; at least one.
         claim: `machine` from three replicates on, else `process`.
-        median_ns: of the replicate, or the geometric mean of the replicates' medians.
-        median_ci_ns: 95 % interval: of the median within the replicate, or by Student's t over the
-            replicates' log medians; None where none may be claimed.
-        spread: standard deviation of the replicates' log medians, None for one.
-        failed: the exception that ended it early, None if none did; what was taken is kept.
+        median_ns: the replicate's median, or the geometric mean of the replicates' medians.
+        median_ci_ns: 95 % interval of the median: within the replicate, or by Student's t over the
+            replicates' log medians. None if the samples support no interval.
+        spread: standard deviation of the replicates' log medians; None for one.
+        failed: the exception that ended the measurement early, or None; earlier samples are kept.
         interrupted: whether the user stopped it.
     """
 
@@ -124,7 +124,7 @@ class MeasureResult(msgspec.Struct, frozen=True):
 
     @property
     def replicates(self) -> tuple[ProcessMeasurement, ...]:
-        """The complete processes: few samples are no equal of thousands. All where none is."""
+        """The complete processes, or all of them if none is complete."""
         return tuple(each for each in self.processes if each.complete) or self.processes
 
 
@@ -139,19 +139,19 @@ def measure(
 ) -> MeasureResult:
     """Measures a workload in fresh processes, one after another.
 
-    Ctrl-C ends it early and keeps what was timed until then; before anything was timed it is raised
-    as `KeyboardInterrupt`.
+    Ctrl-C ends the measurement early and keeps the samples taken so far.
 
     Args:
-        workload: what to measure, or its `(model, inputs)`; it is not run in this process.
-        processes: how many; three or more support a claim for the machine.
-        budget: time for sampling in all, such as `20s`; starting and warming up come on top.
-        device: where to run; None for where the workload is.
-        candidate: transforms to apply; none for the workload as it is.
-        progress: is told what is going on.
+        workload: the workload or its `(model, inputs)`; not run in this process.
+        processes: number of processes; three or more support a claim for the machine.
+        budget: total sampling time, such as `20s`; start and warm-up come on top.
+        device: where to run; None for the workload's device.
+        candidate: transforms to apply; empty for untouched.
+        progress: called with progress messages.
 
     Raises:
         UsageError: the workload fails before anything was timed, or an argument is wrong.
+        KeyboardInterrupt: interrupted by the user before anything was timed.
     """
     if processes < 1:
         raise UsageError(f"cannot measure in {processes} processes: give 1 or more")
@@ -212,7 +212,7 @@ def _together(
 
 
 def t_interval(logs: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
-    """Student's interval of the geometric mean of independent values, from their logarithms."""
+    """Student's t interval of the geometric mean of independent values, given their logarithms."""
     from scipy.stats import t
 
     half = t.ppf((1 + confidence) / 2, len(logs) - 1) * np.std(logs, ddof=1) / np.sqrt(len(logs))
@@ -223,7 +223,7 @@ def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
     """Loads the payload in a worker, applies a candidate and warms it up.
 
     Raises:
-        WorkerFault: it raised, died, or took too long.
+        WorkerFault: the worker raised, died or timed out.
     """
     worker.call("load", SETUP_S, device=device, ambient=transforms.ambient())
     reply = worker.call("set_up", SETUP_S, candidate=msgspec.to_builtins(candidate))
@@ -233,11 +233,11 @@ def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
 def one_process(
     ask: Callable[[str, float], Series], set_up: SetUp, device: str, seconds: float
 ) -> tuple[ProcessMeasurement, str | None, bool]:
-    """One process's part, the exception that ended it early, and whether the user did."""
+    """Measures in one process; returns the measurement, why it failed, and if it was stopped."""
     on_gpu = device.startswith("cuda")
     period = last = ask("period", seconds * (1.0 - LATENCY_SHARE if on_gpu else 1.0))
     if not period.durations_ns:
-        raise WorkerFault(Fault.RAISED, period.failed or "no iteration was finished")
+        raise WorkerFault(Fault.RAISED, period.failed or "no iteration finished")
     recording = msgspec.convert(period.recording, Recording)
     latency = None
     if on_gpu and period.failed is None and not period.stopped:
@@ -258,7 +258,7 @@ def one_process(
 
 
 def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
-    """Has a worker time a series; Ctrl-C asks it, by the file `stop`, for what it has by then."""
+    """Times a series in a worker. Ctrl-C creates the file `stop` and returns a partial series."""
     worker.send("series", metric=metric, seconds=seconds)
     try:
         reply = worker.receive(60.0 + 20.0 * (seconds + set_up.warm_up.iteration_ns * 1e-9))
@@ -272,10 +272,10 @@ def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: 
 
 
 def _broken_off(worker: Worker, fault: WorkerFault, device: str) -> tuple[ProcessMeasurement, str]:
-    """What is left of a process whose workload raised while it was warmed up.
+    """Recovers the samples of a process whose workload raised during warm-up.
 
     Raises:
-        WorkerFault: nothing is.
+        WorkerFault: there are none.
     """
     reply = worker.call("broken_off", PATIENCE_S) if fault.raised is not None else None
     if reply is None:
@@ -287,10 +287,10 @@ def _broken_off(worker: Worker, fault: WorkerFault, device: str) -> tuple[Proces
 def _left_behind(
     directory: Path, set_up: SetUp, fault: WorkerFault, device: str
 ) -> tuple[ProcessMeasurement, str]:
-    """What is left of a process that died, or was killed, while its period was timed.
+    """Recovers the samples of a process that died while its period was timed.
 
     Raises:
-        WorkerFault: nothing is.
+        WorkerFault: there are none.
     """
     kept = directory / TAKEN.format(metric="period")
     samples = kept.read_bytes() if kept.exists() else b""
@@ -303,7 +303,7 @@ def _left_behind(
 def _unrecorded(
     durations_ns: list[int], metric: str, set_up: SetUp, device: str
 ) -> ProcessMeasurement:
-    """Samples whose recording went with the process, or was never begun."""
+    """A measurement from samples without a recording."""
     nothing = Recording(device=device.partition(":")[0], interval_ns=0)
     return ProcessMeasurement(
         period=summarize(durations_ns, metric),

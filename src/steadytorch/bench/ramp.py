@@ -1,20 +1,20 @@
-"""What is thrown away after each switch between workers: they ramp up, it is no sample."""
+"""Number of iterations to discard after each switch between workers, while they ramp up."""
 
 from __future__ import annotations
 
 import math
 
 DISCARD = 2
-"""Iterations, at the least."""
+"""Minimum number of iterations to discard."""
 RAMP_NS = 4e6
-"""And the least time of these in inference. What ran meanwhile has taken the caches of the host: on
-an H200, calls under 1 ms took up to 1.5 times as long in the first 2.4 ms, and few did later."""
+"""Minimum time to discard in inference, because other workers evict the host's caches. On an H200
+host, calls under 1 ms took up to 1.5 times as long in the first 2.4 ms, and few did later."""
 
 
 def ramp(iteration_ns: float) -> int:
-    """How many iterations that is.
+    """Number of iterations to discard.
 
     Args:
-        iteration_ns: of one, expected.
+        iteration_ns: expected time of one iteration.
     """
     return max(DISCARD, math.ceil(RAMP_NS / max(iteration_ns, 1.0)))

@@ -1,4 +1,4 @@
-"""Saved results, read with doubt, and saved measurements against one another."""
+"""Reading saved results, validated on read, and comparing saved measurements."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from steadytorch.measure.race import ALPHA, LEAST_PROCESSES, POWER, TIE, verdict
 from steadytorch.measure.statistics import detectable
 
 SCHEMA = 1
-"""Of the JSON objects that results are written as."""
+"""Schema version of result files."""
 MOST_BYTES = 256 << 20
-"""A sample takes some 22 bytes in the file of a measurement, where it stands twice: this holds ten
-million, and reading them takes less than 2 GiB of memory."""
+"""Largest file read. Each sample takes about 22 bytes, so this holds ten million samples; reading
+them takes less than 2 GiB of memory."""
 
 T = TypeVar("T")
 
 
 class SavedMeasure(msgspec.Struct, frozen=True):
-    """What a comparison needs of a saved measurement.
+    """The parts of a saved measurement that a comparison needs.
 
     Attributes:
-        workload: its name.
-        environment: where it was taken.
-        process_medians_ns: median of the period, per complete process, or of all where none is.
+        workload: name of the workload.
+        environment: facts about the device.
+        process_medians_ns: median period of each complete process, or of all if none is complete.
     """
 
     workload: str
@@ -61,15 +61,15 @@ class _Measure(msgspec.Struct):
 
 
 def _named(path: Path) -> str:
-    """A path in one line, whatever it is called."""
+    """A path as printable text."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def content_of(path: Path) -> bytes:
-    """The content of a result's file; one of another nature, or too large, holds nobody up.
+    """The content of a result file; never blocks on a pipe or reads an oversized file whole.
 
     Raises:
-        UsageError: it is not there, may not be read, is too large or is no regular file.
+        UsageError: the file is missing, unreadable, too large or not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -78,22 +78,22 @@ def content_of(path: Path) -> bytes:
             content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
     except OSError as error:
         raise UsageError(f"{_named(path)} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # such as a name with a NUL
+    except ValueError as error:  # such as a path with a NUL byte
         raise UsageError(f"{_named(path)} cannot be read: {error}") from error
     if content is None:
-        raise UsageError(f"{_named(path)} is no regular file: name one that --json wrote")
+        raise UsageError(f"{_named(path)} is not a regular file: pass one that --json wrote")
     if len(content) > MOST_BYTES:
         raise UsageError(
-            f"{_named(path)} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
+            f"{_named(path)} exceeds {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
         )
     return content
 
 
 def kind_of(path: Path, content: bytes) -> str:
-    """Of which kind a result is.
+    """The kind of a result.
 
     Raises:
-        UsageError: it is no result, or one of another schema.
+        UsageError: the content is not a result, or has another schema.
     """
     head = decoded(path, content, _Head)
     if head.schema != SCHEMA:
@@ -102,17 +102,17 @@ def kind_of(path: Path, content: bytes) -> str:
 
 
 def decoded(path: Path, content: bytes, form: type[T]) -> T:
-    """What a result says, as far as a form asks for it.
+    """Decodes a result into a struct; other fields are ignored.
 
     Raises:
-        UsageError: it is not JSON, or something is missing or of another type.
+        UsageError: the content is not JSON, or a field is missing or has another type.
     """
     try:
         return msgspec.json.decode(content, type=form)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise UsageError(
-            f"{_named(path)} is not a saved result: {error}; name a file that --json of this "
-            "version wrote"
+            f"{_named(path)} is not a saved result: {error}; pass a file that this version wrote "
+            "with --json"
         ) from error
 
 
@@ -120,19 +120,19 @@ def read_measure(path: Path) -> SavedMeasure:
     """Reads what `steady measure --json` wrote.
 
     Raises:
-        UsageError: it is not there, not JSON, or of another kind or schema.
+        UsageError: the file is missing, not JSON, or of another kind or schema.
     """
     content = content_of(path)
     kind = kind_of(path, content)
     if kind != "measure":
         raise UsageError(
-            f"{_named(path)} holds a {kind!r} result: compare takes those of steady measure --json"
+            f"{_named(path)} holds a {kind!r} result: pass one from steady measure --json"
         )
     saved = decoded(path, content, _Measure)
     whole = [process for process in saved.processes if process.complete] or saved.processes
     medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):
-        raise UsageError(f"{_named(path)} holds medians that are no times: {medians}")
+        raise UsageError(f"{_named(path)} holds invalid medians: {medians}; measure again")
     return SavedMeasure(saved.workload, saved.environment, medians)
 
 
@@ -140,10 +140,10 @@ def compare_files(a: str | Path, b: str | Path) -> tuple[CompareResult, DeviceFa
     """Compares two results that `steady measure --json` saved.
 
     Returns:
-        What they say, and the machine that both were taken on.
+        The comparison, and the machine that both were taken on.
 
     Raises:
-        UsageError: one of them holds no measurement, or they are of different machines.
+        UsageError: a file holds no measurement, or they come from different machines.
     """
     first, second = read_measure(Path(a)), read_measure(Path(b))
     _must_match(first.environment, second.environment, (str(a), str(b)))
@@ -156,8 +156,8 @@ def _must_match(one: DeviceFacts, other: DeviceFacts, names: tuple[str, str]) ->
         mine, yours = getattr(one, field), getattr(other, field)
         if mine != yours:
             raise UsageError(
-                f"{names[0]} and {names[1]} are of different machines ({field} {mine!r} and "
-                f"{yours!r}): a difference would say nothing about the workload"
+                f"{names[0]} and {names[1]} come from different machines ({field} {mine!r} and "
+                f"{yours!r}): measure both on one machine"
             )
 
 
@@ -166,13 +166,13 @@ def compare_saved(
 ) -> CompareResult:
     """Compares two saved measurements by the medians of their processes.
 
-    Processes are the unit of replication: with fewer than three on either side there is nothing to
-    tell a difference between programs from one between processes, and no verdict is given.
+    Processes are the unit of replication. With fewer than three on a side there is no verdict,
+    because variation between processes cannot be estimated.
 
     Args:
-        a: name and median per process in ns.
-        b: likewise.
-        metric: what the medians are of.
+        a: name and median of each process in ns.
+        b: the same for B.
+        metric: the metric of the medians.
     """
     logs = [np.log(np.asarray(medians, dtype=np.float64)) for _, medians in (a, b)]
     fewest = min(map(len, logs))
@@ -181,8 +181,8 @@ def compare_saved(
     note, verdict = "", "undecided"
     if fewest < LEAST_PROCESSES:
         note = (
-            f"{fewest} process{'es' if fewest > 1 else ''} on one side: differences between "
-            "processes cannot be told from those between programs; measure with --processes 5"
+            f"{fewest} process{'es' if fewest > 1 else ''} on one side: too few to estimate the "
+            "variation between processes; measure with --processes 5"
         )
     else:
         low, high = map(float, np.expm1(welch_interval(logs[0], logs[1], 1 - ALPHA)))
@@ -208,7 +208,7 @@ def compare_saved(
 
 
 def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of mean(b) - mean(a) for groups of unequal variance (B. Welch, 1947).
+    """Interval of mean(b) - mean(a) for groups of unequal variance (Welch, 1947).
 
     Args:
         a: shape (n,), n >= 2.
@@ -223,7 +223,7 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[flo
 
 
 def _welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """mean(b) - mean(a), its standard error, and the degrees of freedom of that."""
+    """mean(b) - mean(a), its standard error and the degrees of freedom."""
     errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
     parts = errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1)
     freedom = sum(errors) ** 2 / parts if parts else float(len(a) + len(b) - 2)

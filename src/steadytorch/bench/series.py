@@ -1,4 +1,4 @@
-"""Samples as a worker takes them, and what was recorded beside them."""
+"""A worker's samples with the telemetry recorded meanwhile."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from steadytorch.measure.measurement import Measurement, summarize
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Iterations timed one after another, and what was recorded beside them.
+    """Iterations timed one after another, with their telemetry.
 
     Attributes:
-        durations_ns: per iteration, in the order taken.
-        stretches: of samples without a break between them: host clock at the start, and how many.
-        host_ns: time the host took to enqueue each; empty for latencies.
-        overhead_ns: what the probe itself adds to an iteration, as measured on an empty step.
-        group: iterations that were timed together; durations are their means.
-        resolved: whether the median's interval became narrow enough within the time given.
+        durations_ns: time of each iteration, in the order taken.
+        stretches: runs of samples without a break, as (host clock at the start, sample count).
+        host_ns: time to enqueue each iteration; empty for latencies.
+        overhead_ns: time the probe adds to an iteration, measured on an empty step.
+        group: iterations timed together; durations are their means.
+        resolved: whether the median's interval became narrow enough in time.
         recording: telemetry on the same clock, as `device.recorder.Recording`.
-        failed: the exception that ended the series early, None if none did.
-        stopped: whether it was asked to end early.
+        failed: the exception that ended the series early, or None.
+        stopped: whether the series was stopped early on request.
         clock_difference: see `Sampler.clock_difference`.
-        clocks_mhz: see `CudaSampler.clocks_mhz`; None where none was counted.
-        gaps_ns: see `CudaSampler.gaps_ns`; None likewise.
+        clocks_mhz: see `CudaSampler.clocks_mhz`; None if cycles were not counted.
+        gaps_ns: see `CudaSampler.gaps_ns`; None if cycles were not counted.
     """
 
     durations_ns: list[int]
@@ -56,10 +56,10 @@ class Series(msgspec.Struct, frozen=True):
         return starts
 
     def summary(self, metric: str) -> Measurement:
-        """What may be said of the samples, the outliers among them with the causes recorded.
+        """Statistics of the samples, with the recorded causes of outliers.
 
         Raises:
-            UsageError: there are none.
+            UsageError: there are no samples.
         """
         plain = summarize(self.durations_ns, metric)
         if not plain.outliers:

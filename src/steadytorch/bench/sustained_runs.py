@@ -1,7 +1,7 @@
-"""Both sides for seconds at a stretch, where a power limit holds the GPU's clock.
+"""Sustained runs of each side of a comparison, for GPUs that reach their power limit.
 
-Blocks of a few iterations that take turns meet one clock, the one that suits the mean draw of the
-two. Each by itself would settle at its own: what a pair cannot see.
+Short alternating blocks share one clock, set by the mean power draw of both sides. Run alone, each
+side settles at its own clock, which pairs cannot show.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from steadytorch.device.recording import Recording, reasons
 
 POWER = "power_cap"
 PROBE_S = 2.0
-"""Long enough for a power limit to take hold: the driver averages the draw over a second or so."""
+"""Long enough for a power limit to act: the driver averages power over about a second."""
 DWELL_S = 10.0
 ROUNDS = 2
 
 Ask = Callable[[int, float], Series]
-"""Has a side (0 is A, 1 is B) run for so many seconds, without a break and to the end."""
+"""Runs a side (0 is A, 1 is B) for a number of seconds without a break."""
 
 
 class Dwell(msgspec.Struct, frozen=True):
-    """One side, run by itself for a while.
+    """One sustained run of one side.
 
     Attributes:
         side: `a` or `b`.
-        seconds: how long.
-        median_ns: of its second half, when the clock has settled.
-        sm_clock_mhz: median clock of the multiprocessors then; None where unknown.
+        seconds: duration.
+        median_ns: median time in the second half, when the clock has settled.
+        sm_clock_mhz: median SM clock in the second half; None if unknown.
     """
 
     side: str
@@ -42,14 +42,14 @@ class Dwell(msgspec.Struct, frozen=True):
 
 
 def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
-    """Runs both sides for `DWELL_S` each, `ROUNDS` times in random order, if power holds the clock.
+    """Runs each side for `DWELL_S`, `ROUNDS` times in random order, if a power limit is active.
 
     Args:
         ask: runs a side.
         rng: decides the order within each round.
 
     Returns:
-        In the order taken; empty where no power limit shows within `PROBE_S` of either side.
+        The runs in the order taken; empty if neither side reaches a power limit within `PROBE_S`.
     """
     if not any(_held(ask(side, PROBE_S)) for side in (0, 1)):
         return ()
@@ -58,7 +58,7 @@ def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
 
 
 def effect_of(found: Sequence[Dwell]) -> float:
-    """B against A by their dwells, as a fraction: the mean of the rounds' log ratios."""
+    """Effect of B against A in sustained runs, as a fraction, from mean log times."""
     logs = {side: np.mean([np.log(d.median_ns) for d in found if d.side == side]) for side in "ab"}
     return float(np.expm1(logs["b"] - logs["a"]))
 

@@ -1,4 +1,4 @@
-"""What a comparison says of B against A."""
+"""The result of comparing B with A."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from steadytorch.bench.sustained_runs import Dwell
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One of the two that are compared.
+    """One side of a comparison.
 
     Attributes:
-        name: what results call it.
-        median_ns: its median over all pairs.
+        name: name in results.
+        median_ns: median over all pairs.
     """
 
     name: str
@@ -20,17 +20,17 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of B on time, and what it rests on.
+    """The effect of B on time, with its evidence.
 
     Attributes:
-        estimate: as a fraction; -0.12 is 12 % less time. None without data.
-        low: lower end of its interval, None where none may be claimed.
+        estimate: effect as a fraction; -0.12 is 12 % less time. None without data.
+        low: lower end of its interval; None if the data support no interval.
         high: upper end.
-        verdict: faster, slower, tie or undecided, of B.
+        verdict: verdict about B: faster, slower, tie or undecided.
         claim: `process` or `machine`.
-        pairs: pairs of blocks it rests on; 0 for saved results.
+        pairs: number of block pairs; 0 for saved results.
         processes: fresh processes of each side.
-        mde: the smallest effect that would have been found, as a fraction; None where unknown.
+        mde: minimum detectable effect as a fraction; None if unknown.
     """
 
     estimate: float | None
@@ -48,18 +48,18 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What pairs, or processes, say of B against A.
+    """The result of comparing B with A.
 
     Attributes:
-        a: the first.
-        b: the second.
+        a: the first side.
+        b: the second side.
         metric: `latency` or `period`.
-        effect: of B.
-        note: what the reader must know, such as why nothing is claimed; else empty.
-        samples: per process, the pairs (block of A, block of B) in ns.
-        failed: which workload failed and why, None if none did; what was taken before is kept.
+        effect: the effect of B.
+        note: a caveat, such as why there is no verdict; else empty.
+        samples: pairs (block of A, block of B) in ns, per process.
+        failed: which workload failed and why, or None; earlier samples are kept.
         interrupted: whether the user stopped it.
-        dwells: each side by itself, where a power limit holds the clock; from the first processes.
+        dwells: sustained runs of each side in the first processes, if a power limit was active.
     """
 
     a: Side

@@ -1,4 +1,4 @@
-"""What a worker does for whoever times a workload: rebuild, apply a candidate, warm up, time."""
+"""The worker handler that times a workload: rebuild, apply a candidate, warm up, time."""
 
 from __future__ import annotations
 
@@ -41,47 +41,47 @@ from steadytorch.workload.workload import Workload
 
 PAYLOAD = "workload.pt"
 LOOKS = tuple(int(100 * 1.5**k) for k in range(18))
-"""Sample counts at which a series may be found precise enough."""
+"""Sample counts at which a series may stop for precision."""
 RESOLVED = 0.005
-"""Half-width of the median's interval, over the median, at which a series is precise enough."""
+"""Relative half-width of the median's interval at which a series is precise enough."""
 ENOUGH_FOR_P99 = 1200
 STOP = "stop"
-"""A file of this name in the worker's directory ends a series before its time."""
+"""A file of this name in the worker's directory stops a series early."""
 TAKEN = "{metric}.i64"
-"""Samples of a series in ns as they are taken: what is left of them where the process dies."""
+"""File of a series' samples in ns, written as they are taken, so that they survive a crash."""
 CHUNK_NS = 500e6
-"""Longest stretch without looking for that file, and without noting the clock."""
+"""Longest stretch between two checks for the stop file and readings of the clock."""
 FIRST_COUNT = 10
-"""Samples in the first stretch at the most: a first idea of how long one takes."""
+"""Maximum number of samples in the first stretch, which estimates the iteration time."""
 
 
 def save_payload(workload: Workload, directory: Path) -> None:
-    """Writes the workload, weights included, for workers to load.
+    """Writes the workload with its weights to a file for workers to load.
 
     Raises:
-        UsageError: it holds what cannot be pickled.
+        UsageError: the workload cannot be pickled.
     """
     try:
         travel.save(workload, directory / PAYLOAD)
     except (OSError, SteadyError):
         raise
     except Exception as error:
-        held = "it holds" if workload.feed is None else "it holds, its loader included,"
+        held = "contents" if workload.feed is None else "contents, including the loader,"
         raise UsageError(
-            f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make what "
+            f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make its "
             f"{held} picklable"
         ) from error
 
 
 class SetUp(msgspec.Struct, frozen=True):
-    """How a candidate came to be ready.
+    """Set-up and warm-up of a candidate.
 
     Attributes:
-        setup_s: seconds to apply it and make the first call, compilation included; starting the
-            process and loading the model are not part of it.
-        warm_up: how it was brought to speed.
-        peak_memory_bytes: device memory allocated at the most (CUDA), or resident host memory at
-            the most (CPU), up to the end of the warm-up.
+        setup_s: seconds to apply it and make the first call, including compilation but not process
+            start and model loading.
+        warm_up: the warm-up.
+        peak_memory_bytes: peak of allocated device memory (CUDA) or resident host memory (CPU) up
+            to the end of the warm-up.
     """
 
     setup_s: float
@@ -90,11 +90,11 @@ class SetUp(msgspec.Struct, frozen=True):
 
 
 class BrokenOff(msgspec.Struct, frozen=True):
-    """What a workload did before it failed while warming up.
+    """The calls of a workload before it failed during warm-up.
 
     Attributes:
-        set_up: how far it came.
-        series: the calls that ended well, as latencies; nothing was recorded beside them.
+        set_up: the partial set-up.
+        series: latencies of the successful calls, without a recording.
     """
 
     set_up: SetUp
@@ -102,10 +102,10 @@ class BrokenOff(msgspec.Struct, frozen=True):
 
 
 class _Keeping:
-    """A sampler that keeps the latencies it takes: a step may fail before its first sample.
+    """A sampler that keeps its latencies, in case a step fails during warm-up.
 
     Args:
-        sampler: takes them.
+        sampler: the sampler to wrap.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -126,7 +126,7 @@ class _Keeping:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Raises what the model raised: its type and text decide what becomes of the candidate."""
+    """Unwraps `StepError`: the model's own exception decides how the candidate is rejected."""
     try:
         yield
     except StepError as error:
@@ -134,14 +134,14 @@ def own_errors() -> Iterator[None]:
 
 
 class WorkloadHandler:
-    """Answers whoever times a workload. Methods take and return msgpack types.
+    """Worker handler that times a workload. Methods take and return msgpack types.
 
     Args:
-        directory: holds the payload.
+        directory: folder with the payload.
     """
 
     counts_cycles = False
-    """Whether the clock of a GPU is counted beside the periods of a series."""
+    """Whether to count GPU clock cycles while periods are timed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -153,7 +153,7 @@ class WorkloadHandler:
         self._start: Start
 
     def load(self, device: str, ambient: dict[str, str]) -> None:
-        """Makes this process like the caller's and loads the workload onto the device."""
+        """Adopts the caller's process-wide settings and loads the workload onto the device."""
         transforms.set_ambient(ambient)
         if torch.device(device).index is not None:
             torch.cuda.set_device(device)
@@ -169,7 +169,7 @@ class WorkloadHandler:
         start = time.perf_counter()
         self._context = applied_in_order([transforms.create(s) for s in specs], self._workload)
         applied = self._context.__enter__()
-        # Timed through the caller's own inputs: what a transform converts, it converts every call.
+        # Time with the caller's inputs, so that conversions by transforms are timed too.
         self._model = applied.model
         own = {"inputs": self._workload.inputs, "kwargs": self._workload.kwargs}
         self._step = replace(applied, **own).step_function()
@@ -186,18 +186,18 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after a `ramp` that is not kept."""
-        # Training begins anew and takes few steps: on one batch for ever, weights overflow or
-        # gradients vanish, which a CPU is slow with, and blocks would depend on those before.
+        """Times a block of `count` iterations in ns each, after a discarded `ramp`."""
+        # Restart training in each block. Endless steps on one batch make weights overflow or
+        # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
         self._start.restore()
         in_training = self._workload.is_training
         before = DISCARD if in_training else ramp(self._iteration_ns * self._group)
         times = self._time(metric, before + count)[0][before:].tolist()
-        self._iteration_ns = int(np.median(times))  # warming up is timed beside other set-ups
+        self._iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
         return times
 
     def broken_off(self) -> dict[str, Any] | None:
-        """What was timed before warming up failed, as a `BrokenOff`; None if nothing was."""
+        """Samples taken before the warm-up failed, as a `BrokenOff`; None if there are none."""
         return None if self._broken_off is None else msgspec.to_builtins(self._broken_off)
 
     def _kept(self, latencies: list[int], setup_s: float, error: StepError) -> BrokenOff | None:
@@ -217,18 +217,20 @@ class WorkloadHandler:
         return BrokenOff(SetUp(setup_s, warmed, self._peak_memory()), series)
 
     def series(self, metric: str, seconds: float, whole: bool = False) -> dict[str, Any]:
-        """Times iterations until their median is precise or the time is over; returns a `Series`.
+        """Times iterations until their median is precise or the time is up; returns a `Series`.
 
-        With `whole` until the time is over in any case.
+        An exception of the workload or a `STOP` file ends the series; earlier samples are kept.
 
-        An exception of the workload ends the series, as a file `STOP` does; what was timed before
-        is kept.
+        Args:
+            metric: `latency` or `period`.
+            seconds: sampling time.
+            whole: whether to use all of the time even if the median is precise.
         """
-        if not whole:  # loaded at the first look, these would disturb the series
+        if not whole:  # importing these at the first look would disturb the series
             import ruptures  # noqa: F401
             import scipy.special  # noqa: F401
 
-        # What loading left behind is no garbage of the steps: a tenth of a second for all objects.
+        # Collect the garbage of loading first: 0.1 s that would otherwise fall into a step.
         gc.collect()
         overhead_ns = probe_overhead(self._sampler, 200) / self._group
         durations: list[int] = []
@@ -276,11 +278,11 @@ class WorkloadHandler:
     def _stretch(
         self, metric: str, durations: list[int], seconds_left: float
     ) -> tuple[int, np.ndarray, np.ndarray, str | None]:
-        """The next stretch of a series: its start, times, host times, and what ended it early."""
-        # The mean: a few long samples may take most of the time.
+        """The next stretch of a series: start, times, host times, and the error that ended it."""
+        # Mean, not median: a few long samples may take most of the time.
         expected_ns = float(np.mean(durations)) if durations else float(self._iteration_ns)
         count = _next_count(len(durations), expected_ns * self._group, seconds_left)
-        # A device's queue is empty after each break: filling it is no period.
+        # The device's queue is empty after each break; discard the periods that fill it.
         before = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
         began, failed = time.perf_counter_ns(), None
         try:
@@ -314,21 +316,18 @@ class WorkloadHandler:
 
 
 def _next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
-    """Samples up to the next planned look, and no more than the time left or a stretch allows."""
+    """Samples up to the next planned look, limited by the time left and `CHUNK_NS`."""
     target = next((look for look in LOOKS if look > taken), taken + LOOKS[-1])
     affordable = int(min(seconds_left * 1e9, CHUNK_NS) / max(sample_ns, 1.0)) + 1
     return max(1, min(target - taken if taken else FIRST_COUNT, affordable))
 
 
 def _resolved(durations: list[int], share_spent: float) -> bool:
-    """Whether the median is known well enough, and the tail within half of the time.
-
-    Of a series that is not steady no interval may be claimed, however narrow it is.
-    """
+    """Whether a steady series has a precise median, and enough samples for p99 or half its time."""
     if len(durations) not in LOOKS or (len(durations) < ENOUGH_FOR_P99 and share_spent < 0.5):
         return False
     samples = np.asarray(durations, dtype=np.float64)
-    # The looks share the error, as in any sequential test.
+    # The looks share the error probability, as in any sequential test.
     interval, _ = quantile_interval(samples, 0.5, 1 - 0.05 / len(LOOKS))
     if interval is None:
         return False

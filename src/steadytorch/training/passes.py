@@ -1,4 +1,4 @@
-"""One training step, taken apart: its passes, how far two of them are apart, and its update."""
+"""The parts of a training step: its passes, their errors, and its update."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from steadytorch.workload.workload import Workload
 
 OUTPUTS, LOSS, BUFFERS = "outputs", "loss", "buffers"
 BLEND = 0.25
-"""Share of each weight that comes from the other end of its tensor, on every other input set: more
-than any class rounds, so that weights which a candidate has copied show as an error."""
+"""Share of each weight taken from its flipped tensor on every other input set. It exceeds the
+rounding of any class, so that a candidate that copied weights shows an error."""
 SMALL = 1e-2
-"""Tensors below this share of the norm of all of them together are judged by that share. Gradients
-that are zero but for rounding are among them, as those of a bias before a batch norm."""
+"""Tensors with a norm below this share of the total are judged against this share. This covers
+gradients that are zero apart from rounding, such as those of a bias before a batch norm."""
 
 
 class Passes(NamedTuple):
-    """What one forward and backward pass gave.
+    """Results of one forward and backward pass.
 
     Attributes:
-        returned: values that the model returned, tensors themselves.
-        outputs: copies of these.
-        nesting: of what it returned.
-        loss: a scalar.
-        gradients: by parameter, themselves; None where there is none.
-        moved: how far each floating-point buffer moved.
-        counted: the other buffers, as they are afterwards.
+        returned: values that the model returned; tensors are not copied.
+        outputs: copies of these values.
+        nesting: nesting of the returned value.
+        loss: the scalar loss.
+        gradients: gradients by parameter, not copied; None if there is none.
+        moved: change of each floating-point buffer.
+        counted: values of the other buffers afterwards.
     """
 
     returned: list[Value]
@@ -54,16 +54,17 @@ class Passes(NamedTuple):
     counted: dict[str, Tensor]
 
     def is_finite(self) -> bool:
-        """Whether loss and gradients are numbers."""
+        """Whether loss and gradients are finite."""
         held = [self.loss, *(g for g in self.gradients.values() if g is not None)]
         return all(bool(tensor.isfinite().all()) for tensor in held)
 
 
 @torch.no_grad()
 def begin(workload: Workload, start: Start, number: int) -> None:
-    """Puts the weights as they came; for every other input set partly turned round (`BLEND`).
+    """Restores the start and seeds the generators; for odd input sets also changes the weights.
 
-    Random numbers begin at a seed of the input set: whoever draws alike draws the same ones.
+    The weights are blended with their flipped tensors (`BLEND`). The seed is the number of the
+    input set, so that steps that draw alike draw the same random numbers.
     """
     start.restore()
     torch.manual_seed(number)
@@ -74,13 +75,13 @@ def begin(workload: Workload, start: Start, number: int) -> None:
 
 
 def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool = True) -> Passes:
-    """Runs forward and backward once, from the weights as they are.
+    """Runs forward and backward once from the current weights.
 
     Args:
-        workload: untouched, as returned by `with_optimizer`.
-        model: what to call in place of its model.
-        arguments: of the call.
-        backward: False for the forward pass alone, without gradients.
+        workload: the untouched workload, as returned by `with_optimizer`.
+        model: the model to call instead of the workload's.
+        arguments: arguments of the call.
+        backward: False for only the forward pass, without gradients.
     """
     assert workload.training_step is not None
     parameters = parameters_of(workload)
@@ -110,12 +111,12 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def errors_of(found: Passes, right: Mapping[str, Any]) -> dict[str, OutputError]:
-    """How far passes are from the right ones, by part of the step.
+    """Errors of passes against the reference, by part of the step.
 
     Args:
-        found: of a candidate, or of the untouched workload.
-        right: what the parts are in higher precision: `outputs`, a list; `loss`; `gradients` and
-            `buffers` (their movement), by name.
+        found: passes of a candidate or of the untouched workload.
+        right: the parts in higher precision: `outputs`, a list; `loss`; `gradients` and `buffers`
+            (their change), by name.
     """
     return {
         OUTPUTS: output_error(found.outputs, right[OUTPUTS]),
@@ -126,7 +127,7 @@ def errors_of(found: Passes, right: Mapping[str, Any]) -> dict[str, OutputError]
 
 
 def size_fault(found: Passes, right: Mapping[str, Any]) -> str | None:
-    """A gradient, or the movement of a buffer, whose size is wrong; in words, None if none."""
+    """Which gradient or buffer change has the wrong size, as text; None if there is none."""
     expected = _present(right[GRADIENTS])
     if (wrong := wrong_size(_present(found.gradients), expected)) is not None:
         return "the gradient of {} is {:.2g} times as large as it should be".format(*wrong)
@@ -140,7 +141,7 @@ def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _error_of_all(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> OutputError:
-    """Of all tensors together, and of the one that is furthest off."""
+    """The relative error of all tensors together, and the largest of a single one."""
     sizes = {name: norm(tensor) for name, tensor in right.items()}
     off = {name: norm(_difference(found[name], tensor)) for name, tensor in right.items()}
     whole, off_whole = together(sizes.values()), together(off.values())
@@ -156,15 +157,15 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 
 def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -> str | None:
-    """Whether a whole step, as it is timed, makes the update that its own gradients call for.
+    """Why a whole step does not make the update that its gradients imply; None if it does.
 
-    The step is taken; then, from the same weights and state, the untouched optimizer is given the
-    gradients that it left.
+    Takes the step, then gives its gradients to the untouched optimizer from the same weights and
+    state.
 
     Args:
-        workload: untouched, as returned by `with_optimizer`.
-        step: of a candidate, or its own.
-        start: where it begins; it is there again in the end.
+        workload: the untouched workload, as returned by `with_optimizer`.
+        step: the step of a candidate, or the workload's own.
+        start: state from which the step starts; restored at the end.
     """
     start.restore()
     parameters = parameters_of(workload)
@@ -182,9 +183,9 @@ def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -
         if not norm(after[name] - parameter.detach()) <= REPEATABLE * due:
             stays = torch.equal(after[name], before[name])
             what = (
-                "leaves {} as it was"
+                "leaves {} unchanged"
                 if stays
-                else "updates {} otherwise than its gradient asks for"
+                else "updates {} differently than its gradient requires"
             )
             fault = f"the step {what.format(name)}"
             break

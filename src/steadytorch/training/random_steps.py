@@ -35,7 +35,7 @@ LEAST_MARGIN = 0.02
 """Medians no further apart than this, relative, are no difference in any class."""
 _NAN = torch.tensor(float("nan"))
 SAME_NUMBERS = "draws the same random numbers at each call"
-NOT_ADVANCED = "leaves the random number generator of its caller as it was"
+NOT_ADVANCED = "does not advance the caller's random number generator"
 
 
 def summaries(
@@ -138,7 +138,7 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
         if not (len(one) and len(other)):
             continue
         if not np.isfinite(one).all():
-            return 0.0, "loss or gradients are not finite"
+            return 0.0, "whether loss and gradients are finite"
         count += 1
         kind = _kind(column)
         scale = 1.0 if kind in _RELATIVE else abs(float(np.median(other)))

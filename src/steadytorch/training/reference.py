@@ -1,12 +1,11 @@
-"""What the untouched training step does: the reference that candidates are compared with.
+"""The reference for training candidates: the untouched step, with error bounds by precision class.
 
-How far a candidate may be off, the workload has to say. Gradients of a network with kinks (ReLU,
-max-pooling) jump where rounding lifts a value over one, and normalisation by a batch's own
-statistics spreads that: those of a ResNet-50 move by percents between equally good programs in
-float32, those of a vision transformer by millionths. So the untouched step is also taken with
-noise: weights, inputs and what each layer returns are off by as much as a precision class rounds.
-What that does is what rounding explains (backward error analysis, by trial), and it bounds the
-candidates of that class.
+The bounds depend on the workload. In a network with kinks (ReLU, max-pooling), gradients jump when
+rounding moves a value across one, and batch normalisation spreads the effect. Between equally good
+float32 programs, gradients of a ResNet-50 differ by percents, those of a vision transformer by
+millionths. Therefore the untouched step is also run with noise: weights, inputs and layer outputs
+are perturbed by a precision class's rounding. The resulting errors are those that rounding explains
+(an empirical backward error analysis), and they bound the candidates of that class.
 """
 
 from __future__ import annotations
@@ -57,17 +56,19 @@ from steadytorch.workload.start import Start, modules_of, parameters_of
 from steadytorch.workload.workload import TrainingStep, Workload
 
 ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Relative noise per precision class: its unit roundoff."""
+"""Relative noise per precision class: the unit roundoff."""
 OWN_ROUNDING = {
     torch.float64: 2.0**-49,
     torch.float32: 2.0**-20,
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
-"""Relative noise of class `same`, by element type. In float32 and float64 sixteen unit roundoffs:
-what summing a few hundred terms one by one typically brings, which grows with the square root of
-their number (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019).
-16-bit products are summed in float32, and rounded once."""
+"""Relative noise of class `same`, by dtype.
+
+For float32 and float64: 16 unit roundoffs, the typical error of summing a few hundred terms one by
+one. It grows with the square root of their number (Higham and Mary, "A new approach to
+probabilistic rounding error analysis", 2019). 16-bit products are summed in float32 and rounded
+once."""
 _NOT_FINITE = "cannot be verified: loss or gradients of the untouched workload are not finite"
 
 Parts = dict[str, OutputError]
@@ -77,13 +78,13 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     """Takes the untouched step at its own precision, at a higher one, and with noise.
 
     Args:
-        workload: untouched, as returned by `with_optimizer`.
-        seed: of inputs and noise.
-        start: where each pass begins; the workload is there again in the end.
+        workload: the untouched workload, as returned by `with_optimizer`.
+        seed: seed of inputs and noise.
+        start: state from which each pass starts; restored at the end.
 
     Returns:
-        The data candidates are compared with, to be saved for their workers, and the summary for
-        the parent.
+        The data for comparing candidates, to be saved for the workers; and the summary for the
+        parent.
     """
     before = Draws(workload.device)
     sets, own, unfit = _own(workload, seed, start)
@@ -119,7 +120,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
         unfit,
         higher.problem,
         f"rounding alone moves gradients by {explained['same'][GRADIENTS].relative_l2:.0e}",
-        "" if fault is None else "updates were not compared: the optimizer does not repeat its own",
+        "" if fault is None else "updates were not compared: the optimizer is not repeatable",
     ]
     return data, Reference(
         error=worst(worst(parts.values()) for parts in errors),
@@ -141,7 +142,7 @@ def _draws(workload: Workload, start: Start, arguments: Arguments) -> bool:
 
 
 def _own(workload: Workload, seed: int, start: Start) -> tuple[list[Arguments], list[Passes], str]:
-    """Input sets, what the untouched step makes of them, and why they are not fresh, if so."""
+    """Input sets, the untouched passes on them, and why the inputs are not random, or ""."""
     sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
     try:
         return sets, [_from(workload, start, i, given) for i, given in enumerate(sets)], ""
@@ -157,7 +158,7 @@ def _from(workload: Workload, start: Start, number: int, arguments: Arguments) -
 
 
 class _Higher(NamedTuple):
-    """Passes at a higher precision, one for each input set; what takes more; why not float64."""
+    """Passes at a higher precision per input set, a function for more, and why not float64."""
 
     runs: list[Passes]
     take: Callable[[int, Arguments], Passes]
@@ -182,15 +183,15 @@ def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: 
 
 
 def _repeats(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
-    """Whether the workload does the same at each call.
+    """Whether the workload is deterministic up to rounding.
 
-    As for inference: what is random is as far from its reference as from itself, and only the
-    reference's own noise tells it from what is merely imprecise.
+    As for inference, a random workload is as far from its reference as from itself. Only noise in
+    the reference distinguishes it from an imprecise workload.
 
     Args:
-        noise: by which two passes at its own precision differ.
-        explained: the errors that rounding explains.
-        precise: gives that by which two passes at the higher precision differ.
+        noise: difference of two passes at the workload's own precision.
+        explained: errors that rounding explains.
+        precise: returns the difference of two passes at the higher precision.
     """
     if not any(error.relative_l2 for error in noise.values()):
         return True
@@ -204,7 +205,7 @@ def _widened(workload: Workload, start: Start, number: int, arguments: Arguments
     """Passes of a copy in float64.
 
     Raises:
-        RuntimeError: among others, where the loss reads the weights of the model itself.
+        RuntimeError: float64 fails, or the loss reads the weights of the original model.
     """
     assert workload.training_step is not None
     widen = widening(torch.float64)
@@ -225,7 +226,7 @@ def _widened(workload: Workload, start: Start, number: int, arguments: Arguments
 
 
 def _right(found: Passes, workload: Workload) -> dict[str, Any]:
-    """The parts as candidates are compared with them; gradients, which are many, in float32."""
+    """The parts that candidates are compared with; gradients in float32 to save memory."""
     narrow = widening(torch.promote_types(workload.dtype, torch.float32))
     return {
         OUTPUTS: found.outputs,
@@ -243,7 +244,7 @@ def _explained(
     right: Sequence[Mapping[str, Any]],
     errors: Sequence[Parts],
 ) -> dict[str, Parts]:
-    """The errors that rounding explains, by precision class and part."""
+    """Errors that rounding explains, by precision class and part."""
 
     def noisy(number: int, size: float) -> Parts:
         begin(workload, start, number)
@@ -259,12 +260,12 @@ def _explained(
 
 
 def _extrapolated(found: Mapping[float, Parts], size: float) -> OutputError:
-    """What noise of another size does to gradients, from what two sizes did.
+    """Extrapolates the error of gradients to another noise size from two sizes.
 
-    In float32 a few values in millions come to the other side of a kink, in some runs none, and one
-    is enough for most of the error: too few to be seen in a handful of runs. Coarse noise has
-    thousands of them. Errors grow with the noise where gradients are smooth, and with its square
-    root where each comes from values that changed sides, whose number grows with it.
+    In float32 only a few values in millions cross a kink, and one can cause most of the error, so a
+    handful of runs may miss it. Coarse noise makes thousands cross. Errors grow linearly with the
+    noise if gradients are smooth, and with its square root if they come from crossings, whose
+    number grows with the noise.
     """
     fine, coarse = sorted(found)
     errors = {noise: found[noise][GRADIENTS] for noise in found}
@@ -276,12 +277,12 @@ def _extrapolated(found: Mapping[float, Parts], size: float) -> OutputError:
 
 def _worst_parts(found: Sequence[Parts]) -> Parts:
     most = {part: worst(parts[part] for parts in found) for part in found[0]}
-    # A single number may happen to be near: it follows from the outputs, and so does its error.
+    # A scalar's error may be small by chance; the loss follows from the outputs, so use theirs too.
     return most | {LOSS: worst([most[LOSS], most[OUTPUTS]])}
 
 
 def _noisy(workload: Workload, arguments: Arguments, size: float, seed: int) -> Passes:
-    """Passes with weights, inputs and what each layer returns off by up to `size`."""
+    """Passes with weights, inputs and layer outputs perturbed by a relative noise up to `size`."""
     generator = torch.Generator(workload.device).manual_seed(seed)
 
     def noisy(tensor: Tensor) -> Tensor:
@@ -300,7 +301,7 @@ def _noisy(workload: Workload, arguments: Arguments, size: float, seed: int) -> 
 
 @contextmanager
 def _changing_outputs(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Applies a function to what layers return: modules that hold no others."""
+    """Applies a function to the outputs of leaf modules."""
 
     def changed(module: nn.Module, arguments: Any, output: Any) -> Any:
         return None if module._modules else map_tensors(function, output)

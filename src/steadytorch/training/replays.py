@@ -44,7 +44,7 @@ def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> s
     recorded = _run(workload, captured, start)
     start.restore()
     if captured.replays - before < STEPS // 2:
-        return f"its step is not replayed: {captured.reason()}"
+        return f"the step is not replayed: {captured.reason()}"
     if not torch.equal(recorded.random, one.random):
         return "its graphs leave the random number generator elsewhere than the eager steps"
     parts = (

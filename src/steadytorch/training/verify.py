@@ -1,10 +1,10 @@
-"""Whether a candidate trains as the untouched workload trains.
+"""Verifying that a candidate trains like the untouched workload, in a worker.
 
-In a worker, from the same weights and on each input set: the outputs, the loss, all gradients, and
-how the buffers move, against the untouched step in float64 (`training_reference`). Then one step as
-it is timed: what the optimizer makes of the gradients it is given. Updated weights themselves would
-tell little: an optimizer such as Adam makes steps of full length of gradients that are nothing but
-rounding.
+On each input set, outputs, loss, all gradients and the change of buffers are compared with the
+untouched step in float64 from the same weights (`training_reference`). Then one timed step is
+checked: the optimizer's update must follow from the step's gradients. Updated weights are not
+compared, because optimizers such as Adam make full-length steps even from gradients that are only
+rounding errors.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def verify_training(
     start: Start,
     precision: str = "same",
 ) -> Verification:
-    """Compares a candidate with the reference on every input set, and looks at one step of it.
+    """Compares a candidate with the reference on every input set, and checks its timed step.
 
     Args:
-        model: the transformed model, called as the untouched one is.
+        model: the transformed model, called like the untouched one.
         step: the step that is timed.
-        workload: untouched, as returned by `with_optimizer`.
-        data: what `training_reference.make_reference` returned; on any device.
-        start: where each pass begins; the workload is there again in the end.
-        precision: the candidate's class.
+        workload: the untouched workload, as returned by `with_optimizer`.
+        data: the data that `training_reference.make_reference` returned; on any device.
+        start: state from which each pass starts; restored at the end.
+        precision: the candidate's precision class.
     """
     if data["fault"] is not None:
         return Verification(None, data["fault"])
@@ -91,9 +91,9 @@ def _with_draws(
     start: Start,
     precision: str,
 ) -> Verification:
-    """What random numbers bring to light of a step that draws them.
+    """Checks the random numbers of a step that draws them.
 
-    One that draws the same as the untouched step has been compared number by number.
+    A step that draws the same numbers as the untouched one has already been compared exactly.
     """
     arguments = nested(workload, _moved(detached(data["sets"][0]), workload))
     if (fault := drawing_fault(workload, model, arguments, start)) is not None:
@@ -111,12 +111,12 @@ def _moved(tree: Any, workload: Workload) -> Any:
 
 
 class _Due:
-    """What the passes on one input set must be like.
+    """The expected results on one input set.
 
     Args:
-        workload: its weights as they are before the passes.
-        data: what `make_reference` returned.
-        number: of the input set.
+        workload: the workload, with its weights before the passes.
+        data: the data that `make_reference` returned.
+        number: number of the input set.
     """
 
     def __init__(self, workload: Workload, data: Mapping[str, Any], number: int) -> None:
@@ -132,7 +132,7 @@ class _Due:
         self._weights = detached(self._parameters.values())
 
     def fault(self, found: Passes) -> str | None:
-        """What is wrong whatever the errors; None if nothing."""
+        """Why the passes are wrong regardless of their errors; None if they are not."""
         return (
             form_fault(found.outputs, self._own)
             or self._odd(found)
@@ -147,10 +147,10 @@ class _Due:
             return "writes to its inputs"
         for before, (name, now) in zip(self._weights, self._parameters.items(), strict=True):
             if not torch.equal(before, now):
-                return f"writes to {name}, which is for the optimizer to update"
+                return f"writes to {name}, which only the optimizer may update"
         for name, expected in self._counted.items():
             if name not in found.counted or not torch.equal(found.counted[name], expected):
-                return f"buffer {name} is not what the untouched workload makes of it"
+                return f"buffer {name} differs from the untouched workload's"
         return None if found.loss.isfinite() else "the loss is not finite"
 
     def _gradient_fault(self, gradients: Mapping[str, Tensor | None]) -> str | None:
@@ -166,7 +166,7 @@ class _Due:
 
 
 def _overwritten(before: Passes, found: Passes) -> str | None:
-    """What one step left in memory that the next one uses, as gradients that add up do."""
+    """Whether the later passes overwrote results of the earlier ones, as text; None if not."""
     if not equal(before.outputs, before.returned):
         return SHARED
     if memory_of(before.gradients) & memory_of(found.gradients):

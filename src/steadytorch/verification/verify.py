@@ -1,8 +1,8 @@
-"""Whether a candidate computes what the untouched workload computes.
+"""Verifying a candidate's outputs against the untouched workload, in a worker.
 
-In a worker: run three fresh random inputs, compare with a reference of higher precision, and look
-for outputs that a second call overwrites and inputs that are written to. The parent decides from
-the errors alone (`verdict`). What trains is looked at in `verify_training`.
+The worker runs three random inputs and compares the outputs with a reference of higher precision.
+It also detects outputs that a second call overwrites and inputs that are written to. The parent
+decides from the errors alone (`verdict`). For training see `verify_training`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, t
 from steadytorch.workload.workload import Workload
 
 INPUT_SETS = 3
-"""Fresh random inputs per verification."""
+"""Number of random input sets per verification."""
 NEARBY = (0.5, 0.9)
-"""A lone number is verified at other values between these factors of its own. They leave its sign
-as it is and bring it nearer to zero, so that a probability stays one and what is converted to an
-index stays below its bound; and they change it by more than any tolerance would hide (0.05 at
-most), should a candidate go on with the value that it was built with."""
+"""Range of the random factor for single-element inputs.
+
+It keeps the sign and moves the value towards zero, so that probabilities and indices stay valid.
+It changes the value by more than any tolerance (at most 0.05), so that a candidate that baked in
+the original value fails."""
 REPEATABLE = 1e-4
-"""Two calls of the reference may differ by this relative L2 error: far more than another order of
-sums brings in float32, far less than a random mask does."""
+"""Largest relative L2 error between two reference calls: far above the effect of summation order in
+float32, far below that of a random mask."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Value = torch.Tensor | complex
-"""What is compared by how far it is off: tensors, and floating-point and complex numbers."""
+"""Values compared by their error: tensors, and floating-point and complex numbers."""
 
 
 def fresh_inputs(workload: Workload, seed: int) -> Arguments:
@@ -47,9 +48,9 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
 
     Each element is drawn from the elements of the given tensor, which keeps indices and masks
     valid. All-zero floating-point tensors are drawn from the standard normal distribution instead.
-    A tensor of one element has nothing to draw from: floating-point and complex ones are multiplied
-    by a random factor (`NEARBY`). A lone integer or boolean stays as it is: it may be an index, a
-    size or a switch, and no other value of it is known to be valid.
+    Floating-point and complex tensors of one element are multiplied by a random factor (`NEARBY`).
+    A single integer or boolean keeps its value: it may be an index, a size or a switch, and other
+    values may be invalid.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,14 +75,14 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
 
 
 class Returned(NamedTuple):
-    """What a call gave: its result, and the arguments where it wrote to a container of theirs."""
+    """A call's result, and its arguments if it wrote to a container among them."""
 
     result: Any
     written: Any
 
 
 def call(model: Any, arguments: Arguments) -> Returned:
-    """Calls a model with containers of its own, so that no call sees what another wrote."""
+    """Calls a model with copies of its containers, so that calls cannot affect each other."""
     lent = Lent(arguments)
     args, kwargs = lent.arguments
     result = model(*args, **kwargs)
@@ -89,7 +90,7 @@ def call(model: Any, arguments: Arguments) -> Returned:
 
 
 def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Converts floating-point tensors to `dtype`, complex ones to its like, and no others."""
+    """A function that converts floating-point tensors to `dtype`, and complex ones to its width."""
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_complex():
@@ -100,7 +101,7 @@ def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def without_tf32() -> None:
-    """Has products in float32 computed in full, for good: references have their own process."""
+    """Disables TF32 for the rest of the process; references run in a process of their own."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
@@ -111,12 +112,12 @@ def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copied(tree: Any) -> list[Value]:
-    """Copies of the values in what a model returned."""
+    """Copies of the values in a model's result."""
     return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values_of(tree)]
 
 
 def values_of(tree: Any) -> list[Value]:
-    """The values in what a model returned, tensors themselves."""
+    """The values in a model's result; tensors are not copied."""
     return [
         leaf if isinstance(leaf, torch.Tensor) else complex(leaf)
         for leaf in _leaves(tree)
@@ -125,10 +126,10 @@ def values_of(tree: Any) -> list[Value]:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """Tensors and constants in nested containers, and in fields of other objects.
+    """Tensors and constants in nested containers and in fields of other objects.
 
-    Transforms leave other objects alone, such as dataclasses, caches, and subclasses of containers;
-    what they hold is compared as it is.
+    Transforms pass other objects through unchanged (dataclasses, caches, subclasses of containers),
+    so their contents are compared directly.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -155,7 +156,7 @@ def _fields_of(thing: Any) -> list[Any]:
 
 
 def nesting(tree: Any) -> list[str]:
-    """How containers are nested, and what stands in them, as text; of values their types alone."""
+    """The nesting of containers and their leaves as text; floats and complex by type only."""
     return [str(pytree.tree_structure(tree)), *map(_told, _leaves(tree))]
 
 
@@ -166,7 +167,7 @@ def _told(leaf: Any) -> str:
 
 
 def nesting_fault(found: list[str], own: list[str]) -> str | None:
-    """What tells a nesting from the untouched workload's; None if nothing."""
+    """How a nesting differs from the untouched workload's; None if it does not."""
     if found[0] != own[0]:
         return "nests its outputs in other containers than the untouched workload"
     for one, other in zip_longest(found[1:], own[1:], fillvalue="missing"):
@@ -184,8 +185,8 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
     """Runs the untouched workload at its own precision and at a higher one.
 
     Returns:
-        The data candidates are compared with (the tensors of each input set, reference outputs, own
-        outputs and their nesting), to be saved for their workers, and the summary for the parent.
+        The data for comparing candidates (tensors of each input set, reference outputs, own outputs
+        and their nesting), to be saved for the workers; and the summary for the parent.
     """
     notes: list[str] = []
     with torch.no_grad():
@@ -210,8 +211,8 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
     reference, reference_again = runs[:-1], runs[-1]
     error = worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
     noise = output_error(again, own[0]).relative_l2
-    # What is random is as far from its reference as from itself: only the reference's own noise,
-    # which rounding does not explain, tells it from a workload that is merely imprecise.
+    # A random workload is as far from its reference as from itself. Only noise in the reference,
+    # which rounding cannot explain, distinguishes it from an imprecise workload.
     repeatable = (
         nested_again == called[0][1]
         and noise <= max(error.relative_l2, _resolution(own[0]))
@@ -227,7 +228,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
 
 
 def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
-    """Outputs of a copy in `dtype`."""
+    """Outputs of a copy of the model in `dtype`."""
     without_tf32()
     widen = widening(dtype)
     model = copy.deepcopy(workload.model)
@@ -241,9 +242,9 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
     """Compares a candidate with the reference on every input set.
 
     Args:
-        model: the transformed model, called as the untouched one is.
-        workload: the untouched workload; its arguments say how inputs are nested.
-        data: what `make_reference` returned.
+        model: the transformed model, called like the untouched one.
+        workload: the untouched workload; its arguments give the nesting of the inputs.
+        data: the data that `make_reference` returned.
     """
     errors: list[OutputError] = []
     first, kept = None, []
@@ -268,7 +269,7 @@ def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification
 
 
 def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
-    """The workload's own arguments with other tensors in their places."""
+    """The workload's arguments with their tensors replaced."""
     following = iter(tensors)
     return map_tensors(lambda _: next(following), (workload.inputs, dict(workload.kwargs)))
 
@@ -276,18 +277,18 @@ def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
 def _overwrites(
     model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[Value]
 ) -> bool:
-    """Whether the first result was overwritten by a later call, or would be by one."""
+    """Whether a later call overwrites the first result."""
     if len(sets) > 1:
         return not equal(kept, values_of(first))
-    # One input set only: a second call writes the same values, so memory is looked at instead.
+    # With one input set a second call writes equal values, so compare addresses.
     again = call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
     return bool(memory_of(first) & memory_of(again))
 
 
 def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
-    """What tells outputs from the untouched workload's before values are compared; None if nothing.
+    """How outputs differ from the untouched workload's apart from values; None if they do not.
 
-    Number, shapes, types and devices, and where they are not finite.
+    Checks the number of outputs, shapes, dtypes, devices, and the places of non-finite values.
     """
     if (reason := _incomparable(own)) is not None:
         return f"cannot be verified: {reason}"
@@ -311,13 +312,13 @@ def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
 
 
 def _incomparable(own: list[Value]) -> str | None:
-    """Why nothing can be compared with what the untouched workload returns."""
+    """Why the untouched workload's outputs cannot be compared; None if they can."""
     if not any(isinstance(value, torch.Tensor) for value in own):
         return "the untouched workload returns no tensor to compare"
     for i, value in enumerate(own):
         if not _is_dense(value):
             kind = str(as_tensor(value).layout).removeprefix("torch.")
-            return f"output {i} is {kind}, and only dense tensors are compared"
+            return f"output {i} is {kind}, but only dense tensors can be compared"
     values = list(map(as_tensor, own))
     if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
         return "the untouched workload returns no finite number to compare"
@@ -334,7 +335,7 @@ def _dense(value: Value) -> torch.Tensor:
 
 
 def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
-    """Whether they are the same, tensors in each element; NaN equals NaN."""
+    """Whether values are equal, tensors elementwise; NaN equals NaN."""
     pairs = (map(_dense, pair) for pair in zip(before, after, strict=True))
     return all(
         torch.equal(a, b)
@@ -348,7 +349,7 @@ def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
     found = OutputError(0.0, 0.0)
     for pair in zip(outputs, reference, strict=True):
         out, ref = map(as_tensor, pair)
-        if ref.numel() == 0 or not _is_dense(ref):  # refused by its form
+        if ref.numel() == 0 or not _is_dense(ref):  # `form_fault` rejects sparse ones
             continue
         if ref.is_complex():
             out, ref = torch.view_as_real(out), torch.view_as_real(ref)
