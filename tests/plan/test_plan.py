@@ -171,7 +171,7 @@ def test_the_empty_plan_is_the_untouched_model(model, x):
 
 @pytest.mark.parametrize("thing", [None, 3])
 def test_what_cannot_be_called_is_a_misuse_that_is_named(plan, thing):
-    with pytest.raises(UsageError, match=f"{type(thing).__name__} is no model"):
+    with pytest.raises(UsageError, match=f"{type(thing).__name__} is not a model"):
         plan.apply(thing)
 
 

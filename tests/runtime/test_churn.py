@@ -51,7 +51,7 @@ def test_the_reason_comes_with_its_numbers():
     for i in range(60):
         guard.observe(i if i < 41 else 0)
     assert guard.why() == (
-        "41 signatures in 60 calls that no plan served, 1.5 calls each; "
+        "41 signatures in 60 calls without a plan, 1.5 calls each; "
         "tuning one costs ~30 s and pays back after ~2,000 calls"
     )
 

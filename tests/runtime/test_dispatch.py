@@ -152,6 +152,6 @@ def test_under_a_dispatch_mode_the_model_runs(served, linear):
 def test_gradients_that_are_needed_are_an_obstacle(nested):
     x = torch.zeros(2, requires_grad=True)
     args = ([X, (x,)],) if nested else (X, x)
-    assert obstacle(args, {}) == obstacle((), {"x": args}) == "gradients of the inputs are needed"
+    assert obstacle(args, {}) == obstacle((), {"x": args}) == "an input requires gradients"
     with torch.no_grad():
         assert obstacle(args, {}) is None

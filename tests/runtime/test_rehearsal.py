@@ -176,7 +176,7 @@ def test_a_model_that_draws_random_numbers_is_told_and_they_are_put_back():
 
 def test_a_model_that_raises_is_left_to_the_callers_own_call(model):
     reason = fault(model, model, torch.ones(1, 2))
-    assert reason.startswith("a step of the model could not be gone through")
+    assert reason.startswith("a test step of the untouched model raised")
 
 
 def test_weights_that_need_no_gradients_get_none(model):

@@ -119,7 +119,7 @@ def test_convolutions_that_pytorch_ran_are_told_where_engines_were_to_run_them(
 def test_the_text_ends_with_the_convolutions_that_pytorch_ran():
     text = str(Report({"tuned": 1}, (ENGINED,), None, {"fprop/a": "gone", "fprop/b": "refused"}))
     assert text.splitlines()[-3:] == [
-        "  convolutions that PyTorch ran in place of an engine: 2",
+        "  convolutions that ran without their stored engine: 2",
         "    fprop/a: gone",
         "    fprop/b: refused",
     ]

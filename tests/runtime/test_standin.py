@@ -446,7 +446,7 @@ def test_calls_of_other_methods_are_reported_as_untouched():
     report = tuned.report()
     assert report.methods == {"generate": 2}
     assert sum(report.calls.values()) == 1
-    assert "other methods of the model, which run untouched: generate (2)" in str(report)
+    assert "other methods of the model run untouched: generate (2)" in str(report)
 
 
 def test_looking_at_a_method_is_no_call_of_it():
