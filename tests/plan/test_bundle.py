@@ -132,7 +132,7 @@ def test_a_bundle_in_order_has_no_fault(plan, path):
 def test_no_bundle_is_a_reason_and_one_log_line(plan, here, caplog):
     assert _refused(plan, here) == "it has no bundle"
     assert [r.getMessage() for r in caplog.records] == [
-        f"plan {plan.id} is compiled anew: it has no bundle"
+        f"plan {plan.id} is compiled again: it has no bundle"
     ]
 
 
@@ -169,7 +169,7 @@ def test_another_candidate_or_key_is_named(plan, path, here):
 )
 def test_a_name_that_leads_elsewhere_is_refused(plan, path, here, tmp_path, name):
     _forged(path, {name: b"x"})
-    assert "names a file that it may not" in (bundle.unpack(plan) or "")
+    assert "holds a file name that is not allowed" in (bundle.unpack(plan) or "")
     assert not (tmp_path / "outside").exists()
 
 

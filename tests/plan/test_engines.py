@@ -146,7 +146,7 @@ def test_choices_of_another_form_are_passed_over_with_a_warning(store, caplog, c
     assert known_engines(FACTS, store) == {SECOND: ONE}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("1 of the stored files that may name engines passed over")
+    assert record.getMessage().startswith("skipped 1 stored files that may name engines")
 
 
 def test_damaged_files_of_either_kind_give_one_warning(store, caplog):

@@ -288,7 +288,7 @@ def test_an_export_that_cannot_be_written_leaves_the_old_one(here, exported, mon
 
 def test_more_than_a_file_holds_is_refused(here, tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "MOST_BYTES", 1000)
-    with pytest.raises(UsageError, match="name fewer"):
+    with pytest.raises(UsageError, match="export fewer"):
         export_plans(tmp_path / "large", store=here.root)
     assert not (tmp_path / "large").exists()
 

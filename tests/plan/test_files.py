@@ -141,7 +141,7 @@ def test_another_schema_is_refused_though_its_digest_holds(
 
 def test_the_other_schema_is_named(key: Key) -> None:
     data = sealed(b'{"schema":2}')
-    with pytest.raises(BrokenError, match="has schema 2, and this version reads schema 1"):
+    with pytest.raises(BrokenError, match="has schema 2; this version reads schema 1"):
         decoded(data, Payload)
 
 

@@ -41,7 +41,7 @@ def refused(kept, task, here, caplog):
         assert list(here.rglob("*.so"))
         (record,) = caplog.records
         line = record.getMessage()
-        assert line.startswith(f"plan {kept.plan.id} is compiled anew: ")
+        assert line.startswith(f"plan {kept.plan.id} is compiled again: ")
         return line.partition(": ")[2]
 
     return refused
@@ -88,12 +88,12 @@ def test_only_the_user_can_read_it(kept):
 def test_other_weights_are_not_served(kept, refused):
     with torch.no_grad():
         kept.model[1].running_mean[0] += 1e-3
-    assert refused() == "its package was made of other weights or attributes"
+    assert refused() == "its package was made for other weights or attributes"
 
 
 def test_an_attribute_of_another_value_is_not_served(kept, refused):
     kept.model[1].eps = 1e-3
-    assert refused() == "its package was made of other weights or attributes"
+    assert refused() == "its package was made for other weights or attributes"
 
 
 def test_a_model_that_cannot_be_compared_is_not_served(kept, refused):
@@ -105,7 +105,7 @@ def test_other_sources_are_not_served(kept, tmp_path, refused):
     made = described(kept).made
     name = next(iter(made.sources))
     forge(kept, tmp_path, made=Made(made.taken, {**made.sources, name: "0" * 64}))
-    assert refused() == f"its package was made of another {name}"
+    assert refused() == f"its package was made from another version of {name}"
 
 
 def test_a_package_that_is_gone_is_a_reason(kept, refused):
@@ -197,8 +197,8 @@ def test_a_bundle_that_is_broken_leaves_its_package_alone(kept, task, caplog):
     path.write_bytes(path.read_bytes()[:-1])
     assert bundle.source(kept.plan)(task) is None
     assert [r.getMessage() for r in caplog.records] == [
-        f"plan {kept.plan.id} is compiled anew: its bundle was cut or altered: its digest does not "
-        "match"
+        f"plan {kept.plan.id} is compiled again: its bundle was cut or altered: its digest does "
+        "not match"
     ]
 
 
@@ -211,7 +211,7 @@ def test_a_description_of_another_shape_is_broken(data):
 def test_other_weights_make_the_bundle_one_to_be_made_anew(kept):
     assert bundle.fault(kept.plan) is None
     reason = bundle.fault(kept.plan, "0" * 64)
-    assert reason == "its package was made of other weights or attributes"
+    assert reason == "its package was made for other weights or attributes"
 
 
 def test_it_goes_with_its_plan(kept):

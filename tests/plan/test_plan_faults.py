@@ -40,7 +40,7 @@ def test_a_transform_from_nowhere_loads_as_data_and_leaves_the_model_untouched(
     liar = replace(plan, candidate=(msgspec.convert(spec, TransformSpec),))
     tuned = load_plan(write(tmp_path, liar)).apply(model)
     said = reason_untouched(tuned, model, x)
-    assert said.startswith("a plan could not be compared with what is here: ")
+    assert said.startswith("a plan could not be checked against this environment: ")
     assert dict((str(s), h) for s, h in UNKNOWN)[str(spec)] in said
     assert said in caplog.text
 

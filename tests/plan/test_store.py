@@ -168,7 +168,9 @@ def test_the_list_gives_keys_and_payloads(store: Store, key: Key) -> None:
 
 def test_the_list_names_a_misplaced_file(store: Store, path: Path) -> None:
     path.rename(path.with_name("0" * 64 + ".json"))
-    assert [entry.problem for entry in store.entries()] == ["holds another key than its name says"]
+    assert [entry.problem for entry in store.entries()] == [
+        "holds a key that differs from its file name"
+    ]
 
 
 def test_the_list_leaves_bad_files_where_they_are(store: Store, path: Path) -> None:

@@ -271,5 +271,5 @@ def test_a_file_replaced_while_it_was_read_is_not_moved_aside(
         return status
 
     monkeypatch.setattr(os, "fstat", replaced_meanwhile)
-    assert "replaced meanwhile" in miss(store, key).reason
+    assert "replaced since" in miss(store, key).reason
     assert store.get(key, Payload) == Found(Payload(2), path)
