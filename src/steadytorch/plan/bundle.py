@@ -59,11 +59,11 @@ MOST_BYTES = 512 << 20
 """Limit on the size of bundles read or written, and of packages written."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.+=-]{1,255}(/[A-Za-z0-9_.+=-]{1,255}){0,7}")
-_PASSING = re.compile(r"(^|/)(locks|precompiled_headers|tmp[^/]*)/|\.(lock|tmp)$|(^|/)\.")
+_TEMPORARY = re.compile(r"(^|/)(locks|precompiled_headers|tmp[^/]*)/|\.(lock|tmp)$|(^|/)\.")
 # Triton's group files list the files of a kernel by absolute path.
 _LISTS_PATHS = "__grp__"
-_HERE = b"<steadytorch:cache>"
-_NO_PLACE = "is not kept: the plan is in memory only"
+_CACHE_MARK = b"<steadytorch:cache>"
+_IN_MEMORY = "is not kept: the plan is in memory only"
 
 logger = logging.getLogger("steadytorch")
 
@@ -117,7 +117,7 @@ def write(plan: PlanRecord, cache: Path, made: tuple[Path, Packaged] | None = No
     """
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     described = None if made is None else msgspec.msgpack.encode(made[1])
     body = msgspec.msgpack.encode(_Body(dict(_packed(cache)), described))
     head = canonical_json(_head(plan, hashlib.sha256(body).hexdigest()))
@@ -148,7 +148,7 @@ def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
         return why_not(error)
     try:
         if found is not None and contents is not None:
-            package.check(_beside(plan), package.decoded(found), contents)
+            package.check(_package_path(plan), package.decoded(found), contents)
     except Exception as error:
         return why_not(error, "package")
     return None
@@ -174,7 +174,9 @@ def source(plan: PlanRecord) -> Source:
         if described is not None:
             try:
                 return package.load(
-                    _beside(plan), package.decoded(described), task._replace(compiled=compiled)
+                    _package_path(plan),
+                    package.decoded(described),
+                    task._replace(compiled=compiled),
                 )
             except Exception as error:
                 logger.warning("plan %s is compiled again: %s", plan.id, why_not(error, "package"))
@@ -207,10 +209,10 @@ def drop_bundle(stem: str, folder: int) -> None:
             os.unlink(stem + suffix, dir_fd=folder)
 
 
-def _beside(plan: PlanRecord) -> Path:
+def _package_path(plan: PlanRecord) -> Path:
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     return path.with_suffix(PACKAGE)
 
 
@@ -257,20 +259,20 @@ def _packed(cache: Path) -> Iterator[tuple[str, bytes]]:
             raise BrokenError(f"would take more than {MOST_BYTES} bytes")
         content = path.read_bytes()
         found += 1
-        yield name, content.replace(written, _HERE) if _LISTS_PATHS in name else content
+        yield name, content.replace(written, _CACHE_MARK) if _LISTS_PATHS in name else content
     if not found:
         raise BrokenError("is not kept: nothing was compiled")
 
 
 def _is_kept(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and _PASSING.search(name) is None
+    return _NAME.fullmatch(name) is not None and _TEMPORARY.search(name) is None
 
 
 def _read(plan: PlanRecord) -> _Body:
     """Reads a plan's bundle after checking owner, digest and environment."""
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     with open_folder(path.parent) as folder:
         check_private(os.fstat(folder), "its folder")
         content = memoryview(read_bytes(path.name, MOST_BYTES, folder))
@@ -319,7 +321,7 @@ def _place(files: dict[str, bytes], root: Path) -> None:
         temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
             with temporary.open("xb") as file:
-                file.write(content.replace(_HERE, here) if _LISTS_PATHS in name else content)
+                file.write(content.replace(_CACHE_MARK, here) if _LISTS_PATHS in name else content)
             temporary.rename(target)
         except BaseException:
             with suppress(OSError):

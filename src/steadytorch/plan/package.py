@@ -23,7 +23,7 @@ from steadytorch.transforms.prebuilt import Task
 from steadytorch.workload.workload import Workload
 
 # The descriptor names the checked file even if its path is replaced.
-_BY_DESCRIPTOR = "/proc/self/fd/{}"
+_DESCRIPTOR_PATH = "/proc/self/fd/{}"
 
 
 class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ def check(path: Path, expected: Packaged, model_contents: str | None) -> None:
         OSError: it cannot be read, or its file or folder is not private.
         BrokenError: it was truncated or altered, or is for another model.
     """
-    with _whole(path, expected, model_contents):
+    with _checked(path, expected, model_contents):
         pass
 
 
@@ -108,12 +108,12 @@ def load(path: Path, expected: Packaged, task: Task) -> Package:
     """
     model = task.workload.untouched
     device = Workload(model, task.workload.inputs, task.workload.kwargs).device
-    with _whole(path, expected, contents.digest(model)) as file:
+    with _checked(path, expected, contents.digest(model)) as file:
         return Package(file, expected.made.taken, device, task.compiled)
 
 
 @contextmanager
-def _whole(path: Path, expected: Packaged, model_contents: str | None) -> Iterator[str]:
+def _checked(path: Path, expected: Packaged, model_contents: str | None) -> Iterator[str]:
     """Checks a package and yields a path that opens exactly the checked file."""
     if model_contents != expected.contents:
         raise BrokenError("was made for other weights or attributes")
@@ -127,5 +127,5 @@ def _whole(path: Path, expected: Packaged, model_contents: str | None) -> Iterat
         with open(descriptor, "rb", closefd=False) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
                 raise BrokenError("was cut or altered: its digest does not match")
-        name = _BY_DESCRIPTOR.format(descriptor)
+        name = _DESCRIPTOR_PATH.format(descriptor)
         yield name if os.path.exists(name) else os.fspath(path)

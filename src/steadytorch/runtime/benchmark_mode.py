@@ -18,7 +18,7 @@ CHURN = 8
 """Distinct shapes per layer from which on shapes are said to churn. Benchmarking a new shape takes
 some 10 to 100 ms."""
 
-_LOADED_WITH_THE_FIRST = "libcudnn_heuristic"
+_HEURISTICS_LIBRARY = "libcudnn_heuristic"
 
 
 class BenchmarkReport(msgspec.Struct, frozen=True):
@@ -155,6 +155,6 @@ def has_convolved() -> bool:
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            return any(_LOADED_WITH_THE_FIRST in line for line in maps)
+            return any(_HEURISTICS_LIBRARY in line for line in maps)
     except OSError:
         return False

@@ -119,7 +119,7 @@ class Buckets:
                     index = dimension.index_in(place, tensor)
                     if index is not None:
                         found[dimension.name].add(tensor.shape[index])
-        sizes = {d.name: _grown(d, found[d.name]) for d in self._dimensions}
+        sizes = {d.name: _size_and_bucket(d, found[d.name]) for d in self._dimensions}
         return {name: (size, bucket) for name, (size, bucket) in sizes.items() if size < bucket}
 
     def _padded(
@@ -189,7 +189,7 @@ class Buckets:
         except Exception as error:
             return f"its bucket could not be verified: {one_line(error)}"
 
-    def _tells_padding(self, given: Arguments, sizes: Sizes) -> bool:
+    def _shows_padding(self, given: Arguments, sizes: Sizes) -> bool:
         """Whether real rows differ from the padding; otherwise mixing them goes unnoticed."""
         dimensions = [d for d in self._dimensions if d.name in sizes]
         for place, argument in _by_place(*given):
@@ -203,16 +203,16 @@ class Buckets:
 
     @torch.no_grad()
     def _verified(self, given: Arguments, sizes: Sizes) -> tuple[_Cut, ...]:
-        if not self._tells_padding(given, sizes):
+        if not self._shows_padding(given, sizes):
             raise _Unverifiable("the inputs hold padding only; other inputs must verify the bucket")
-        model = _apart(self._model)
+        model = _with_own_buffers(self._model)
         devices = {t.device for t in tensors_of(given) if t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             expected = _unpadded(model, given)
             cuts: tuple[_Cut, ...] = ()
             for name, size in sizes.items():
                 found = _run(model, self._padded(*given, {name: size}))
-                cuts += _moved(expected, found, name, size)
+                cuts += _following_dimensions(expected, found, name, size)
             _refuse_shared(cuts)
             limit = bound("same", self._model, given)
             for noise in (False, True):
@@ -244,7 +244,7 @@ def _run(model: Any, padded: Arguments) -> Any:
         raise _Refused(f"the model fails on padded inputs: {one_line(error)}") from error
 
 
-def _apart(model: Any) -> Any:
+def _with_own_buffers(model: Any) -> Any:
     """Copies a model; the copy shares the weights but has its own buffers."""
     if not isinstance(model, nn.Module):
         return model
@@ -254,7 +254,9 @@ def _apart(model: Any) -> Any:
         raise _Refused(f"the model cannot be copied: {one_line(error)}") from error
 
 
-def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple[_Cut, ...]:
+def _following_dimensions(
+    expected: Any, found: Any, name: str, size: tuple[int, int]
+) -> tuple[_Cut, ...]:
     """Finds the output dimensions that went from `size[0]` to `size[1]` with the input."""
     leaves, nesting = pytree.tree_flatten(expected, is_leaf=is_size)
     found_leaves, found_nesting = pytree.tree_flatten(found, is_leaf=is_size)
@@ -304,7 +306,7 @@ def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
     return pytree.tree_unflatten(leaves, nesting)
 
 
-def _grown(dimension: Dimension, found: set[int]) -> tuple[int, int]:
+def _size_and_bucket(dimension: Dimension, found: set[int]) -> tuple[int, int]:
     """The given size and its bucket's size."""
     name = dimension.name
     if not found:

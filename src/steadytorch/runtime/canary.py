@@ -42,7 +42,7 @@ class Verdict(msgspec.Struct, frozen=True):
     probes: int
 
 
-class _Found(Exception):  # noqa: N818 - carries a finding, not an error of the canary
+class _Fault(Exception):  # noqa: N818 - carries a finding, not an error of the canary
     """A fault of the tuned executor."""
 
 
@@ -194,7 +194,7 @@ class Canary:
         # Weights and inputs that the model itself returns do not count as shared memory.
         own = memory_of(answer_of(expected)) | memory_of(inputs)
         if first & second - own and not self._alias_outputs:
-            raise _Found(f"wrong: {SHARED}")
+            raise _Fault(f"wrong: {SHARED}")
         return results[1]
 
     # -- probes ---------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Canary:
             look()
             tuned = self._try(run_tuned, device)
         try:
-            if isinstance(tuned, _Found):
+            if isinstance(tuned, _Fault):
                 raise tuned
             found, tuned_ns = tuned
             _compare(found, expected, self._bound)
@@ -238,11 +238,11 @@ class Canary:
             return expected
         return found if self._verdict is None or self._verdict.kept else expected
 
-    def _try(self, run_tuned: Run, device: torch.device) -> tuple[Any, int] | _Found:
+    def _try(self, run_tuned: Run, device: torch.device) -> tuple[Any, int] | _Fault:
         try:
             return self._timed(lambda: _run(run_tuned), device)
         except Exception as error:
-            return error if isinstance(error, _Found) else _Found(_fault(error))
+            return error if isinstance(error, _Fault) else _Fault(_fault(error))
 
     def _timed(self, run: Run, device: torch.device) -> tuple[Any, int]:
         """Returns the result and its latency in ns, from idle stream to idle stream."""
@@ -323,10 +323,10 @@ def _checked(
     """Runs the executor `times` times and returns its results if all agree with `expected`.
 
     Raises:
-        _Found: a result is wrong or cannot be verified; the inputs are restored first.
+        _Fault: a result is wrong or cannot be verified; the inputs are restored first.
     """
     if _differ(inputs, saved):
-        raise _Found("cannot be verified: the untouched model writes to its inputs")
+        raise _Fault("cannot be verified: the untouched model writes to its inputs")
     try:
         results = [_run(run_tuned) for _ in range(times)]
     finally:
@@ -334,7 +334,7 @@ def _checked(
         if written:
             _restore(inputs, saved)
     if written:
-        raise _Found("wrong: the tuned executor writes to its inputs")
+        raise _Fault("wrong: the tuned executor writes to its inputs")
     for result in results:
         _compare(result, expected, limit)
     return results
@@ -348,7 +348,7 @@ def _compare(found: Any, expected: Any, limit: float) -> None:
     fault = disagreement(answer_of(found), answer_of(expected), limit)
     if fault is not None:
         kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
-        raise _Found(f"{kind}: {fault}")
+        raise _Fault(f"{kind}: {fault}")
 
 
 def _no_wait() -> None:
@@ -373,11 +373,11 @@ def _run(run_tuned: Run) -> Any:
     try:
         return run_tuned()
     except Exception as error:
-        raise _Found(f"the tuned executor raised {one_line(error)}") from error
+        raise _Fault(f"the tuned executor raised {one_line(error)}") from error
 
 
 def _fault(error: Exception) -> str:
-    return str(error) if isinstance(error, _Found) else f"could not be checked: {one_line(error)}"
+    return str(error) if isinstance(error, _Fault) else f"could not be checked: {one_line(error)}"
 
 
 def _slower(judgement: Judgement) -> str:

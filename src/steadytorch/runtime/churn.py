@@ -68,7 +68,7 @@ class ChurnGuard:
         self._first_sight, self._remembered = first_sight, remembered
         self._setup_s, self._gain_s = setup_s, setup_s / break_even_calls
         self._setups = 1
-        self._patience = float(break_even_calls)
+        self._break_even_calls = float(break_even_calls)
         self._counts: OrderedDict[Hashable, float] = OrderedDict()
         self._calls = self._distinct = self._granted = 0
         self._forgot = False
@@ -99,7 +99,7 @@ class ChurnGuard:
                 pays = self._granted < self._first_sight
             else:
                 counts.move_to_end(signature)
-                pays = count > self._patience
+                pays = count > self._break_even_calls
             if not pays:
                 return WITHHELD
             self._granted += 1
@@ -119,13 +119,13 @@ class ChurnGuard:
             self._setup_s += setup_s
             self._gain_s += gain_s
             self._setups += 1
-            self._patience = self._setup_s / self._gain_s if self._gain_s else float("inf")
+            self._break_even_calls = self._setup_s / self._gain_s if self._gain_s else float("inf")
 
     def why(self) -> str:
         """Current counts and estimates in one line."""
         with self._lock:
             calls, distinct = self._calls, self._distinct
-            cost, patience = self._setup_s / self._setups, self._patience
+            cost, patience = self._setup_s / self._setups, self._break_even_calls
             more = "more than " if self._forgot else ""
             seen = counted(self._remembered if self._forgot else distinct, "signature")
         each = calls / distinct if distinct else 0.0

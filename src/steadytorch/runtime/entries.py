@@ -46,7 +46,7 @@ _PENDING = (RESOLVING, TAKEN, BUILDING)
 MOST_REMEMBERED = 1000
 """Limit on remembered signatures without an executor, and on distinct warnings."""
 _PADDED = Resolution(None, "its inputs are padded")
-_PENDED = Resolution(None, RESOLVING)
+_RESOLVING = Resolution(None, RESOLVING)
 _CLASSES = ("same", "tf32", "fp16", "bf16")
 """Precision classes, from the narrowest tolerance to the widest."""
 
@@ -160,7 +160,7 @@ class Entries:
             known = self._by_signature.get(whole)
             is_first = known is None or known is instead_of
             if known is None or known is instead_of:
-                entry = Entry(described, _PADDED if padded else _PENDED, is_padded=padded)
+                entry = Entry(described, _PADDED if padded else _RESOLVING, is_padded=padded)
                 entry.reason = entry.resolution.reason
                 if known is not None:
                     entry.others = known.others

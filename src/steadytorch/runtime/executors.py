@@ -74,7 +74,7 @@ def build(
         raise UsageError("its transforms cannot be combined")
     parts = [transforms.create(spec) for spec in candidate]
     stack = ExitStack()
-    step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
+    step = TrainingStep(_not_for_transforms, _not_for_transforms) if trains else None
     # Transforms may run the model, which may write to containers that its caller passed.
     own_args, own_kwargs = Lent((args, dict(kwargs))).arguments
     workload = Workload(model, own_args, own_kwargs, training_step=step)
@@ -88,7 +88,7 @@ def build(
         raise
 
 
-def _of_the_caller(given: Any) -> Any:
+def _not_for_transforms(given: Any) -> Any:
     """Placeholder for the loss and the optimizer, which transforms of the model never call."""
     raise UsageError("the loss and the optimizer are the caller's")
 
@@ -100,9 +100,9 @@ def _apply(
     flags = stack.enter_context(ExitStack())
     for part in parts:
         if part.name == _COMPILES and not workload.is_training:
-            workload = _apart(workload, modules)
+            workload = _with_own_buffers(workload, modules)
         before = workload.model
-        workload = stack.enter_context(_unremembered(part, workload, modules))
+        workload = stack.enter_context(_applied_without_trace(part, workload, modules))
         now = workload.model
         if now is before:
             continue
@@ -123,7 +123,7 @@ def _apply(
     return Executor(call, is_live, modules, static, stack.close)
 
 
-def _apart(workload: Workload, modules: list[nn.Module]) -> Workload:
+def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
     """Copies the model for compiling, with its own buffers.
 
     Compiled code covers one path through the model. A call that takes another path may write to
@@ -141,7 +141,7 @@ def _apart(workload: Workload, modules: list[nn.Module]) -> Workload:
 
 
 @contextmanager
-def _unremembered(
+def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
     """Applies a transform; refuses to record a model that keeps state, as recording runs it."""

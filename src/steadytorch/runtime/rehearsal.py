@@ -91,7 +91,7 @@ class Rehearsal:
     ) -> _Passes:
         # The innermost hooks win. The caller's, such as those of activation checkpointing, are made
         # for one pass only.
-        with saved_tensors_hooks(_as_is, _as_is):
+        with saved_tensors_hooks(_identity, _identity):
             return self._unhooked_passes(call, args, kwargs)
 
     def _unhooked_passes(
@@ -125,7 +125,7 @@ class Rehearsal:
         return dict(zip(named, found, strict=True))
 
 
-def _as_is(saved: Tensor) -> Tensor:
+def _identity(saved: Tensor) -> Tensor:
     return saved
 
 
@@ -137,7 +137,7 @@ def _difference(found: _Passes, expected: _Passes) -> str | None:
         if (gradient is None) is not (found.gradients[name] is None):
             return f"wrong: gives {name} {'a' if gradient is None else 'no'} gradient"
     for what, one, other in (
-        ("the gradient of {}", _given(found.gradients), _given(expected.gradients)),
+        ("the gradient of {}", _present(found.gradients), _present(expected.gradients)),
         ("the movement of buffer {}", found.moved, expected.moved),
     ):
         if found.moved.keys() != expected.moved.keys():
@@ -150,5 +150,5 @@ def _difference(found: _Passes, expected: _Passes) -> str | None:
     return None
 
 
-def _given(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _present(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: g.to_dense() for name, g in gradients.items() if g is not None}

@@ -56,13 +56,13 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         calls = counted(self.hits + self.others, "call")
         head = f"{self.signature}: {self.executor or 'untouched'}, {calls}"
-        return ", ".join(part for part in (head, self._why(), self._gain()) if part)
+        return ", ".join(part for part in (head, self._why(), self._saving()) if part)
 
     def _why(self) -> str:
         said = [part for part in (self.reason, self.detail, self.finding) if part]
         return "; ".join(dict.fromkeys(said))
 
-    def _gain(self) -> str:
+    def _saving(self) -> str:
         if not self.hits or not self.saved_per_call_ns:
             return ""
         text = f"{self.saved_ns * 1e-9:.3g} s saved by plan {self.plan}"
@@ -131,9 +131,9 @@ class Report(msgspec.Struct, frozen=True):
             named = ", ".join(f"{name} ({count:,})" for name, count in self.methods.items())
             lines.append(f"  other methods of the model run untouched: {named}")
         lines += [f"  {each}" for each in self.signatures]
-        return "\n".join(lines + self._guarded() + self._missed())
+        return "\n".join(lines + self._verification_lines() + self._convolution_lines())
 
-    def _guarded(self) -> list[str]:
+    def _verification_lines(self) -> list[str]:
         if self.verify_every is not None:
             every = counted(self.verify_every, "call")
             return [f"  compared with the untouched model every {every}: {self.checked:,} so far"]
@@ -141,7 +141,7 @@ class Report(msgspec.Struct, frozen=True):
             return ["  later calls are not verified; verify_every=1000 verifies every 1,000th"]
         return []
 
-    def _missed(self) -> list[str]:
+    def _convolution_lines(self) -> list[str]:
         if not self.convolutions:
             return []
         count, shown = len(self.convolutions), list(self.convolutions.items())[:_MOST_SHOWN]

@@ -72,7 +72,7 @@ def as_module(model: Any) -> nn.Module:
     return Function(model)
 
 
-class _Posing:
+class _ClassMimic:
     """Makes `isinstance` accept the model's class, which libraries check before saving.
 
     `type` returns the wrapper's class. A separate class, because `super()` needs `__class__` in the
@@ -96,7 +96,7 @@ class _Posing:
         self._switch_off("its class was changed")
 
 
-class StandIn(_Posing, nn.Module):
+class StandIn(_ClassMimic, nn.Module):
     """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
 
     For containers it also has length, items and iteration. Its class is then a subclass with just
@@ -114,7 +114,7 @@ class StandIn(_Posing, nn.Module):
             state[registry] = getattr(model, registry)
         state["_model"] = state["__wrapped__"] = model  # inspect.signature unwraps
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
-        kind = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
+        kind = _with_special_methods(type(self), _special_of(type(model)) - _special_of(type(self)))
         object.__dict__["__class__"].__set__(self, kind)
 
     def _look(self) -> Any:
@@ -231,7 +231,7 @@ def _special_of(kind: type) -> frozenset[str]:
 
 
 @cache
-def _able(kind: type, names: frozenset[str]) -> type:
+def _with_special_methods(kind: type, names: frozenset[str]) -> type:
     """Makes a subclass that forwards these special methods to the model."""
     if not names:
         return kind

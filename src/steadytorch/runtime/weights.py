@@ -84,7 +84,7 @@ class Weights:
 
     def remember(self) -> None:
         """Takes the present state as the reference; call this before `changed`."""
-        own, all_held = _Held(self._model), _Held(self._model, plain=self._contents)
+        own, all_held = _Watched(self._model), _Watched(self._model, plain=self._contents)
         announced: list[Any] = []
         replaced: list[Any] = []
         self._announced, differ = announced, _interpreted
@@ -105,8 +105,8 @@ class Weights:
         changed = differ(all_held, self._contents, True)
         self._moved = _moved(all_held)
         self._loads = Counter()
-        self.rewritten = _with_others(rewritten, announced)
-        self.changed = _with_others(changed, announced, replaced)
+        self.rewritten = _with_events(rewritten, announced)
+        self.changed = _with_events(changed, announced, replaced)
         self._on_device = DeviceSamples(all_held.tensors if self._contents else ())
         if self._on_device:
             self._sample_devices()
@@ -182,7 +182,7 @@ def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         weights.step_of(optimizer)
 
 
-class _Held:
+class _Watched:
     """The parts of a model that are compared.
 
     Args:
@@ -294,7 +294,7 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _with_others(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
+def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
     """Adds checks of process-wide module hooks and of announced events to a comparison.
 
     Args:
@@ -313,7 +313,7 @@ def _with_others(differs: Callable[[], bool], *announced: list[Any]) -> Callable
     return changed
 
 
-def _compiled(module: Any, held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
+def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
     """Makes the comparison in compiled code, for plain tensors with a storage.
 
     Args:
@@ -352,7 +352,7 @@ def _holds(container: Any, items: list[Any]) -> bool:
     return len(container) == len(items) and all(map(is_, container, items))
 
 
-def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
+def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
     """Makes the same comparison in Python."""
     structure = _structure(held, [] if contents else held.tensors)
     written = held.tensors if contents else []
@@ -388,7 +388,7 @@ def _is_same(tensor: Any, given: Any) -> bool:
     return is_alike and torch.equal(tensor, given)
 
 
-def _moved(held: _Held) -> Callable[[Counter[int]], bool]:
+def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
     """Makes a function that tells whether anything changed besides the given loads per tensor.
 
     A load raises a tensor's version by one. Writes that raise no version show in the samples.
@@ -412,7 +412,7 @@ def _moved(held: _Held) -> Callable[[Counter[int]], bool]:
     return moved
 
 
-def _structure(held: _Held, trained: list[Tensor]) -> Callable[[], bool]:
+def _structure(held: _Watched, trained: list[Tensor]) -> Callable[[], bool]:
     """Makes the check for replaced tensors, modules and hooks, and for changed modes and flags."""
     flatten = chain.from_iterable
     # The end marker makes an added or removed item a difference.
