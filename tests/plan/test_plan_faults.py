@@ -14,7 +14,7 @@ from .plans import reason_untouched, sealed, write
 
 
 @pytest.mark.parametrize("path", [5, None, "", b"plan.json"])
-def test_what_is_no_path_is_refused_in_one_line(path):
+def test_invalid_paths_are_refused_in_one_line(path):
     with pytest.raises(PlanError, match=r"^load_plan takes the path of a plan file, got .*$"):
         load_plan(path)
 

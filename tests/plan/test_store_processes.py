@@ -200,7 +200,7 @@ for line in sys.stdin:
 
 
 def written_under(program: subprocess.Popen[str], *strace: str) -> Any:
-    """Lets one child of the program write while it is traced, and says what was found then."""
+    """Lets one child of the program write while it is traced, and returns the findings."""
     assert program.stdin is not None
     assert program.stdout is not None
     print("next", file=program.stdin, flush=True)

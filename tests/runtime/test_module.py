@@ -24,7 +24,7 @@ def test_outputs_are_those_of_the_model(model, x, serving, name):
     assert tuned.report().calls == {"tuned": 1}
 
 
-def test_it_is_the_executor_that_answers(model, x, tuned):
+def test_the_executor_answers(model, x, tuned):
     expected = tuned(x)
     entry = next(iter(tuned._found.values()))
     replace_executor(tuned, lambda x, call=entry.call: call(x) * 2)

@@ -107,9 +107,7 @@ def misses(monkeypatch):
     ],
     ids=["engines", "engines among others", "no engines", "nothing"],
 )
-def test_convolutions_that_pytorch_ran_are_told_where_engines_were_to_run_them(
-    misses, signatures, told
-):
+def test_missed_convolutions_are_reported_for_plans_with_engines(misses, signatures, told):
     found = missed_convolutions(signatures)
     assert found == (misses if told else {})
     misses["later"] = "another"
@@ -137,7 +135,7 @@ def test_misses_survive_being_written_down():
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
-def test_what_freed_executors_did_is_counted_on():
+def test_counts_of_freed_executors_are_kept():
     tally = Tally()
     tally.count("untouched: no plan")
     tally.keep([serving(), MISSED])

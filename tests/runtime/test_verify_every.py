@@ -1,4 +1,4 @@
-"""Every so many calls one is answered by the untouched model as well."""
+"""Every N-th call is compared with the untouched model."""
 
 from __future__ import annotations
 
