@@ -127,7 +127,7 @@ def counts_twice(model):
 
 
 FAULTS = {
-    "counts twice": (counts_twice, "wrong: buffer norm.num_batches_tracked is not what"),
+    "counts twice": (counts_twice, "wrong: buffer norm.num_batches_tracked differs from"),
     "raises": (raises, "its first step raised"),
     "backward raises": (backward_raises, "its first step raised"),
     "copied": (copied, "wrong: gives conv.weight no gradient"),
