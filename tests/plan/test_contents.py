@@ -245,7 +245,7 @@ def test_a_module_that_is_not_loaded_yet_is_found(program):
 def test_code_without_a_file_is_a_reason():
     space: dict = {"__name__": "typed"}
     exec("def typed(x):\n    return x\n", space)
-    with pytest.raises(UnsupportedError, match="in no file: <string>"):
+    with pytest.raises(UnsupportedError, match="has no file: <string>"):
         sources_of(functools.partial(space["typed"], 1))
     assert sys.getprofile() is None
 

@@ -196,13 +196,13 @@ WRONG = {
     "nan": (b'{"plans":NaN,"schema":1}', "first line"),
     "beyond": (b'{"plans":1e999,"schema":1}', "first line"),
     "another schema": (b'{"plans":0,"schema":2}', "has schema 2"),
-    "missing": (HEAD, "has 0 of the 1 plans"),
-    "negative": (b'{"plans":-1,"schema":1}', "has 0 of the -1 plans"),
+    "missing": (HEAD, "holds 0 of 1 plans"),
+    "negative": (b'{"plans":-1,"schema":1}', "holds 0 of -1 plans"),
     "garbage": (HEAD + b"garbage", "digest does not match"),
     "forged": (HEAD + digested(b'{"key":{},"payload":{},"schema":1}'), "does not fit the schema"),
     "deep plan": (HEAD + digested(b'{"key":' + b"[" * 200_000 + b"}"), "does not fit"),
     "long plan": (HEAD + b"0" * (MAX_BYTES + 1), "larger than"),
-    "more": (HEAD + b"a\nb", "has 2 of the 1"),
+    "more": (HEAD + b"a\nb", "holds 2 of 1"),
 }
 
 

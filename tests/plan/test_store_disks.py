@@ -311,7 +311,7 @@ def test_a_user_without_a_home(key: Key) -> None:
         check=True,
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith("None; no plan is kept in memory")
+    assert first.startswith("None; no plan is in memory")
     assert "no home directory" in first
     assert second == "None 1"
     assert done.stderr.count("plans are kept in memory only") == 1
