@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports public names on first use: PyTorch takes seconds to load, `--help` must not."""
+    """Imports public names on first use, because importing PyTorch takes seconds."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'steadytorch' has no attribute {name!r}")
     value = getattr(import_module(f"steadytorch.{_EXPORTS[name]}"), name)
@@ -95,10 +95,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps public functions in front of the rooms that share their names.
+    """Keeps the import system from replacing public functions by subpackages of the same name.
 
-    Importing `steadytorch.tune.session` would otherwise put the room in the place of the function
-    `steadytorch.tune`.
+    Importing `steadytorch.tune.session` would otherwise replace the function `steadytorch.tune`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""A bundle holds code that runs: what is not ours, not whole or not for here is never unpacked."""
+"""Bundles hold code: one of another user, damaged or for elsewhere is never unpacked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _refused(plan: Plan, here: Path) -> str:
 
 
 def _forged(path: Path, files: object, **changes: object) -> None:
-    """Writes a bundle whose digest holds, whatever it says."""
+    """Writes a bundle with a valid digest for any content."""
     line, _, _ = path.read_bytes().partition(b"\n")
     body = msgspec.msgpack.encode({"files": files})
     head = msgspec.json.decode(line) | {"sha256": hashlib.sha256(body).hexdigest()} | changes
@@ -132,7 +132,7 @@ def test_a_bundle_in_order_has_no_fault(plan, path):
 def test_no_bundle_is_a_reason_and_one_log_line(plan, here, caplog):
     assert _refused(plan, here) == "it has no bundle"
     assert [r.getMessage() for r in caplog.records] == [
-        f"plan {plan.id} is compiled anew: it has no bundle"
+        f"plan {plan.id} is compiled again: it has no bundle"
     ]
 
 
@@ -169,7 +169,7 @@ def test_another_candidate_or_key_is_named(plan, path, here):
 )
 def test_a_name_that_leads_elsewhere_is_refused(plan, path, here, tmp_path, name):
     _forged(path, {name: b"x"})
-    assert "names a file that it may not" in (bundle.unpack(plan) or "")
+    assert "holds a file name that is not allowed" in (bundle.unpack(plan) or "")
     assert not (tmp_path / "outside").exists()
 
 
@@ -180,7 +180,7 @@ def test_a_body_of_another_shape_is_refused(plan, path, here, files):
 
 
 @pytest.mark.parametrize("body", [[1], {}, None, {"files": {}, "package": 1}, {"more": 1}])
-def test_a_body_that_is_none_is_refused(plan, path, here, body):
+def test_an_undecodable_body_is_refused(plan, path, here, body):
     line, _, _ = path.read_bytes().partition(b"\n")
     data = msgspec.msgpack.encode(body)
     head = msgspec.json.decode(line) | {"sha256": hashlib.sha256(data).hexdigest()}
@@ -216,7 +216,7 @@ def test_another_user_s_is_refused(plan, path, here):
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_one_that_others_may_write_to_is_refused(plan, path, here, mode):
+def test_a_file_that_others_may_write_to_is_refused(plan, path, here, mode):
     path.chmod(mode)
     assert "others may write to it" in _refused(plan, here)
 
@@ -233,14 +233,14 @@ def test_a_compiler_cache_that_others_may_write_to_is_not_written_to(plan, path,
     assert not _unpacked(here)
 
 
-def test_one_that_is_too_large_is_neither_written_nor_read(plan, path, here, cache, monkeypatch):
+def test_a_bundle_above_the_limit_is_neither_written_nor_read(plan, path, here, cache, monkeypatch):
     monkeypatch.setattr(bundle, "MOST_BYTES", 200)
     assert "larger than 200 bytes" in _refused(plan, here)
     with pytest.raises(bundle.BrokenError, match="would take"):
         bundle.write(plan, cache)
 
 
-def test_a_disk_that_takes_no_more_is_a_reason(plan, path, here):
+def test_a_full_disk_is_a_reason(plan, path, here):
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, most[1]))
     try:

@@ -192,7 +192,7 @@ def test_a_model_with_too_many_objects_is_a_reason(net, monkeypatch):
         digest(net)
 
 
-def test_what_holds_itself_ends(net):
+def test_a_cycle_of_references_ends(net):
     net.names.append(net.names)
     net.me = (net,)
     assert digest(net) == digest(net)
@@ -200,7 +200,7 @@ def test_what_holds_itself_ends(net):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """A module on disk whose function uses another one and a variable of its own."""
+    """A module on disk whose function uses another module and a global variable."""
     (tmp_path / "helper_of_it.py").write_text("def double(x):\n    return 2 * x\n")
     (tmp_path / "program_of_it.py").write_text(
         "from helper_of_it import double\n"
@@ -213,7 +213,7 @@ def program(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_sources_are_what_ran_outside_of_pytorch(program):
+def test_sources_are_the_files_that_ran_outside_of_pytorch(program):
     sources = sources_of(functools.partial(program.forward, torch.ones(1)))
     assert set(sources) == {"program_of_it", "program_of_it:OFFSET", "helper_of_it"}
     assert changed_source(sources) is None
@@ -243,25 +243,25 @@ def test_a_module_that_is_not_loaded_yet_is_found(program):
     assert changed_source({"no_such_module_of_it": "0"}) == "no_such_module_of_it"
 
 
-def test_code_that_is_in_no_file_is_a_reason():
+def test_code_without_a_file_is_a_reason():
     space: dict = {"__name__": "typed"}
     exec("def typed(x):\n    return x\n", space)
-    with pytest.raises(UnsupportedError, match="in no file: <string>"):
+    with pytest.raises(UnsupportedError, match="has no file: <string>"):
         sources_of(functools.partial(space["typed"], 1))
     assert sys.getprofile() is None
 
 
-def test_what_torch_fx_writes_is_no_source():
+def test_code_generated_by_torch_fx_is_not_a_source():
     traced = torch.fx.symbolic_trace(nn.ReLU())
     assert sources_of(functools.partial(traced, torch.ones(1))) == {}
 
 
-def test_what_the_call_raises_is_raised():
+def test_exceptions_of_the_call_propagate():
     with pytest.raises(ZeroDivisionError):
         sources_of(lambda: 1 / 0)
     assert sys.getprofile() is None
 
 
-def test_a_model_that_travelled_has_the_same_contents(net):
+def test_a_model_sent_to_a_worker_has_the_same_contents(net):
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     assert digest(pickle.loads(pickle.dumps(module))) == digest(module)

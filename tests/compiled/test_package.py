@@ -1,4 +1,4 @@
-"""No fault of a package may raise in the caller, run what is not in order, or change a number."""
+"""No fault of a package raises in the caller, runs invalid code or changes a number."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def task(kept):
 
 @pytest.fixture
 def refused(kept, task, here, caplog):
-    """Why the package is not used; what the bundle holds beside it is unpacked then."""
+    """Returns why the package is not used; checks that the bundle is unpacked instead."""
 
     def refused() -> str:
         assert bundle.source(kept.plan)(task) is None
         assert list(here.rglob("*.so"))
         (record,) = caplog.records
         line = record.getMessage()
-        assert line.startswith(f"plan {kept.plan.id} is compiled anew: ")
+        assert line.startswith(f"plan {kept.plan.id} is compiled again: ")
         return line.partition(": ")[2]
 
     return refused
@@ -55,7 +55,7 @@ def described(kept) -> Packaged:
 
 
 def forge(kept, tmp_path, **changes) -> None:
-    """Writes the bundle anew, so that its digests hold, whatever it says."""
+    """Rewrites the bundle with valid digests for any content."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernel.so").write_bytes(b"code")
     content = kept.file.read_bytes()
@@ -75,7 +75,7 @@ def test_a_package_in_order_is_used_and_nothing_is_unpacked(kept, task, here, ca
     assert not caplog.records
 
 
-def test_what_else_arrives_is_compiled_with_the_bundle_s_files(kept, task, here):
+def test_other_arguments_are_compiled_with_the_bundles_files(kept, task, here):
     call = bundle.source(kept.plan)(task)
     assert call(torch.ones(2, 3, 8, 8)) == "compiled"
     assert list(here.rglob("*.so"))
@@ -88,12 +88,12 @@ def test_only_the_user_can_read_it(kept):
 def test_other_weights_are_not_served(kept, refused):
     with torch.no_grad():
         kept.model[1].running_mean[0] += 1e-3
-    assert refused() == "its package was made of other weights or attributes"
+    assert refused() == "its package was made for other weights or attributes"
 
 
 def test_an_attribute_of_another_value_is_not_served(kept, refused):
     kept.model[1].eps = 1e-3
-    assert refused() == "its package was made of other weights or attributes"
+    assert refused() == "its package was made for other weights or attributes"
 
 
 def test_a_model_that_cannot_be_compared_is_not_served(kept, refused):
@@ -105,7 +105,7 @@ def test_other_sources_are_not_served(kept, tmp_path, refused):
     made = described(kept).made
     name = next(iter(made.sources))
     forge(kept, tmp_path, made=Made(made.taken, {**made.sources, name: "0" * 64}))
-    assert refused() == f"its package was made of another {name}"
+    assert refused() == f"its package was made from another version of {name}"
 
 
 def test_a_package_that_is_gone_is_a_reason(kept, refused):
@@ -114,14 +114,14 @@ def test_a_package_that_is_gone_is_a_reason(kept, refused):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
-def test_cut_anywhere_it_is_refused(kept, refused, share):
+def test_a_truncated_package_is_refused(kept, refused, share):
     whole = kept.file.read_bytes()
     kept.file.write_bytes(whole[: int(share * len(whole))])
     assert "bytes, expected" in refused()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_altered_anywhere_it_is_refused(kept, refused, share):
+def test_an_altered_package_is_refused(kept, refused, share):
     whole = bytearray(kept.file.read_bytes())
     whole[int(share * (len(whole) - 1))] ^= 1
     kept.file.write_bytes(whole)
@@ -142,13 +142,13 @@ def _no_library(file):
 
 
 @pytest.mark.parametrize("spoil", [_garbage, _cut, _no_library])
-def test_one_that_pytorch_cannot_load_is_a_reason(kept, tmp_path, refused, spoil):
+def test_a_package_that_pytorch_cannot_load_is_a_reason(kept, tmp_path, refused, spoil):
     spoil(kept.file)
     forge(kept, tmp_path)
     assert "its package " in refused()
 
 
-def test_one_that_takes_arguments_nested_otherwise_is_a_reason(kept, tmp_path, refused):
+def test_a_package_for_other_nesting_is_a_reason(kept, tmp_path, refused):
     made = described(kept).made
     taken = msgspec.structs.replace(made.taken, structure="TreeSpec(list)")
     forge(kept, tmp_path, made=Made(taken, made.sources))
@@ -174,12 +174,12 @@ def test_another_user_s_is_refused(kept, refused):
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_one_that_others_may_write_to_is_refused(kept, refused, mode):
+def test_a_file_that_others_may_write_to_is_refused(kept, refused, mode):
     kept.file.chmod(mode)
     assert refused() == "its package was refused: others may write to it"
 
 
-def test_what_replaces_it_while_it_is_loaded_is_not_loaded(kept, task, monkeypatch):
+def test_a_file_swapped_in_during_loading_is_not_loaded(kept, task, monkeypatch):
     load = package.Package
 
     def replaced(file, *rest):
@@ -197,8 +197,8 @@ def test_a_bundle_that_is_broken_leaves_its_package_alone(kept, task, caplog):
     path.write_bytes(path.read_bytes()[:-1])
     assert bundle.source(kept.plan)(task) is None
     assert [r.getMessage() for r in caplog.records] == [
-        f"plan {kept.plan.id} is compiled anew: its bundle was cut or altered: its digest does not "
-        "match"
+        f"plan {kept.plan.id} is compiled again: its bundle was cut or altered: its digest does "
+        "not match"
     ]
 
 
@@ -208,10 +208,10 @@ def test_a_description_of_another_shape_is_broken(data):
         package.decoded(data)
 
 
-def test_other_weights_make_the_bundle_one_to_be_made_anew(kept):
+def test_other_weights_require_a_new_bundle(kept):
     assert bundle.fault(kept.plan) is None
     reason = bundle.fault(kept.plan, "0" * 64)
-    assert reason == "its package was made of other weights or attributes"
+    assert reason == "its package was made for other weights or attributes"
 
 
 def test_it_goes_with_its_plan(kept):

@@ -48,7 +48,7 @@ def test_a_raising_executor_is_answered_for_and_not_called_again(model, x, tuned
     assert caplog.text.count("the tuned executor failed: RuntimeError: the executor broke") == 1
 
 
-def test_an_executor_that_fails_in_its_first_call_is_answered_for(model, x, monkeypatch, serving):
+def test_the_model_answers_if_the_first_tuned_call_fails(model, x, monkeypatch, serving):
     def broken(self, *args, **kwargs):
         raise ValueError("no")
 

@@ -26,7 +26,7 @@ _RUNNING_CODE = ("exec", "compile", "import", "os.system", "subprocess.Popen", "
 
 
 class _Listener:
-    """Notes what code is run meanwhile; the interpreter never lets go of such a hook."""
+    """Records code that runs; an audit hook cannot be removed from the interpreter."""
 
     def __init__(self):
         self.heard, self.listening = [], False
@@ -45,11 +45,11 @@ class _Listener:
 
 
 class Victim:
-    """A small model, its plan in a store and in a file, and what listens beside."""
+    """A small model, its plan in a store and in a file, and the audit hook."""
 
     def __init__(self, directory):
         torch.set_num_threads(1)  # there are several of these
-        # To ask what machine this is takes a fifth of all, and no file changes it.
+        # Reading the machine's facts takes a fifth of the time, and no file changes them.
         found = cache(load_facts)
         session.load_facts = plan_room.load_facts = optimizing.load_facts = found
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ class Victim:
         logging.disable(logging.WARNING)
 
     def untouched(self):
-        """The whole file that the others are made from."""
+        """The valid file that the mutants are made from."""
         return self.whole
 
     def hears(self, text):
@@ -95,7 +95,7 @@ class Victim:
             raise AssertionError(f"{type(error).__name__} by {content!r}") from error
 
     def _is_taken(self, content):
-        """What the four ways in make of it: a plan or a reason, and the model's own outputs."""
+        """Tries the four entry points: each gives a plan or a reason, and the model's outputs."""
         for path in (self.stored, self.file):
             path.write_bytes(content)
         with self.listener as heard:
@@ -144,5 +144,5 @@ class Victim:
         return out.shape == self.expected.shape and torch.allclose(out, self.expected)
 
     def _optimized(self):
-        """Benchmark mode over the store, without the canary that would find what is wrong there."""
+        """Runs `optimize` over the store, without the canary, which would find wrong plans."""
         return optimize(self.model, store=self.store.root, canary=False)

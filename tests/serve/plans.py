@@ -75,7 +75,7 @@ def write(folder: Path, plan: Plan) -> Path:
 
 
 def sealed(payload: object, key: object) -> bytes:
-    """A file whose digest holds, whatever it says: what an attacker would write."""
+    """A file with a valid digest for any content, as an attacker would write it."""
     return digested(canonical_json({"key": key, "payload": payload, "schema": 1}))
 
 

@@ -1,4 +1,4 @@
-"""Plans between machines: what is exported comes back, whole or not at all."""
+"""Exported plans are imported whole or not at all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _stored(root):
 # -- there and back -----------------------------------------------------------------------------
 
 
-def test_what_is_exported_is_imported(plans, exported, there):
+def test_exported_plans_are_imported(plans, exported, there):
     imported = import_plans(exported, there)
     assert {each.plan.id for each in imported} == {each.id for each in plans}
     assert sorted(_stored(there), key=str) == sorted(plans, key=str)
@@ -137,13 +137,13 @@ def test_every_field_of_the_machine_is_compared(plan, field):
 
 
 @pytest.mark.parametrize("field", ["workload", "signature", "objective", "ambient", "inputs"])
-def test_what_is_asked_of_a_plan_is_no_matter_of_the_machine(plan, field):
+def test_fields_of_the_request_are_not_compared_with_the_machine(plan, field):
     other = {} if isinstance(getattr(plan.key, field), dict) else "other"
     assert misfit(replace(plan.key, **{field: other})) == ()
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "", "\x1b[2J", "cuda:-1"])
-def test_a_device_that_nobody_has_is_a_misfit(plan, device):
+def test_an_unknown_device_is_a_misfit(plan, device):
     assert misfit(replace(plan.key, device=device))[0].field == "device"
 
 
@@ -169,7 +169,7 @@ def test_a_bad_file_that_is_there_is_replaced(plan, exported, there):
 def test_a_file_cut_anywhere_imports_nothing(exported, there):
     data = exported.read_bytes()
     ends = {at for at, byte in enumerate(data) if byte == ord("\n")}
-    # Without its last line break it is whole.
+    # The last line break is optional.
     for length in sorted({*range(0, len(data) - 1, 7), *ends - {len(data) - 1}}):
         exported.write_bytes(data[:length])
         with pytest.raises(PlanError):
@@ -196,18 +196,18 @@ WRONG = {
     "nan": (b'{"plans":NaN,"schema":1}', "first line"),
     "beyond": (b'{"plans":1e999,"schema":1}', "first line"),
     "another schema": (b'{"plans":0,"schema":2}', "has schema 2"),
-    "missing": (HEAD, "has 0 of the 1 plans"),
-    "negative": (b'{"plans":-1,"schema":1}', "has 0 of the -1 plans"),
+    "missing": (HEAD, "holds 0 of 1 plans"),
+    "negative": (b'{"plans":-1,"schema":1}', "holds 0 of -1 plans"),
     "garbage": (HEAD + b"garbage", "digest does not match"),
     "forged": (HEAD + digested(b'{"key":{},"payload":{},"schema":1}'), "does not fit the schema"),
     "deep plan": (HEAD + digested(b'{"key":' + b"[" * 200_000 + b"}"), "does not fit"),
     "long plan": (HEAD + b"0" * (MAX_BYTES + 1), "larger than"),
-    "more": (HEAD + b"a\nb", "has 2 of the 1"),
+    "more": (HEAD + b"a\nb", "holds 2 of 1"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_export_is_one_line_that_says_why(tmp_path, there, name):
+def test_an_invalid_export_gives_one_line_with_the_reason(tmp_path, there, name):
     content, said = WRONG[name]
     path = tmp_path / "wrong\x1b[2J"
     path.write_bytes(content)
@@ -245,7 +245,7 @@ def test_a_plan_under_a_key_that_is_not_its_own_is_refused(plan, tmp_path, there
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "none", "null byte"])
-def test_what_is_no_file_of_ones_own_is_refused(exported, there, tmp_path, kind):
+def test_anything_but_a_regular_file_of_this_user_is_refused(exported, there, tmp_path, kind):
     path = tmp_path / kind
     if kind == "link":
         path.symlink_to(exported)
@@ -288,7 +288,7 @@ def test_an_export_that_cannot_be_written_leaves_the_old_one(here, exported, mon
 
 def test_more_than_a_file_holds_is_refused(here, tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "MOST_BYTES", 1000)
-    with pytest.raises(UsageError, match="name fewer"):
+    with pytest.raises(UsageError, match="export fewer"):
         export_plans(tmp_path / "large", store=here.root)
     assert not (tmp_path / "large").exists()
 

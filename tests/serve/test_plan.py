@@ -152,7 +152,7 @@ def test_many_differences_are_cut_short(plan, model, x):
     assert reason.count(" was ") == 4
 
 
-def test_what_was_asked_for_does_not_have_to_be_asked_again(model, x, plan):
+def test_apply_takes_the_request_from_the_plan(model, x, plan):
     asked = {"objective": "p99", "precision": "bf16", "tolerance": 0.1, "max_memory_bytes": 7}
     tuned = replace(plan, key=replace(plan.key, **asked)).apply(model)
     tuned(x)
@@ -170,15 +170,13 @@ def test_the_empty_plan_is_the_untouched_model(model, x):
 
 
 @pytest.mark.parametrize("thing", [None, 3])
-def test_what_cannot_be_called_is_a_misuse_that_is_named(plan, thing):
-    with pytest.raises(UsageError, match=f"{type(thing).__name__} is no model"):
+def test_a_model_that_is_not_callable_is_a_usage_error(plan, thing):
+    with pytest.raises(UsageError, match=f"{type(thing).__name__} is not a model"):
         plan.apply(thing)
 
 
-def test_a_tuned_module_is_a_misuse_that_is_named(plan, model):
-    with pytest.raises(
-        UsageError, match=r"got a tuned one: pass what it wraps, model\.__wrapped__"
-    ):
+def test_a_tuned_module_is_a_usage_error(plan, model):
+    with pytest.raises(UsageError, match=r"got a tuned one: pass model\.__wrapped__"):
         plan.apply(plan.apply(model))
 
 
@@ -192,7 +190,7 @@ def test_the_machine_that_cannot_be_read_is_a_reason(plan, model, x, monkeypatch
 
     monkeypatch.setattr(module_under_test, "load_facts", broken)
     reason = reason_untouched(plan.apply(model), model, x)
-    assert "could not be compared with what is here: the driver??[2Jis gone" in reason
+    assert "could not be checked against this environment: the driver??[2Jis gone" in reason
 
 
 @pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
@@ -201,7 +199,7 @@ def test_a_senseless_tolerance_in_a_plan_raises_nothing(plan, model, x, toleranc
     torch.testing.assert_close(stored.apply(model)(x).detach(), model(x).detach())
 
 
-def test_what_a_plan_says_cannot_reach_the_terminal(plan, model, x, caplog):
+def test_terminal_escapes_of_a_plan_are_cleaned(plan, model, x, caplog):
     stored = replace(plan, key=replace(plan.key, torch="\x1b[31m\nfake: all is well\r"))
     stored.apply(model)
     assert "torch was ?[31m?fake: all is well?, is" in caplog.text

@@ -14,7 +14,7 @@ from .plans import reason_untouched, sealed, write
 
 
 @pytest.mark.parametrize("path", [5, None, "", b"plan.json"])
-def test_what_is_no_path_is_refused_in_one_line(path):
+def test_invalid_paths_are_refused_in_one_line(path):
     with pytest.raises(PlanError, match=r"^load_plan takes the path of a plan file, got .*$"):
         load_plan(path)
 
@@ -40,7 +40,7 @@ def test_a_transform_from_nowhere_loads_as_data_and_leaves_the_model_untouched(
     liar = replace(plan, candidate=(msgspec.convert(spec, TransformSpec),))
     tuned = load_plan(write(tmp_path, liar)).apply(model)
     said = reason_untouched(tuned, model, x)
-    assert said.startswith("a plan could not be compared with what is here: ")
+    assert said.startswith("a plan could not be checked against this environment: ")
     assert dict((str(s), h) for s, h in UNKNOWN)[str(spec)] in said
     assert said in caplog.text
 

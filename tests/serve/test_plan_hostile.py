@@ -26,7 +26,7 @@ from .plans import digested, sealed
 MUTATED, DAMAGED, BATCH = 10_000, 10_100, 20
 """Files of each kind, more than 20,000 in all, and how many of them one example has."""
 DEADLINE_S = 60.0
-"""For a batch, which takes a tenth of a second: what is not back by then hangs."""
+"""Timeout of a batch, which takes 0.1 s."""
 MEMORY = 4 << 30
 GONE = object()
 _HOSTILE = [
@@ -48,11 +48,11 @@ _VALUES = st.one_of(
 )
 _FEW = st.lists(_VALUES, min_size=8, max_size=8)
 _SEEDS = st.integers(0, 2**64 - 1)
-"""Of what a batch has many of: to ask Hypothesis for each takes longer than to try the files."""
+"""Draws for a whole batch; drawing each file by Hypothesis takes longer than trying it."""
 
 
 class Victims:
-    """Two processes that try files, each half of a batch; one that died is started anew."""
+    """Two processes that try half of a batch each; a dead one is restarted."""
 
     def __init__(self, directory):
         self._directory, self._workers = directory, {}
@@ -93,7 +93,7 @@ def victims():
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("sys.path", [*sys.path, str(Path(__file__).parent)])
-        # Thousands of files are written and moved: in memory, where there is such a folder.
+        # Thousands of files are written and moved: in memory, if there is a folder for that.
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         made = Victims(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory))))
         stack.callback(made.kill)
@@ -157,7 +157,7 @@ def _content(payload, key):
         return repr(payload).encode("utf-8", "replace")
 
 
-# Shrinking a batch takes longer than all of them: what fails shows its one file.
+# No shrinking: it takes longer than all batches, and a failure shows its file.
 _hostile = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("ranked.py")
 
 @pytest.fixture
 def store(tmp_path):
-    """A store with a plan for one thread, which is what torchrun gives each rank."""
+    """A store with a plan for one thread, the default of torchrun."""
     workload, threads = make_workload(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -55,7 +55,7 @@ def run(store, folder, ranks, without=()):
 
 
 @pytest.mark.parametrize("without", [(), (1,)], ids=["all with a plan", "one without"])
-def test_ranks_train_in_step_whichever_have_a_plan(store, tmp_path, without):
+def test_ranks_train_in_step_with_or_without_a_plan(store, tmp_path, without):
     found = run(store, tmp_path, 2, without)
     for rank, each in enumerate(found):
         assert each["calls"] == ({} if rank in without else {"tuned": STEPS})

@@ -96,7 +96,7 @@ def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew
     said = [line for line in done.stderr.splitlines() if "WARNING:steadytorch" in line]
     assert len(said) == 2, done.stderr
     assert "the model changed" in said[0]
-    assert said[1].endswith("compiled anew: its package was made of other weights or attributes")
+    assert said[1].endswith("compiled again: its package was made for other weights or attributes")
 
 
 def _fault(*given, **arguments):

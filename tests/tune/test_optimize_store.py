@@ -25,7 +25,7 @@ NO_SUCH = (TransformSpec("os.system", (("command", "false"),)),)
 
 @pytest.mark.parametrize("canary", [True, False])
 @pytest.mark.parametrize(
-    ("candidate", "why"), [(LOWER, "what it does is bf16"), (NO_SUCH, "unknown transform")]
+    ("candidate", "why"), [(LOWER, "its transforms need bf16"), (NO_SUCH, "unknown transform")]
 )
 def test_a_plan_that_does_what_its_key_forbids_is_not_served(
     model, x, tmp_path, caplog, candidate, why, canary

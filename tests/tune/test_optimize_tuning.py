@@ -206,7 +206,7 @@ def test_each_call_is_counted_once_and_the_numbers_are_those_of_now(model, tmp_p
     said = {served.detail for served in tuned.report().signatures if served.reason == WITHHELD}
     (numbers,) = said
     served = len(searches.keys)
-    assert numbers.startswith(f"12 signatures in {24 - served} calls that no plan served")
+    assert numbers.startswith(f"12 signatures in {24 - served} calls without a plan")
 
 
 @pytest.mark.parametrize("background", [False, True])

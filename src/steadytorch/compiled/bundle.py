@@ -1,14 +1,13 @@
-"""What compiling a plan left behind, kept beside it: with it the first call compiles nothing twice.
+"""Bundles: compiled code kept beside a plan, for faster cold starts with `bundle=True`.
 
-Unlike a plan a bundle is not data only: it holds machine code and what PyTorch's compiler pickled,
-which run when they are used. So nothing here is called unless the user asks for it, and a bundle
-counts for nothing but in the environment that made it, read from a private folder of the user's
-own. Its digest detects accidents, not attackers. Reading and unpacking run nothing of it.
+A plan is data; a bundle is code. It holds machine code and pickles of PyTorch's compiler, which run
+when they are used. It is therefore read only at the user's request, only in the environment that
+made it, and only from the user's private folder. Its digest detects accidents, not attackers.
+Reading and unpacking run no code.
 
-A bundle is one file: a line of JSON that says what it is for, then its files in MessagePack. They
-are unpacked into the cache folder of PyTorch's compiler, beside what is there. Where the model can
-be compiled ahead of time a package stands beside it (`plan.package`): code that is whole, for which
-no compiler is asked.
+A bundle is one file: a line of JSON with its header, then the cached files in MessagePack. They are
+unpacked into the cache folder of PyTorch's compiler; existing files stay. A model that can be
+compiled ahead of time also gets a package (`plan.package`), which loads without a compiler.
 """
 
 from __future__ import annotations
@@ -51,33 +50,33 @@ if TYPE_CHECKING:
     from steadytorch.plan.record import PlanRecord
 
 SCHEMA = 2
-"""Version of the file's form."""
+"""Version of the file format."""
 SUFFIX = ".bundle"
-"""A bundle is called as its plan, and ends like this."""
+"""Suffix of bundles; the stem is the plan's."""
 PACKAGE = ".pt2"
-"""So does a package, and like this."""
+"""Suffix of packages; the stem is the plan's."""
 MOST_BYTES = 512 << 20
-"""Larger ones are neither written nor read; larger packages are not written."""
+"""Limit on the size of bundles read or written, and of packages written."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.+=-]{1,255}(/[A-Za-z0-9_.+=-]{1,255}){0,7}")
-_PASSING = re.compile(r"(^|/)(locks|precompiled_headers|tmp[^/]*)/|\.(lock|tmp)$|(^|/)\.")
-# Triton lists the files of a kernel by their full paths.
+_TEMPORARY = re.compile(r"(^|/)(locks|precompiled_headers|tmp[^/]*)/|\.(lock|tmp)$|(^|/)\.")
+# Triton's group files list the files of a kernel by absolute path.
 _LISTS_PATHS = "__grp__"
-_HERE = b"<steadytorch:cache>"
-_NO_PLACE = "is not kept: the plan is in memory only"
+_CACHE_MARK = b"<steadytorch:cache>"
+_IN_MEMORY = "is not kept: the plan is in memory only"
 
 logger = logging.getLogger("steadytorch")
 
 
 class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a bundle is for, and what it holds.
+    """Header of a bundle.
 
     Attributes:
-        candidate: of the plan.
-        environment: what compiled code depends on beyond the key.
+        candidate: the plan's candidate.
+        environment: dependencies of compiled code beyond the key.
         key: digest of the plan's key, which covers device, driver and libraries.
         schema: `SCHEMA`.
-        sha256: of all that follows the line.
+        sha256: digest of everything after the header line.
     """
 
     candidate: str
@@ -88,11 +87,11 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What follows the line.
+    """Contents of a bundle.
 
     Attributes:
-        files: of the compiler's cache, by their names in it.
-        package: what is known of the one beside the bundle, in MessagePack; None for none.
+        files: files of the compiler's cache by name.
+        package: description of the plan's package in MessagePack; None without a package.
     """
 
     files: dict[str, bytes]
@@ -100,31 +99,31 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def path_of(plan: PlanRecord) -> Path | None:
-    """Where the plan's bundle is or would be; None for a plan that is in memory only."""
+    """Path of the plan's bundle, present or not; None for a plan in memory only."""
     return None if plan.path is None else Path(plan.path).with_suffix(SUFFIX)
 
 
 def write(plan: PlanRecord, cache: Path, made: tuple[Path, Packaged] | None = None) -> Path:
-    """Packs a compiler cache that holds what the plan needs and little else.
+    """Packs a compiler cache into the plan's bundle.
 
     Args:
-        plan: as it is stored.
-        cache: the folder, as PyTorch's compiler left it.
-        made: the plan's package and what is known of it, where there is one.
+        plan: the stored plan.
+        cache: the cache folder of PyTorch's compiler, filled for this plan alone.
+        made: path and description of the plan's package; None without a package.
 
     Raises:
-        OSError: it cannot be read, or the bundle cannot be written.
-        BrokenError: the plan is in memory only, nothing was compiled, or it is too large.
+        OSError: the cache cannot be read, or the bundle cannot be written.
+        BrokenError: the plan is in memory only, nothing was compiled, or the bundle is too large.
     """
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     described = None if made is None else msgspec.msgpack.encode(made[1])
     body = msgspec.msgpack.encode(_Body(dict(_packed(cache)), described))
     head = canonical_json(_head(plan, hashlib.sha256(body).hexdigest()))
     size = len(head) + 1 + len(body)
     if size > MOST_BYTES:
-        raise BrokenError(f"would take {size} bytes, and one holds {MOST_BYTES}")
+        raise BrokenError(f"would take {size} bytes; the limit is {MOST_BYTES}")
     if made is not None:
         write_whole(path.with_suffix(PACKAGE), made[0].read_bytes())
     else:
@@ -134,32 +133,32 @@ def write(plan: PlanRecord, cache: Path, made: tuple[Path, Packaged] | None = No
 
 
 def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
-    """Why the plan's bundle cannot be used here, None if it can; unpacks nothing.
+    """Returns why the plan's bundle cannot be used here, or None if it can; unpacks nothing.
 
     Args:
-        plan: as it is stored.
-        contents: of the model that its package is to be for, see `contents.digest`; None where the
-            package does not matter.
+        plan: the stored plan.
+        contents: digest of the model for the package, from `contents.digest`; None to ignore the
+            package.
     """
     from steadytorch.compiled import package
 
     try:
         found = _read(plan).package
-    except Exception as error:  # a bundle may hold anything, and must not stop the caller
+    except Exception as error:  # a damaged bundle may raise anything; the caller goes on
         return why_not(error)
     try:
         if found is not None and contents is not None:
-            package.check(_beside(plan), package.decoded(found), contents)
+            package.check(_package_path(plan), package.decoded(found), contents)
     except Exception as error:
         return why_not(error, "package")
     return None
 
 
 def source(plan: PlanRecord) -> Source:
-    """What `compile` is to take under the plan: its package, or else the bundle's files.
+    """Makes the source of compiled code for `compile`: the plan's package, else the bundle's files.
 
-    Where the package is for another model than the one at hand, the files are unpacked, and the
-    log says why in one line; so they are before other arguments are compiled for.
+    If the package is for another model, the bundle's files are unpacked and a warning gives the
+    reason. They are also unpacked before compiling for other arguments.
     """
     from steadytorch.compiled import package
 
@@ -170,15 +169,17 @@ def source(plan: PlanRecord) -> Source:
 
         try:
             described = _read(plan).package
-        except Exception:  # as above; `unpack` says what is wrong
+        except Exception:  # as above; `unpack` logs the reason
             described = None
         if described is not None:
             try:
                 return package.load(
-                    _beside(plan), package.decoded(described), task._replace(compiled=compiled)
+                    _package_path(plan),
+                    package.decoded(described),
+                    task._replace(compiled=compiled),
                 )
             except Exception as error:
-                logger.warning("plan %s is compiled anew: %s", plan.id, why_not(error, "package"))
+                logger.warning("plan %s is compiled again: %s", plan.id, why_not(error, "package"))
         unpack(plan)
         return None
 
@@ -186,30 +187,30 @@ def source(plan: PlanRecord) -> Source:
 
 
 def unpack(plan: PlanRecord) -> str | None:
-    """Puts the plan's bundle where PyTorch's compiler looks; what is there already stays.
+    """Unpacks the plan's bundle into the cache of PyTorch's compiler; existing files stay.
 
     Returns:
-        None when it is there, else one line on why not, which is logged too: the plan works all
-        the same, and compiles.
+        None if it was unpacked, else the reason in one line, which is also logged. The plan then
+        compiles as without a bundle.
     """
     try:
         _place(_read(plan).files, _cache_folder())
     except Exception as error:  # as above
         reason = why_not(error)
-        logger.warning("plan %s is compiled anew: %s", plan.id, reason)
+        logger.warning("plan %s is compiled again: %s", plan.id, reason)
         return reason
     return None
 
 
-def _beside(plan: PlanRecord) -> Path:
+def _package_path(plan: PlanRecord) -> Path:
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     return path.with_suffix(PACKAGE)
 
 
 def compiles(plan: PlanRecord) -> bool:
-    """Whether the plan has anything to keep in a bundle."""
+    """Whether the plan compiles anything that a bundle can keep."""
     return any(spec.name == "compile" for spec in plan.candidate)
 
 
@@ -219,7 +220,7 @@ def _head(plan: PlanRecord, digest: str) -> _Head:
 
 
 def environment() -> dict[str, str]:
-    """What compiled code depends on, beyond the fields of a plan's key."""
+    """Dependencies of compiled code beyond the fields of a plan's key."""
     import torch
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -234,7 +235,7 @@ def environment() -> dict[str, str]:
 
 
 def _identity(program: str) -> str:
-    # Asking a compiler for its version starts a process.
+    # The size stands in for the version, which would take a process to find.
     seen = os.stat(program)
     return f"{program} of {seen.st_size} bytes"
 
@@ -251,25 +252,25 @@ def _packed(cache: Path) -> Iterator[tuple[str, bytes]]:
             raise BrokenError(f"would take more than {MOST_BYTES} bytes")
         content = path.read_bytes()
         found += 1
-        yield name, content.replace(written, _HERE) if _LISTS_PATHS in name else content
+        yield name, content.replace(written, _CACHE_MARK) if _LISTS_PATHS in name else content
     if not found:
         raise BrokenError("is not kept: nothing was compiled")
 
 
 def _is_kept(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and _PASSING.search(name) is None
+    return _NAME.fullmatch(name) is not None and _TEMPORARY.search(name) is None
 
 
 def _read(plan: PlanRecord) -> _Body:
-    """What a plan's bundle holds, if it is in order, ours, and for here."""
+    """Reads a plan's bundle after checking owner, digest and environment."""
     path = path_of(plan)
     if path is None:
-        raise BrokenError(_NO_PLACE)
+        raise BrokenError(_IN_MEMORY)
     with open_folder(path.parent) as folder:
         check_private(os.fstat(folder), "its folder")
         content = memoryview(read_bytes(path.name, MOST_BYTES, folder))
         check_private(os.stat(path.name, dir_fd=folder, follow_symlinks=False), "it")
-    # The line is short; a longer one is none of ours.
+    # Headers are short; a longer line is not a header.
     line, _, _ = bytes(content[: 1 << 16]).partition(b"\n")
     head = msgspec.json.decode(line, type=_Head)
     body = content[len(line) + 1 :]
@@ -289,7 +290,7 @@ def _differing(head: _Head, here: _Head) -> list[str]:
 
 
 def _cache_folder() -> Path:
-    """The folder of PyTorch's compiler, for this user alone to write to."""
+    """The cache folder of PyTorch's compiler, checked to be private to this user."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     make_private(Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())).absolute())
@@ -301,11 +302,11 @@ def _cache_folder() -> Path:
 
 
 def _place(files: dict[str, bytes], root: Path) -> None:
-    """Writes those that are not there; each appears whole."""
+    """Writes missing files atomically; existing files stay."""
     here = json.dumps(os.fspath(root))[1:-1].encode()
     for name, content in files.items():
-        if not _is_kept(name):  # among them those that begin with a dot, and so lead elsewhere
-            raise BrokenError(f"names a file that it may not: {clean(name)}")
+        if not _is_kept(name):  # also rejects "..", which would lead out of the folder
+            raise BrokenError(f"holds a file name that is not allowed: {clean(name)}")
         target = root / name
         if target.exists():
             continue
@@ -313,7 +314,7 @@ def _place(files: dict[str, bytes], root: Path) -> None:
         temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
             with temporary.open("xb") as file:
-                file.write(content.replace(_HERE, here) if _LISTS_PATHS in name else content)
+                file.write(content.replace(_CACHE_MARK, here) if _LISTS_PATHS in name else content)
             temporary.rename(target)
         except BaseException:
             with suppress(OSError):
@@ -322,7 +323,7 @@ def _place(files: dict[str, bytes], root: Path) -> None:
 
 
 def why_not(error: Exception, what: str = "bundle") -> str:
-    """What keeps a bundle, or a package, from being used or made, as one line."""
+    """Why a bundle or a package cannot be used or made, in one line."""
     if isinstance(error, UnsupportedError):
         return f"no {what}: {error}"
     if isinstance(error, FileNotFoundError):

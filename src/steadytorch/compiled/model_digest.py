@@ -1,7 +1,7 @@
-"""What compiled code has taken from a model besides its inputs: weights, attributes and sources.
+"""Digests of everything that compiled code takes from a model: weights, attributes, sources.
 
-A plan's key says which model it is for, and holds for any weights. Code that was compiled with the
-weights in it, and that no look at the model precedes, holds for these alone.
+A plan's key identifies a model for any weights. A package has the weights compiled in and runs
+without looking at the model, so it is valid only for equal contents.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from steadytorch.plan.files import clean
 from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
 
 MOST_OBJECTS = 100_000
-"""A model that holds more has none of its contents compared."""
+"""Limit on the objects of a model whose contents are compared."""
 CHUNK_BYTES = 64 << 20
-"""Weights of a GPU are fetched in pieces of this size, or of the largest tensor."""
+"""GPU weights are fetched in chunks of this size, or of the largest tensor."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype)
 _NAMED = (type, BuiltinFunctionType, ModuleType, torch.layout, torch.memory_format)
 _NEUTRAL = (torch.device,)
-"""What the key covers, or what is the same program wherever it runs."""
+"""Values covered by the key, or that do not change the program."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-_APART = ("torch", *sys.stdlib_module_names)
+_EXCLUDED = ("torch", *sys.stdlib_module_names)
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 of all that a model holds: values of its tensors, and its modules' attributes.
+    """SHA-256 of a model's contents: values of tensors and attributes of modules.
 
-    It is the same in every process and on every device. 100 MB take about 60 ms of one core with
-    instructions for SHA.
+    Equal in every process and on every device. 100 MB take about 60 ms on one core with SHA
+    instructions.
 
     Raises:
-        UnsupportedError: it holds what cannot be compared, or a module has a hook.
+        UnsupportedError: the model holds an object that cannot be compared, or has a hook.
     """
     contents = _Contents()
     try:
@@ -59,21 +59,21 @@ def digest(model: nn.Module) -> str:
 
 
 class _Contents:
-    """Lines that are equal for equal contents but for the values of tensors, which are collected.
+    """Describes contents as lines, and collects the tensors for their values.
 
     Attributes:
-        lines: what there is, in the order in which it is held.
-        tensors: each once.
+        lines: the description, in order of traversal.
+        tensors: all tensors, each once.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.tensors: list[Tensor] = []
-        # Held as well: the number of an object that is gone would be given to another.
+        # Keeps the objects alive, because a freed object's id may be reused.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def add(self, value: Any) -> None:
-        """Adds an object and all that it holds."""
+        """Adds an object and everything reachable from it."""
         if isinstance(value, _PLAIN):
             self._line(type(value).__name__, repr(value))
         elif isinstance(value, _NAMED):
@@ -123,7 +123,7 @@ class _Contents:
         registries = [vars(module).get(name) for name in ("_parameters", "_buffers", "_modules")]
         self._line("module", type(module).__module__, type(module).__qualname__)
         for registry in (own, *registries):
-            # Scripted modules have none that can be looked into.
+            # Registries of scripted modules cannot be read.
             if not isinstance(registry, dict):
                 raise UnsupportedError(f"a {type(module).__name__} cannot be compared")
             self._all("names", (part for item in registry.items() for part in item))
@@ -144,7 +144,7 @@ class _Contents:
             self._all("object", (type(value), vars(value)))
         else:
             raise UnsupportedError(
-                f"its model holds a {type(value).__name__}, which may be anything"
+                f"its model holds a {type(value).__name__}, which cannot be compared"
             )
 
 
@@ -158,16 +158,16 @@ def _code(code: CodeType) -> Iterator[str]:
         if isinstance(constant, CodeType):
             yield from _code(constant)
         else:
-            # The order of a set follows the hash seed of the process.
+            # The order of a set depends on the hash seed of the process.
             yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
 
 
 def _pieces(tensors: list[Tensor]) -> Iterator[Any]:
-    """The bytes of the tensors one after another, wherever they are."""
+    """Yields the bytes of all tensors in order, from any device."""
     waiting: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        # One copy to the host for many tensors: each waits for the GPU.
+        # Batches copies to the host, since each copy synchronises.
         apart = bool(waiting) and waiting[0].device != flat.device
         if apart or sum(map(len, waiting), len(flat)) > CHUNK_BYTES:
             yield from _fetched(waiting)
@@ -184,18 +184,18 @@ def _fetched(waiting: list[Tensor]) -> Iterator[Any]:
 
 
 def sources_of(call: Callable[[], Any]) -> dict[str, str]:
-    """What the code that a call runs is, outside of PyTorch and of Python's own library.
+    """Digests the sources that a call runs, except PyTorch and the standard library.
 
     Args:
-        call: is called once.
+        call: called once, under a profile function.
 
     Returns:
-        From the name of each module that code ran of, to the digest of its file; and from
-        `MODULE:NAME` to the value of each plain variable that this code names.
+        The digest of the file by module name, and the value of each plain global variable used by
+        `MODULE:NAME`.
 
     Raises:
-        UnsupportedError: some of it is in no file.
-        Exception: of the call.
+        UnsupportedError: some code has no file.
+        Exception: exceptions of the call propagate.
     """
     ran: dict[CodeType, dict[str, Any]] = {}
 
@@ -212,8 +212,8 @@ def sources_of(call: Callable[[], Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for code, space in ran.items():
         name = str(space.get("__name__"))
-        # What torch.fx writes is a part of the model, and compared with it.
-        if name.partition(".")[0] in _APART or code.co_filename.startswith("<eval_with_key>"):
+        # Code generated by torch.fx is compared as a part of the model.
+        if name.partition(".")[0] in _EXCLUDED or code.co_filename.startswith("<eval_with_key>"):
             continue
         found[name] = _file_digest(code.co_filename)
         for variable in code.co_names:
@@ -223,20 +223,20 @@ def sources_of(call: Callable[[], Any]) -> dict[str, str]:
 
 
 def changed_source(sources: Mapping[str, str]) -> str | None:
-    """The first module or variable, of those that `sources_of` found, that is another here."""
+    """The first module or variable from `sources_of` that differs here, or None."""
     for name, expected in sources.items():
         module, _, variable = name.partition(":")
         try:
             if (_variable if variable else _module)(module, variable, expected) != expected:
                 return name
-        except Exception:  # finding a module runs code of the package around it
+        except Exception:  # finding a module imports its parent package
             return name
     return None
 
 
 def _module(name: str, variable: str, expected: str) -> str:
     module = sys.modules.get(name)
-    # One that is imported at the first call is not there yet.
+    # A module imported at the first call is not loaded yet.
     spec = importlib.util.find_spec(name) if module is None else None
     return _file_digest(str(spec.origin if spec is not None else getattr(module, "__file__", "")))
 
@@ -249,4 +249,4 @@ def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise UnsupportedError(f"some of its code is in no file: {clean(path)}") from error
+        raise UnsupportedError(f"some of its code has no file: {clean(path)}") from error

@@ -1,8 +1,8 @@
-"""A plan's package: what it compiled, ahead of time and with the weights in it, as a file.
+"""Packages: a plan's code, compiled ahead of time with its weights, as a file.
 
-It stands beside the plan's bundle, which says what it is for; what holds of bundles holds of it. A
-package is used for the very weights, attributes and sources that it was made of, and for the
-signature that `compile` gets under the plan.
+A package lies beside the plan's bundle, which describes it and whose rules apply to it. It is used
+only for equal weights, attributes and sources, and for the signature that `compile` gets under the
+plan.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from steadytorch.plan.files import BrokenError, check_private, clean, open_folde
 from steadytorch.results.signature import Signature
 from steadytorch.workload.workload import Workload
 
-# A descriptor stays that of the file that was looked at, whatever is put in its place.
-_BY_DESCRIPTOR = "/proc/self/fd/{}"
+# The descriptor names the checked file even if its path is replaced.
+_DESCRIPTOR_PATH = "/proc/self/fd/{}"
 
 
 class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a package where it is made.
+    """Description of a package by the process that made it.
 
     Attributes:
-        taken: the arguments that `compile` got, and that it runs with.
-        sources: the code that it was compiled from, see `contents.sources_of`.
+        taken: signature of the arguments that `compile` got; the package takes the same.
+        sources: digests of its source code; see `contents.sources_of`.
     """
 
     taken: Signature
@@ -39,13 +39,13 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a package is for, and how it is known to be whole.
+    """Description of a package: the model it is for, and its digest.
 
     Attributes:
-        contents: of the untouched model, see `contents.digest`.
-        made: where it was made.
-        sha256: of the file.
-        size: of the file in bytes.
+        contents: digest of the untouched model; see `contents.digest`.
+        made: the description by the process that made it.
+        sha256: digest of the file.
+        size: size of the file in bytes.
     """
 
     contents: str
@@ -55,10 +55,10 @@ class Packaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def packaged(path: Path, model_contents: str, made: Made) -> Packaged:
-    """Describes a package that was just made.
+    """Describes a new package.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the package cannot be read.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -66,7 +66,7 @@ def packaged(path: Path, model_contents: str, made: Made) -> Packaged:
 
 
 def decoded(data: bytes) -> Packaged:
-    """What a bundle says of its package.
+    """Decodes a bundle's description of its package.
 
     Raises:
         BrokenError: it does not fit the schema.
@@ -78,47 +78,47 @@ def decoded(data: bytes) -> Packaged:
 
 
 def check(path: Path, expected: Packaged, model_contents: str | None) -> None:
-    """Looks whether a package can be used here, without running any of it.
+    """Checks that a package can be used here, without running it.
 
     Args:
-        path: where it is to be.
-        expected: what its bundle says of it.
-        model_contents: of the model at hand; None if they cannot be compared.
+        path: the package.
+        expected: its description from the bundle.
+        model_contents: digest of the model; None if it cannot be compared.
 
     Raises:
-        OSError: it cannot be read, or is not to be.
-        BrokenError: it was cut or altered, or is for another model.
+        OSError: it cannot be read, or its file or folder is not private.
+        BrokenError: it was truncated or altered, or is for another model.
     """
-    with _whole(path, expected, model_contents):
+    with _checked(path, expected, model_contents):
         pass
 
 
 def load(path: Path, expected: Packaged, task: Task) -> Package:
-    """Loads a package in place of what `compile` would make of a task; its code runs from here on.
+    """Loads a package instead of compiling a task. From here on, its code may run.
 
     Args:
-        path: where it is.
-        expected: what its bundle says of it.
-        task: what is to be compiled; it still is for other arguments than the package takes.
+        path: the package.
+        expected: its description from the bundle.
+        task: the task to compile; still compiled for arguments that the package does not take.
 
     Raises:
-        OSError: it cannot be read, or is not to be.
-        BrokenError: it was cut or altered, or is for another model.
+        OSError: it cannot be read, or its file or folder is not private.
+        BrokenError: it was truncated or altered, or is for another model.
         Exception: PyTorch cannot load it.
     """
     model = task.workload.untouched
     device = Workload(model, task.workload.inputs, task.workload.kwargs).device
-    with _whole(path, expected, model_digest.digest(model)) as file:
+    with _checked(path, expected, model_digest.digest(model)) as file:
         return Package(file, expected.made.taken, device, task.compiled)
 
 
 @contextmanager
-def _whole(path: Path, expected: Packaged, model_contents: str | None) -> Iterator[str]:
-    """A name under which the file can be opened while it is known to be in order."""
+def _checked(path: Path, expected: Packaged, model_contents: str | None) -> Iterator[str]:
+    """Checks a package and yields a path that opens exactly the checked file."""
     if model_contents != expected.contents:
-        raise BrokenError("was made of other weights or attributes")
+        raise BrokenError("was made for other weights or attributes")
     if (changed := model_digest.changed_source(expected.made.sources)) is not None:
-        raise BrokenError(f"was made of another {changed}")
+        raise BrokenError(f"was made from another version of {changed}")
     with open_folder(path.parent) as folder, opened(path.name, folder) as (descriptor, seen):
         check_private(os.fstat(folder), "its folder")
         check_private(seen, "it")
@@ -127,5 +127,5 @@ def _whole(path: Path, expected: Packaged, model_contents: str | None) -> Iterat
         with open(descriptor, "rb", closefd=False) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
                 raise BrokenError("was cut or altered: its digest does not match")
-        name = _BY_DESCRIPTOR.format(descriptor)
+        name = _DESCRIPTOR_PATH.format(descriptor)
         yield name if os.path.exists(name) else os.fspath(path)

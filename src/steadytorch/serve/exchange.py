@@ -1,7 +1,7 @@
-"""Plans between machines: one file of several, written whole and read with doubt.
+"""Export and import of plans: one file for several plans, written atomically, validated on read.
 
-Its first line is `{"plans":N,"schema":1}`; each of the N others is a plan file as the store has it,
-with its own digest. It is data only, like all plan files.
+The first line is `{"plans":N,"schema":1}`. Each of the N following lines is a plan file as in the
+store, with its own digest. The file is data only, like all plan files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from steadytorch.plan.store import Found, Store, Stored
 from steadytorch.serve.plan import Plan
 
 SCHEMA = 1
-"""Version of the file that plans are exported to; each plan in it has that of plan files."""
+"""Version of the export format; each plan in it has its own schema."""
 MOST_BYTES = 64 * MAX_BYTES
 
 
@@ -40,12 +40,12 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Imported(NamedTuple):
-    """What became of one plan of an imported file.
+    """The result of importing one plan.
 
     Attributes:
-        plan: as it was exported; `path` is its place in the store, None where it was not stored.
-        kept: whether the store had one under the same key, which stays.
-        misfit: key fields in which the machine it was made on differs from this one.
+        plan: the exported plan; `path` is its file in the store.
+        kept: whether the store already had a plan under this key, which stays.
+        misfit: key fields in which the plan's machine differs from this one.
     """
 
     plan: Plan
@@ -58,19 +58,19 @@ def export_plans(
     ids: Sequence[str] = (),
     store: str | os.PathLike[str] | None = None,
 ) -> list[Stored]:
-    """Writes stored plans to one file that `import_plans` reads elsewhere.
+    """Writes stored plans to one file for `import_plans`.
 
     Args:
-        path: the file; one that exists is replaced, whole or not at all.
-        ids: of plans, or their first digits; all plans by default.
+        path: the file to write; an existing file is replaced atomically.
+        ids: ids of plans, or their first digits; all plans by default.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
 
     Returns:
-        The files looked at; those with a problem are no plans and were left out.
+        The files read. Files with a problem were not exported.
 
     Raises:
-        PlanError: an id is unknown, its file is no plan, or there are none to export.
-        UsageError: the file cannot be written, or the plans are too many for one.
+        PlanError: an id is unknown or ambiguous, its file is unusable, or the store has no plans.
+        UsageError: the file cannot be written, or the plans exceed its size limit.
     """
     opened = Store(store, second="")
     entries = [opened.find(each, Plan) for each in ids] if ids else list(opened.entries(Plan))
@@ -88,12 +88,12 @@ def export_plans(
 def _write(path: Path, content: bytes) -> None:
     if len(content) > MOST_BYTES:
         raise UsageError(
-            f"the plans take {len(content)} bytes, and one file holds {MOST_BYTES}: name fewer"
+            f"the plans take {len(content)} bytes; the limit is {MOST_BYTES}: export fewer by id"
         )
     try:
-        # Renaming onto a device would replace it.
+        # Renaming onto a device file would replace it.
         if path.exists() and not path.is_file():
-            raise UsageError(f"{clean(path)} is not a regular file: name another one")
+            raise UsageError(f"{clean(path)} is not a regular file: choose another path")
         write_whole(path.parent.resolve() / path.name, content)
     except (OSError, ValueError) as error:
         raise UsageError(f"{clean(path)} cannot be written: {why(error)}") from error
@@ -102,17 +102,17 @@ def _write(path: Path, content: bytes) -> None:
 def import_plans(
     path: str | os.PathLike[str], store: str | os.PathLike[str] | None = None
 ) -> list[Imported]:
-    """Stores the plans of an exported file, or none of them where the file is not in order.
+    """Stores the plans of an exported file; stores nothing if any part of the file is invalid.
 
-    Each is stored under its own key, and so is used where it fits. A plan that the store has
-    already stays as it is: it was made or accepted here.
+    Each plan is stored under its own key and used only where it fits. Plans already in the store
+    are kept.
 
     Args:
-        path: what `export_plans` wrote; a regular file of one's own.
+        path: a file written by `export_plans`; a regular file of this user.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
 
     Raises:
-        PlanError: the file cannot be read, or was cut or altered.
+        PlanError: the file cannot be read, or was truncated or altered.
         UnsupportedError: the store cannot be written.
     """
     opened, made = Store(store, second=""), []
@@ -137,26 +137,24 @@ def _plans_in(path: str | os.PathLike[str]) -> list[Plan]:
     except (OSError, ValueError, RecursionError, BrokenError) as error:
         # msgspec's errors are ValueErrors, as are those of paths that no file system can have.
         refused = isinstance(error, OSError | BrokenError)
-        reason = why(error) if refused else "its first line is not that of exported plans"
+        reason = why(error) if refused else "its first line is not the header of exported plans"
         raise PlanError(f"{shown} was refused: {reason}; see steady plans export") from None
     if head.schema != SCHEMA:
-        raise PlanError(f"{shown} has schema {head.schema}, and this version reads {SCHEMA}")
+        raise PlanError(f"{shown} has schema {head.schema}; this version reads {SCHEMA}")
     if head.plans != len(lines):
-        raise PlanError(
-            f"{shown} has {len(lines)} of the {head.plans} plans that it names: copy it anew"
-        )
+        raise PlanError(f"{shown} holds {len(lines)} of {head.plans} plans: copy it again")
     try:
         if any(len(line) > MAX_BYTES for line in lines):
             raise BrokenError(f"is larger than {MAX_BYTES} bytes")
         return [decoded(line, Plan).payload for line in lines]
     except BrokenError as fault:
-        raise PlanError(f"a plan in {shown} {fault}: copy it anew") from None
+        raise PlanError(f"a plan in {shown} {fault}: copy it again") from None
 
 
 def misfit(key: Key) -> tuple[Difference, ...]:
-    """The key fields in which the machine of a key differs from this one; empty where it fits."""
+    """Key fields in which a key's machine differs from this one; empty if the key fits."""
     try:
         facts = load_facts(key.device)
-    except UsageError:  # a device that nobody has
+    except UsageError:  # an unknown device
         facts = load_facts("cpu")
     return tuple(differing_fields(key, in_environment(key, facts)))

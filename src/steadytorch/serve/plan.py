@@ -1,4 +1,4 @@
-"""A plan that can be applied: its record, and how it comes to serve a model."""
+"""Plans: a record that can be applied to a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from steadytorch.workload.workload import Workload
 
 
 class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stored or fresh plan. Loading one runs no code; its transforms come from a closed list."""
+    """A plan. Loading one runs no code; its transforms come from a closed list."""
 
     def apply(
         self,
@@ -42,33 +42,33 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bundle: bool = False,
         verify_every: int | None = None,
     ) -> TunedModule:
-        """A module that serves this plan, with the same call signature as `model`.
+        """Returns a module that serves this plan, with the call signature of `model`.
 
-        That of a plan for training is called in the place of `model` in the caller's own loop:
-        gradients reach the model's weights, and everything else of the step stays as it is.
+        For a training plan, call the module instead of `model` in your own loop. Gradients reach
+        the model's weights, and the rest of the step stays as it is.
 
-        Where the plan does not fit (another model, device, library version or setting), the module
-        runs `model` untouched and says so, in the log and in its `report()`. So it does for all
-        plans where the environment variable `STEADYTORCH_MODE` is `off`.
+        If the plan does not fit (another model, device, library version or setting), the module
+        runs `model` untouched and gives the reason in the log and in `report()`. With the
+        environment variable `STEADYTORCH_MODE=off`, every plan runs untouched.
 
         Args:
-            model: the untouched model, on the device it is to run on. A callable that is no
-                `nn.Module` runs untouched.
-            alias_outputs: whether outputs may be buffers that the next call overwrites, which saves
-                a copy of them where a CUDA graph serves.
-            bundle: whether to load what the plan compiled when it was made, if that is kept beside
-                it. It is code, which runs: see `plan.bundle` for what is accepted.
-            verify_every: every so many calls of a signature one is answered by `model` as well; a
-                plan whose answer differs is not served again. None for never.
+            model: the untouched model, on its device. A callable that is not an `nn.Module` runs
+                untouched.
+            alias_outputs: whether outputs may be buffers that the next call overwrites. Saves a
+                copy if a CUDA graph serves.
+            bundle: whether to load the plan's compiled code, if it was kept. This code runs: see
+                `plan.bundle` for what is accepted.
+            verify_every: compares every N-th call of a signature with `model`, and demotes the plan
+                if the answers differ. None for no checks.
 
         Raises:
-            UsageError: `model` cannot be called, or is a tuned module already; or `verify_every` is
-                no number of calls.
+            UsageError: `model` is not callable or already tuned, or `verify_every` is not a
+                positive integer.
         """
         if isinstance(model, TunedModule):
             raise UsageError(
-                "apply takes the untouched model, got a tuned one: pass what it wraps, "
-                "model.__wrapped__; optimize(model) serves several plans at once"
+                "apply takes the untouched model, got a tuned one: pass model.__wrapped__; "
+                "optimize(model) serves several plans at once"
             )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
@@ -127,19 +127,18 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def batches(
         self, loader: Iterable[BatchT], device: str | torch.device | None = None
     ) -> Iterable[BatchT]:
-        """The batches of a loader on a device, for the module of `apply`.
+        """Returns the batches of a loader on a device, for the module from `apply`.
 
-        They come as the plan has it: prefetched where `prefetch` is among its transforms, else each
-        moved when it is asked for, and so where `STEADYTORCH_MODE` is `off`.
+        Batches are prefetched if `prefetch` is among the plan's transforms. Otherwise, and with
+        `STEADYTORCH_MODE=off`, each batch is moved when it is requested.
 
         Args:
-            loader: any iterable; it is begun anew for each iteration over the result.
-            device: where batches are wanted; None for the current CUDA device, or the CPU without
-                one.
+            loader: any iterable; each iteration over the result starts it again.
+            device: the target device; None for the current CUDA device, or the CPU without CUDA.
 
         Raises:
-            UnsupportedError: that device is not there.
-            UsageError: no such kind of device.
+            UnsupportedError: this machine lacks the device.
+            UsageError: the device type is unknown.
         """
         target = torch.device(resolve_device("auto" if device is None else str(device)))
         prefetches = any(spec.name == Prefetch.name for spec in self.candidate)
@@ -148,7 +147,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def origin(self) -> Origin:
-        """What calls that it serves are told to gain."""
+        """The plan's id and measured gain, for reports."""
         baseline, winner = self.evidence.baseline, self.evidence.winner
         return Origin(
             self.id,
@@ -158,33 +157,33 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def resolve(self, arrival: Arrival, bundle: bool = False) -> Resolution:
-        """Its candidate for inputs of its signature, and nothing for others."""
+        """Resolves inputs of the plan's signature to its candidate, other inputs to None."""
         if arrival.signature != self.signature:
             return Resolution(None)
         return self.resolution(bundle)
 
     def resolution(self, bundle: bool = False) -> Resolution:
-        """What is to serve its inputs, with what its bundle holds where asked for."""
+        """The resolution for the plan's inputs, with its compiled code if `bundle`."""
         prebuilt = source(self) if bundle and compiles(self) else None
         return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
 
     def _misfit(self, model: nn.Module) -> str | None:
         try:
             reason = self._why_not(model)
-        except Exception as error:  # the plan may say anything, and must not stop the caller
-            reason = f"a plan could not be compared with what is here: {error}"
+        except Exception as error:  # a plan file may hold anything; the caller goes on
+            reason = f"a plan could not be checked against this environment: {error}"
         return None if reason is None else clean(reason)
 
     def overreach(self) -> str | None:
-        """Why its transforms are more than its key allows, or none at all; None if they are not."""
+        """Returns why the transforms are unknown or exceed the key's precision, or None."""
         try:
             precision = precision_of(self.candidate)
-        except Exception as error:  # a file may say anything
-            return f"a plan could not be compared with what is here: {clean(error)}"
+        except Exception as error:  # a plan file may hold anything
+            return f"a plan could not be checked against this environment: {clean(error)}"
         if precision in ALLOWED.get(self.key.precision, ()):
             return None
         asked = self.key.precision
-        return f"plan {self.id} is for precision {asked}, and what it does is {precision}"
+        return f"plan {self.id} allows precision {asked}, but its transforms need {precision}"
 
     def _why_not(self, model: nn.Module) -> str | None:
         if isinstance(model, Function):
@@ -202,9 +201,9 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             max_memory_bytes=self.key.max_memory_bytes,
             ambient=ambient(),
         )
-        # The loader is the caller's, and nothing of it can misfit.
+        # The loader belongs to the caller, so it always fits.
         here = msgspec.structs.replace(here, loader=self.key.loader)
-        if self.trains is not None:  # and so are the loss and the optimizer
+        if self.trains is not None:  # as do the loss and the optimizer
             same = trained_fingerprint(model) == self.trains
             here = msgspec.structs.replace(here, workload=self.key.workload) if same else here
         if not (differences := differing_fields(self.key, here)):
@@ -213,10 +212,11 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan file; no code in it is run.
+    """Reads a plan file, without running any code.
 
     Raises:
-        PlanError: it is no path, not there, not a plan, damaged, or of another schema.
+        PlanError: `path` is not a path, or the file is missing, damaged, not a plan, or of another
+            schema.
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise PlanError(f"load_plan takes the path of a plan file, got {path!r}")
