@@ -40,7 +40,7 @@ class Several(nn.Module):
 
 OF_LAYERS = {
     ("reflect",): "padding_mode 'reflect': engines pad with zeros",
-    ("uneven",): "another padding on either side of a dimension",
+    ("uneven",): "different padding on the two sides of a dimension",
     ("up", "up_again"): "a ConvTranspose2d: engines are for Conv1d, Conv2d and Conv3d",
 }
 
