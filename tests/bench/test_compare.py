@@ -40,6 +40,7 @@ def _blocks(level_ns, *, seed=0, ends=None, after=0):
 # -- real processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_times_the_work_is_slower_and_fails_a_gate(workload, no_process_left):
     told = []
     found = compare_live(
@@ -55,6 +56,7 @@ def test_three_times_the_work_is_slower_and_fails_a_gate(workload, no_process_le
     assert (found.note, found.failed, found.interrupted) == ("", None, False)
 
 
+@pytest.mark.slow
 def test_a_workload_that_fails_at_once_is_named(workload, no_process_left):
     good, bad = (workload("short"), (), "good one"), (workload("at_once"), (), "bad one")
     with pytest.raises(UsageError, match="the workload bad one fails: RuntimeError: the data"):

@@ -139,6 +139,7 @@ def test_every_period_has_the_clock_that_was_counted_over_it(handler):
 
 
 @pytest.mark.parametrize(("counts", "metric"), [(True, "latency"), (False, "period")])
+@pytest.mark.sampled(every=2)
 def test_it_is_counted_where_that_was_asked_for_and_beside_periods_alone(handler, counts, metric):
     handler.counts_cycles = True
     taken(handler, "period")

@@ -53,6 +53,7 @@ def test_one_process_measures_a_real_model(workload, no_process_left):
     assert only.unknown.keys() >= {"sm_clock_mhz", "power_milliwatts"}
 
 
+@pytest.mark.slow
 def test_three_processes_of_a_training_step_claim_for_the_machine(workload, no_process_left):
     found = measure(workload("training"), processes=3, budget=0.6)
     medians = [process.period.median_ns for process in found.processes]
@@ -89,6 +90,7 @@ def test_a_workload_that_raises_at_once_is_a_usage_error(workload, no_process_le
         measure(workload("at_once"), budget="1s")
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_while_warming_up_keeps_its_calls(workload, no_process_left):
     found = measure(workload("while_warming_up"), budget="1s")
     (only,) = found.processes

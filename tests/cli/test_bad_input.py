@@ -152,6 +152,7 @@ def test_a_file_in_the_store_that_is_no_plan_is_listed_as_such(steady, folder):
 # -- searches -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_inputs_that_do_not_fit_end_it_with_the_error_of_the_workload(steady, folder):
     ended = steady("tune", "tiny.py:unfit", "--budget", "60s", "--json", "out.json", "--quiet")
     assert (ended.code, ended.out) == (2, "")
@@ -196,6 +197,7 @@ def test_a_search_from_end_to_end(steady, folder):
     assert "no stored plan" in other.err
 
 
+@pytest.mark.slow
 def test_an_unwritable_store_costs_the_store_only(steady_process, folder):
     ended = steady_process(
         *("tune", "tiny.py:small", "--budget", "20s", "--store", "tiny.py/plans"),

@@ -94,6 +94,7 @@ def test_a_measurement_from_end_to_end(steady, folder):
     assert (found["failed"], found["interrupted"]) == (None, False)
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_late_ends_with_1_and_keeps_its_samples(steady, factories):
     ended = steady("measure", "failing.py:late", "--json", "out.json", "--quiet")
     assert (ended.code, ended.out) == (1, "")
@@ -168,6 +169,7 @@ def test_a_hostile_name_that_is_wrong_is_shown_as_text(steady):
     assert "\\x1b[2J" in only_line(ended.err)
 
 
+@pytest.mark.slow
 def test_who_reads_no_further_gets_the_file_all_the_same(folder):
     """As `steady measure ... | head -1`; 1 would be the answer of a gate."""
     words = ["measure", "tiny.py:small", "--budget", "200ms", "--json", "out.json"]

@@ -14,7 +14,7 @@ from steadytorch.conv.operator import conv_engine
 from steadytorch.errors import UnsupportedError
 from steadytorch.workload.signature import signature
 
-pytestmark = pytest.mark.compiles
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

@@ -5,18 +5,66 @@ from __future__ import annotations
 import os
 import stat
 import zipfile
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.compiled.package import Made, Packaged, packaged
 from steadytorch.compiled.prebuilt import Task
 from steadytorch.plan.files import BrokenError
+from steadytorch.plan.store import Store
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.workload.workload import Workload
 
-pytestmark = pytest.mark.compiles
+from ..serve.plans import make_plan
+
+COMPILE = (TransformSpec("compile", (("mode", "default"), ("freezing", True))),)
+
+
+class NotCompiled(NamedTuple):
+    """A stored plan with a bundle and a package that are in order in all but their code."""
+
+    plan: Plan
+    model: nn.Module
+    x: torch.Tensor
+
+    @property
+    def file(self) -> Path:
+        return Path(self.plan.path).with_suffix(".pt2")
+
+    @property
+    def store(self) -> Path:
+        return Path(self.plan.path).parents[1]
+
+
+@pytest.fixture
+def kept(request, tmp_path):
+    """A bundle with a package; it holds real code for the slow tests, which compile it."""
+    if request.node.get_closest_marker("slow"):
+        return request.getfixturevalue("kept")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
+    x, store = torch.ones(1, 3, 8, 8), Store(tmp_path / "plans", second="")
+    plan = make_plan(model, x, COMPILE)
+    plan = msgspec.structs.replace(plan, path=str(store.put(plan.key, plan)))
+    code = tmp_path / "code.pt2"
+    code.write_bytes(bytes(range(256)) * 64)
+    made = Made(Workload(model, x).signature(), model_digest.sources_of(lambda: _model_code(x)))
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "compiled" / "kernel.so").write_bytes(b"code")
+    described = packaged(code, model_digest.digest(model), made)
+    bundle.write(plan, tmp_path / "compiled", (code, described))
+    return NotCompiled(plan, model, x)
+
+
+def _model_code(x):
+    return x + 1
 
 
 @pytest.fixture
@@ -67,6 +115,7 @@ def forge(kept, tmp_path, **changes) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_package_in_order_is_used_and_nothing_is_unpacked(kept, task, here, caplog):
     call = bundle.source(kept.plan)(task)
     torch.testing.assert_close(call(kept.x), kept.model(kept.x))
@@ -75,6 +124,7 @@ def test_a_package_in_order_is_used_and_nothing_is_unpacked(kept, task, here, ca
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_other_arguments_are_compiled_with_the_bundles_files(kept, task, here):
     call = bundle.source(kept.plan)(task)
     assert call(torch.ones(2, 3, 8, 8)) == "compiled"
@@ -148,6 +198,7 @@ def test_a_package_that_pytorch_cannot_load_is_a_reason(kept, tmp_path, refused,
     assert "its package " in refused()
 
 
+@pytest.mark.slow
 def test_a_package_for_other_nesting_is_a_reason(kept, tmp_path, refused):
     made = described(kept).made
     taken = msgspec.structs.replace(made.taken, structure="TreeSpec(list)")
@@ -179,6 +230,7 @@ def test_a_file_that_others_may_write_to_is_refused(kept, refused, mode):
     assert refused() == "its package was refused: others may write to it"
 
 
+@pytest.mark.slow
 def test_a_file_swapped_in_during_loading_is_not_loaded(kept, task, monkeypatch):
     load = package.Package
 
@@ -215,8 +267,6 @@ def test_other_weights_require_a_new_bundle(kept):
 
 
 def test_it_goes_with_its_plan(kept):
-    from steadytorch.plan.store import Store
-
     assert Store(kept.store, second="").remove(kept.plan.path) is None
     assert not kept.file.exists()
 

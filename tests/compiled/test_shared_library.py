@@ -11,7 +11,7 @@ import torch
 from steadytorch.compiled import shared_library as library_module
 from steadytorch.compiled.shared_library import Library, _free
 
-pytestmark = pytest.mark.compiles
+pytestmark = pytest.mark.slow
 
 
 def test_it_computes_what_the_model_does(kept):

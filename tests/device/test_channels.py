@@ -159,7 +159,6 @@ def test_without_torch_compile_there_is_nothing_to_count(monkeypatch):
     assert "not in use" in compilations.doubts()["compilations"]
 
 
-@pytest.mark.compiles
 def test_a_real_compilation_is_counted():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     compilations = Compilations()

@@ -128,10 +128,13 @@ def test_callbacks_are_restored_and_those_of_others_stay():
 def test_a_body_that_clears_the_callbacks_does_no_harm():
     before = list(gc.callbacks)
     try:
-        with Recorder("cpu", SELDOM_S):
+        with Recorder("cpu", SELDOM_S) as recorder:
             gc.callbacks.clear()
+        assert gc.callbacks == []
     finally:
         gc.callbacks[:] = before
+    assert not _threads()
+    assert len(recorder.recording.at_ns) == 2
 
 
 def test_a_body_that_raises_stops_the_recorder_and_leaves_a_recording():

@@ -149,6 +149,7 @@ def test_a_training_step_shows_backward_and_optimizer(nothing_left):
     assert any("Optimizer.step#SGD" in name for name in found)
 
 
+@pytest.mark.slow
 def test_a_pause_that_is_asked_for_is_the_one_tried(nothing_left):
     probe = captured("tiny", steps=1, seconds=0.8, pause_s=0.02).notes["pause_probe"]
     assert (probe["pause_ms"], probe["asked"]) == ([20.0], True)
@@ -162,6 +163,7 @@ def test_a_workload_that_raises_at_once_is_a_usage_error(nothing_left):
         captured("at_once")
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_while_timed_is_not_profiled(nothing_left):
     seen = captured("while_timed", seconds=60)
     assert seen.failed == "RuntimeError: the data ended"
@@ -182,6 +184,7 @@ def test_a_workload_that_cannot_be_profiled_is_measured_all_the_same(nothing_lef
 @pytest.mark.parametrize(
     "moment", ["calls after pauses", "profiling", "measuring the device's limits"]
 )
+@pytest.mark.sampled(every=3)
 def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     def interrupt(message):
         if message == moment:

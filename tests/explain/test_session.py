@@ -83,6 +83,7 @@ def test_the_whole_survives_json(tiny):
     assert Explanation.from_json(tiny.to_json()).to_json() == tiny.to_json()
 
 
+@pytest.mark.slow
 def test_a_workload_that_cannot_be_profiled_is_explained_by_its_samples():
     found = explain(workload("shy"), device="cpu", budget="0.8s")
     assert (found.steps, found.regime, found.roofline) == ((), "unclassified", None)

@@ -12,6 +12,7 @@ from steadytorch.workload.workload import Workload
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

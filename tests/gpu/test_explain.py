@@ -20,6 +20,7 @@ from steadytorch.workload.loading import load_workload
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

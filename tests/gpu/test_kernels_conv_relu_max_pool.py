@@ -242,7 +242,7 @@ def test_gradients_are_those_of_pytorch():
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_compiled_along_with_its_neighbours():
     shape, kernel, *sizes = CASES["ResNet"]
@@ -256,6 +256,7 @@ def test_it_is_compiled_along_with_its_neighbours():
     assert torch.equal(found, step(*tensors))
 
 
+@pytest.mark.alone
 def test_a_configuration_is_chosen_by_timing_in_a_worker(tmp_path):
     made = network()
     save_payload(made, tmp_path)

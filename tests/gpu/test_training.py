@@ -174,7 +174,7 @@ def test_what_bounds_a_step_is_known(referred):
 # -- plans --------------------------------------------------------------------------------------
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_small_training_workload_is_tuned_and_its_plan_trains(tmp_path):
     workload = kinked()

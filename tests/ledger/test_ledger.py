@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from steadytorch.ledger.ledger import HOST_COLUMNS, SLICES, build_ledger, gpu_totals, host_columns
 from steadytorch.ledger.operator_slices import CPU_SLICES
@@ -46,7 +46,6 @@ def check(read, ledger):
     assert on_gpu == covered_ns(busy, start, end).tolist()
 
 
-@settings(max_examples=150)
 @given(traces())
 def test_slices_add_up_and_every_idle_ns_has_one_owner(events):
     read = syn.trace(events)
@@ -55,7 +54,6 @@ def test_slices_add_up_and_every_idle_ns_has_one_owner(events):
     assert ledger.names == (SLICES if len(read.on_gpu) else CPU_SLICES)
 
 
-@settings(max_examples=60)
 @given(traces(gpu=False))
 def test_slices_of_a_trace_without_gpu_events_add_up(events):
     read = syn.trace(events)
@@ -64,7 +62,6 @@ def test_slices_of_a_trace_without_gpu_events_add_up(events):
     assert (ledger.kind, ledger.gpu, ledger.device) == ("cpu", None, -1)
 
 
-@settings(max_examples=60)
 @given(traces())
 def test_columns_of_the_plug_in_add_up_too(events):
     read = syn.trace(events)

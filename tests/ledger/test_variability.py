@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from steadytorch.ledger.conditions import Conditions
 from steadytorch.ledger.ledger import build_ledger
@@ -51,7 +51,6 @@ def test_equal_steps_have_no_variance():
     assert "same time" in found.reason
 
 
-@settings(max_examples=60)
 @given(traces())
 def test_shares_add_up_to_one(events):
     read = syn.trace(events)

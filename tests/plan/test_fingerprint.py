@@ -83,6 +83,7 @@ def printed(arguments: list[str], seed: int, folder: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("from_file", [True, False])
 def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path, from_file: bool) -> None:
     (tmp_path / "script.py").write_text(PROGRAM)

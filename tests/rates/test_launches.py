@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rates.launches import launches_of, operators_of
@@ -105,7 +105,6 @@ def test_calls_of_whole_microseconds_belong_to_the_operator_around_their_middle(
     assert _names(read, seen.operator) == ["aten::mm", "aten::add"]
 
 
-@settings(max_examples=30)
 @given(generated.traces())
 def test_joins_hold_on_any_trace(events):
     read = trace(events)

@@ -132,6 +132,7 @@ MOBILE = {
 
 
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.sampled(every=2)
 def test_mobilenet_keeps_its_results(batch):
     workload = load_workload("mobilenet_v3_large", batch=batch)
     x = workload.inputs[0][..., :64, :64]

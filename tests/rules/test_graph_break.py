@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,7 +47,6 @@ def test_without_names_of_regions_or_a_trace_it_abstains():
     assert isinstance(rule(Case()), Abstention)
 
 
-@pytest.mark.compiles
 def test_a_break_in_a_real_function_is_seen_in_its_trace(tmp_path: Path):
     def whole(x):
         return (x @ x).relu().sin()

@@ -6,7 +6,7 @@ import pkgutil
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from steadytorch import rules, transforms
 from steadytorch.findings.finding import CONFIDENCES, SOURCES, Abstention, Case, Finding
@@ -109,7 +109,6 @@ def _check(found: tuple[Finding, ...], abstained: tuple[Abstention, ...], case: 
     assert claimed <= sum(case.ledger.mean(name) for name in names)
 
 
-@settings(max_examples=60)
 @given(generated.traces())
 def test_whatever_a_trace_holds_no_rule_fails(events):
     case = traced(events, rates=RATES)

@@ -117,7 +117,6 @@ def test_the_same_shape_again_counts_once(monkeypatch):
     assert (mode.report().convolutions, mode.report().shapes) == (3, 1)
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
 def test_compiled_layers_are_compiled_once(monkeypatch):
     layer, x, compiled = nn.Conv2d(1, 1, 1), torch.ones(1, 1, 4, 4), []

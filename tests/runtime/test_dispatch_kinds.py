@@ -85,7 +85,7 @@ CHANGING = {
     "frozen": FROZEN,
 }
 HALF = ("autocast", "cast_weights")
-COMPILED = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+COMPILED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NAMES = [pytest.param(name, marks=COMPILED if name == "frozen" else ()) for name in CHANGING]
 
 

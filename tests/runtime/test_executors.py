@@ -40,7 +40,7 @@ class Extracts:
 
 KEEPING_TYPES = [
     *[name for name in CANDIDATES if name != "cast_weights"],
-    pytest.param("compile", marks=pytest.mark.compiles),
+    pytest.param("compile", marks=pytest.mark.slow),
 ]
 
 

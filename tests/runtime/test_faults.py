@@ -175,9 +175,7 @@ class Small(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    "name", ["channels_last", pytest.param("compile", marks=pytest.mark.compiles)]
-)
+@pytest.mark.parametrize("name", ["channels_last", pytest.param("compile", marks=pytest.mark.slow)])
 def test_activation_checkpointing_trains_as_without_a_plan(x, name, reentrant, warm):
     torch.manual_seed(0)
     model = Small().train()

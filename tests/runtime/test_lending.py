@@ -40,7 +40,7 @@ PLANS = {
 }
 every_plan = pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.compiles if "compile" in n else ()) for n in PLANS],
+    [pytest.param(n, marks=pytest.mark.slow if "compile" in n else ()) for n in PLANS],
 )
 
 

@@ -82,7 +82,7 @@ def test_a_changed_model_is_never_served_stale(model, x, serving, name, change):
     _check_never_stale(model, x, serving(CANDIDATES[name], x), CHANGES[change])
 
 
-@pytest.mark.compiles
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("change", ["optimizer step", "load_state_dict", "to", "copy_", "replaced"])
 def test_a_changed_model_is_never_served_from_frozen_code(model, x, serving, change):
@@ -91,7 +91,7 @@ def test_a_changed_model_is_never_served_from_frozen_code(model, x, serving, cha
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.compiles if n == "compile" else ()) for n in names()]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "compile" else ()) for n in names()]
 )
 def test_no_transform_of_the_registry_serves_stale(model, x, name):
     facts = load_facts("cpu")

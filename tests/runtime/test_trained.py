@@ -104,7 +104,7 @@ def test_training_through_it_is_training_the_model(model, batches, name):
     assert fast.report().calls == {"tuned": STEPS}
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_training_through_a_compiled_model_is_training_the_model(model, batches):
     own = copy.deepcopy(model)

@@ -225,7 +225,10 @@ def test_a_file_too_large_is_refused_unread(tmp_path, there):
         import_plans(path, there)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=3 * settings.default.max_examples,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(content=st.binary(max_size=300), headed=st.booleans())
 def test_any_bytes_import_nothing(tmp_path, content, headed):
     path = tmp_path / "bytes"

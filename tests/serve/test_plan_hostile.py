@@ -23,8 +23,9 @@ from steadytorch.process.worker import Worker, WorkerFault
 
 from .plans import digested, sealed
 
-MUTATED, DAMAGED, BATCH = 10_000, 10_100, 20
-"""Files of each kind, more than 20,000 in all, and how many of them one example has."""
+BATCH = 20
+"""Files of one example. `make test-slow` tries more than 20,000 files in all."""
+BATCHES = pytest.mark.parametrize("batch", [BATCH, pytest.param(100, marks=pytest.mark.slow)])
 DEADLINE_S = 60.0
 """Timeout of a batch, which takes 0.1 s."""
 MEMORY = 4 << 30
@@ -164,11 +165,12 @@ _hostile = settings(
 )
 
 
-@settings(_hostile, max_examples=MUTATED // BATCH)
+@BATCHES
+@settings(_hostile)
 @given(values=_FEW, seed=_SEEDS)
-def test_mutated_plans_are_data_or_refused_and_harm_nobody(victims, whole, values, seed):
+def test_mutated_plans_are_data_or_refused_and_harm_nobody(victims, whole, values, seed, batch):
     contents, chance = [], Random(seed)
-    for _ in range(BATCH):
+    for _ in range(batch):
         payload = json.loads(whole)["payload"]
         for value in chance.sample(values, chance.randint(1, 2)):
             payload = _changed(payload, chance.choice(list(_places(payload))), value)
@@ -177,11 +179,14 @@ def test_mutated_plans_are_data_or_refused_and_harm_nobody(victims, whole, value
     victims.tried(contents)
 
 
-@settings(_hostile, max_examples=DAMAGED // BATCH)
+@BATCHES
+@settings(_hostile)
 @given(seed=_SEEDS)
-def test_damaged_bytes_are_refused_or_harmless_though_the_digest_may_hold(victims, whole, seed):
+def test_damaged_bytes_are_refused_or_harmless_though_the_digest_may_hold(
+    victims, whole, seed, batch
+):
     contents, chance = [], Random(seed)
-    forgeries = [chance.random() < 0.5 for _ in range(BATCH)]
+    forgeries = [chance.random() < 0.5 for _ in range(batch)]
     for forged in forgeries:
         body = whole[: whole.rindex(b',"sha256"')] + b"}" if forged else whole
         for _ in range(chance.randint(1, 8)):
@@ -192,7 +197,7 @@ def test_damaged_bytes_are_refused_or_harmless_though_the_digest_may_hold(victim
         assert forged or taken is (content == whole)
 
 
-@settings(_hostile, max_examples=300 // BATCH)
+@settings(_hostile)
 @given(files=st.lists(st.binary(max_size=200), min_size=BATCH, max_size=BATCH))
 def test_any_bytes_are_a_plan_error(victims, files):
     assert not any(victims.tried(files))

@@ -130,7 +130,7 @@ def _found(suite: Any, wanted: Callable[[Any], bool], compiles: bool) -> str | N
     return None
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mend", MENDS)

@@ -161,7 +161,7 @@ def _mutated(draw):
     return bytes(text)
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(_mutated())
 def test_damage_never_raises_anything_else(text):
     with suppress(TraceError):

@@ -231,7 +231,7 @@ def test_sparse_gradients_are_compared_by_value():
     assert off.startswith("gradients: relative error 2.0e-01")
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", [Net, relu], ids=["smooth", "kinks"])
 def test_a_compiled_step_passes(model):

@@ -82,7 +82,7 @@ def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
     )
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew(kept, tmp_path):
     cache = tmp_path / "inductor"
     done = subprocess.run(
@@ -189,6 +189,7 @@ def test_a_model_that_changes_while_it_is_saved_has_no_bundle(
     assert f"no bundle for plan {plan.id}: the model changed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     most, made = kept.file.stat().st_size - 1, _described(kept).made
 
@@ -214,6 +215,7 @@ __attribute__((constructor)) static void crash(void) { abort(); }
 """
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkeypatch, tmp_path):
     (tmp_path / "crash.c").write_text(CRASH)
     library = tmp_path / "crash.so"
@@ -241,12 +243,14 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
 @pytest.mark.parametrize(
     ("answer", "fault"), [(lambda: "", ""), (lambda: "output 0 is off", "output 0 is off")]
 )
+@pytest.mark.slow
 def test_a_fresh_process_has_the_last_word(kept, answer, fault):
     outcome = Outcome(_described(kept).made)
     found = bundle_module._checked(outcome, lambda method, **arguments: answer(), {})
     assert found == (Outcome(None, fault) if fault else outcome)
 
 
+@pytest.mark.slow
 def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypatch):
     workload, made = Workload(kept.model, (kept.x,)), []
     monkeypatch.setattr(bundle_module, "_make", lambda *given: made.append(given[3]) or "")
@@ -273,6 +277,7 @@ class _Fails(nn.Module):
         raise RuntimeError("no such thing")
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_a_reason(stored, tmp_path, caplog):
     plan = stored(_workload(), tmp_path, COMPILE)
     reason = keep_bundle(plan, Workload(_Fails().eval(), (torch.ones(2, 8),)), "cpu")

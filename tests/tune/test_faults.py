@@ -35,6 +35,7 @@ ENDS = {
     "aliases": "two calls return the same memory, which is not the model's",
     "dies_late": "process exited with status 9",
 }
+ABRUPT = ("exits", "segfaults", "raises", "exhausts", "dies_late")
 
 
 class Launcher:
@@ -74,9 +75,13 @@ def _left(started):
     return [worker.pid for worker in started if psutil.pid_exists(worker.pid)]
 
 
-@pytest.fixture(scope="module")
-def searched(faulty_transforms, tmp_path_factory):
-    """One search over all faults and one honest candidate, and this process before and after."""
+@pytest.fixture(
+    scope="module",
+    params=[ABRUPT, pytest.param(tuple(ENDS), marks=pytest.mark.slow)],
+    ids=["abrupt", "all"],
+)
+def searched(request, faulty_transforms, tmp_path_factory):
+    """One search over faults and one honest candidate, and this process before and after."""
     directory = tmp_path_factory.mktemp("search")
     workload = _workload()
     save_payload(workload, directory)
@@ -86,22 +91,27 @@ def searched(faulty_transforms, tmp_path_factory):
     result = Search(
         workload,
         Preparation(launcher, "cpu", before.settings, options, Silent()),
-        available=[*(spec(kind) for kind in ENDS), QUICK],
+        available=[*(spec(kind) for kind in request.param), QUICK],
         not_applicable={},
         options=options,
         watcher=Silent(),
         slots=3,
     ).run()
     return SimpleNamespace(
-        result=result, before=before, after=_state_of_this_process(), started=launcher.started
+        result=result,
+        kinds=request.param,
+        before=before,
+        after=_state_of_this_process(),
+        started=launcher.started,
     )
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_each_fault_is_told_with_its_reason(searched, kind):
-    (trial,) = [t for t in searched.result.candidates if t.transforms == (spec(kind),)]
-    assert trial.status == ("failed" if kind == "raises" else "rejected")
-    assert trial.reason.startswith(ENDS[kind])
+def test_each_fault_is_told_with_its_reason(searched):
+    trials = {trial.transforms: trial for trial in searched.result.candidates}
+    for kind in searched.kinds:
+        trial = trials[(spec(kind),)]
+        assert trial.status == ("failed" if kind == "raises" else "rejected")
+        assert trial.reason.startswith(ENDS[kind])
 
 
 def test_the_honest_candidate_wins_all_the_same(searched):
@@ -112,7 +122,7 @@ def test_the_honest_candidate_wins_all_the_same(searched):
 
 def test_one_out_of_memory_beside_others_was_tried_twice(searched):
     # The untouched workload and its reference, each candidate once, and one retry.
-    assert len(searched.started) == 2 + len(ENDS) + 1 + 1
+    assert len(searched.started) == 2 + len(searched.kinds) + 1 + 1
 
 
 def test_no_worker_is_left(searched):

@@ -19,7 +19,7 @@ from steadytorch.tune import package as made_here
 from steadytorch.tune.package import NEVER_ASKED, Outcome, Packager, PackagingHandler
 from steadytorch.workload.workload import Workload
 
-pytestmark = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

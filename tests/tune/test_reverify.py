@@ -277,6 +277,7 @@ def faulty_workers(faulty_transforms, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_good_plan_holds_in_real_processes(faulty_workers, no_process_left, tmp_path):
     told = []
     result = reverify(
@@ -289,6 +290,7 @@ def test_a_good_plan_holds_in_real_processes(faulty_workers, no_process_left, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_plan_gone_wrong_is_found_in_real_processes(faulty_workers, no_process_left):
     result = reverify(_plan(candidate=(spec("wrong"),)), _workload())
     assert "relative error 1.0e-03 exceeds" in result.failed

@@ -87,6 +87,7 @@ def searches(tuned, monkeypatch):
 # -- one tuning -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_holds_the_winner_and_the_evidence(tuned):
     plan = tuned.plan
     assert (plan.candidate, plan.name) == ((QUICK,), "Slow")

@@ -78,26 +78,17 @@ def _started(folder, way):
         )
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Scripts started in every way, in parallel: their folders, exit codes and outputs."""
-    folders = {way: tmp_path_factory.mktemp("script") for way in WAYS}
-    started = {way: _started(folder, way) for way, folder in folders.items()}
-    try:
-        outputs = {way: process.communicate(timeout=280) for way, process in started.items()}
-    finally:
-        for process in started.values():
-            process.kill()
-    return {way: (folders[way], started[way].returncode, *outputs[way]) for way in WAYS}
-
-
-@pytest.mark.compiles
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(ended, way):
-    folder, code, printed, errors = ended[way]
-    assert code == 0, errors
-    assert printed.strip().startswith(str(folder / "plans"))
-    assert (folder / "marker").read_text() == "x"
+@pytest.mark.sampled(every=3)
+def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, way):
+    with _started(tmp_path, way) as process:
+        try:
+            printed, errors = process.communicate(timeout=280)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert printed.strip().startswith(str(tmp_path / "plans"))
+    assert (tmp_path / "marker").read_text() == "x"
 
 
 def _interruptible():

@@ -79,6 +79,7 @@ def test_a_model_of_the_main_script_trains_alike_elsewhere(saved: tuple[Path, st
     assert python(folder, OPEN.format(change="")) == losses
 
 
+@pytest.mark.slow
 def test_a_model_of_a_script_on_standard_input_trains_alike_elsewhere(tmp_path: Path):
     losses = python(tmp_path, SAVE, as_input=True)
     assert python(tmp_path, OPEN.format(change="")) == losses
@@ -91,6 +92,7 @@ def test_what_came_by_value_can_be_captured_whole(saved: tuple[Path, str]):
     assert python(folder, OPEN.format(change=change)) == losses
 
 
+@pytest.mark.slow
 def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):
     (tmp_path / "layers.py").write_text("SCALE = 2.0\ndef scaled(x): return x * SCALE\n")
     python(
