@@ -16,10 +16,10 @@ from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
     _collector_paused,
-    _first_cause,
     _Memory,
     _Recorded,
     _replayer,
+    first_cause,
 )
 from steadytorch.workload.workload import Workload
 
@@ -86,7 +86,7 @@ def test_the_reason_is_the_error_that_came_first():
 
     with pytest.raises(RuntimeError) as caught:
         capture()
-    assert _first_cause(caught.value) == "operation not permitted when stream is capturing"
+    assert first_cause(caught.value) == "operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
