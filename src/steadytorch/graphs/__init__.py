@@ -1,1 +1,1 @@
-"""CUDA graphs: recorded nodes, patched to read and write the caller's tensors."""
+"""CUDA graphs: recording whole training steps, and patching recorded nodes."""

@@ -29,7 +29,9 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.linear_patches import LinearPatches
+from steadytorch.transforms.optimizer import OptimizerStep
 from steadytorch.transforms.prefetch import Prefetch
+from steadytorch.transforms.step_graph import StepGraph
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.transforms.threads import Threads
 from steadytorch.workload.workload import Workload
@@ -104,6 +106,8 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(CudnnDeterministic),
     Entry(Threads),
     Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
+    Entry(OptimizerStep),
+    Entry(StepGraph, lambda parameters: (_CAPTURE,)),
     Entry(Prefetch),
 )
 

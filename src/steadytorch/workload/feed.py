@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from steadytorch.errors import UsageError
 from steadytorch.workload.signature import CONSTANTS, map_tensors
 
-TargetLoss = Callable[[Any, Any], torch.Tensor]
+TargetLoss = Callable[..., torch.Tensor]
 
 _MARK = "DataLoader"
 """What profilers see a step wait for: `torch.utils.data` has the word in its ranges."""
@@ -99,13 +99,13 @@ class Targeted(nn.Module):
         targets: tensors, nested at will.
     """
 
-    def __init__(self, loss: TargetLoss, targets: Any) -> None:
+    def __init__(self, loss: TargetLoss, *targets: Any) -> None:
         super().__init__()
         self.loss, self.targets = loss, targets
 
     def forward(self, output: Any) -> torch.Tensor:
         """The loss of an output for these targets."""
-        return self.loss(output, self.targets)
+        return self.loss(output, *self.targets)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Targeted:
         self.targets = map_tensors(fn, self.targets)

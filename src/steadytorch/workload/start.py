@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from steadytorch.workload.workload import TrainingStep, Workload
+from steadytorch.workload.workload import Workload
 
 
 def with_optimizer(workload: Workload) -> Workload:
@@ -23,13 +23,13 @@ def with_optimizer(workload: Workload) -> Workload:
     """
     if workload.training_step is None:
         return workload
-    loss, optimizer = workload.training_step.loss, workload.training_step.optimizer
+    optimizer = workload.training_step.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(workload.untouched.parameters())
     elif optimizer.state:
         # `Workload.to` moves the weights alone; loading moves the state to where they are.
         optimizer.load_state_dict(optimizer.state_dict())
-    return replace(workload, training_step=TrainingStep(loss, optimizer))
+    return replace(workload, training_step=replace(workload.training_step, optimizer=optimizer))
 
 
 def optimizer_of(workload: Workload) -> torch.optim.Optimizer:

@@ -22,6 +22,8 @@ from steadytorch.workload.feed import (
     first_batch,
 )
 from steadytorch.workload.signature import map_tensors, signature, tensors_of
+from steadytorch.workload.step import EagerStep
+from steadytorch.workload.update import Update
 
 Loss = Callable[[Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -35,10 +37,14 @@ class TrainingStep:
         loss: maps the model's output to a scalar tensor. Targets are closed over; with a loader it
             is a `Targeted`, which holds those of the first batch.
         optimizer: an optimizer over the model's parameters, or a factory that makes one from them.
+        update: how the optimizer's step is taken; None for its own.
+        captured: makes the step that replays another one; None to run it eagerly.
     """
 
     loss: Loss
     optimizer: torch.optim.Optimizer | OptimizerFactory
+    update: Callable[[torch.optim.Optimizer], Update] | None = None
+    captured: Callable[[EagerStep], Callable[..., torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +112,7 @@ class Workload:
         loss: Loss,
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         *,
+        targets: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> Workload:
@@ -114,12 +121,15 @@ class Workload:
         Args:
             model: the module to train; steps update its weights.
             inputs: positional arguments, as for an inference workload.
-            loss: maps the model's output to a scalar tensor.
+            loss: maps the model's output, and the targets if there are any, to a scalar tensor.
             optimizer: an optimizer over `model.parameters()`, or a factory of one.
+            targets: further arguments of the loss: a tensor, or a tuple of them.
             kwargs: keyword arguments of the model.
             name: what results call it.
         """
-        return cls(model, inputs, kwargs or {}, name, TrainingStep(loss, optimizer))
+        given = targets if isinstance(targets, tuple) else (targets,)
+        step = TrainingStep(Targeted(loss, *given) if given else loss, optimizer)
+        return cls(model, inputs, kwargs or {}, name, step)
 
     @classmethod
     def from_loader(
@@ -238,14 +248,17 @@ class Workload:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self.untouched.parameters())
 
-        def train() -> torch.Tensor:
-            inputs, kwargs, targets = following()
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model(*inputs, **kwargs), *targets)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+        update = self.training_step.update
+        eager = EagerStep(
+            model, loss_of, optimizer, update=None if update is None else update(optimizer)
+        )
+        captured = self.training_step.captured
+        step = eager if captured is None else captured(eager)
 
+        def train() -> torch.Tensor:
+            return step(*following())
+
+        vars(train).update(step=step)
         return train
 
     def _batches(self) -> Callable[[], Batch]:

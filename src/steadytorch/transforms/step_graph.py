@@ -1,0 +1,79 @@
+"""Records a whole training step as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from torch import nn
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import UnsupportedError
+from steadytorch.graphs.step import CapturedStep
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.optimizer import FOR_TRAINING
+from steadytorch.transforms.traits import decide, hooked, no_cuda, off_device
+from steadytorch.workload.start import modules_of
+from steadytorch.workload.workload import Workload
+
+
+class StepGraph(Transform):
+    """One launch per training step instead of one per kernel.
+
+    `backward` records forward, loss and backward, and leaves clipping and the update to the host;
+    `update` records these as a second graph; `step` records all of it as one. Random numbers come
+    from the caller's generator, as they do eagerly. See `graphs.step` for what is compared before
+    each replay.
+    """
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """What is recorded."""
+
+        scope: Literal["backward", "update", "step"] = "step"
+
+    name = "step_graph"
+    risk = Risk.EXACT
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """The whole step first."""
+        return cls.Parameters("step"), cls.Parameters("update"), cls.Parameters("backward")
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs CUDA, training, no hooks, and all inputs on the device."""
+        return decide(
+            no_cuda(facts),
+            (not workload.is_training, FOR_TRAINING),
+            hooked(workload),
+            off_device(workload),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yields a workload whose steps are recorded once they have run a few times.
+
+        Raises:
+            UnsupportedError: it does not train, or has hooks.
+        """
+        step = workload.training_step
+        if step is None:
+            raise UnsupportedError(FOR_TRAINING)
+        hooks, reason = hooked(workload)  # those of a stored plan's model may be new
+        if hooks:
+            raise UnsupportedError(reason)
+        made: list[CapturedStep] = []
+
+        def captured(eager: Any) -> CapturedStep:
+            modules: list[nn.Module] = list(modules_of(workload).values())
+            made.append(CapturedStep(eager, self.parameters.scope, modules))
+            return made[-1]
+
+        try:
+            yield replace(workload, training_step=replace(step, captured=partial(captured)))
+        finally:
+            for each in made:
+                each.close()
