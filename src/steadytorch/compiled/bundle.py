@@ -208,11 +208,6 @@ def _beside(plan: PlanRecord) -> Path:
     return path.with_suffix(PACKAGE)
 
 
-def compiles(plan: PlanRecord) -> bool:
-    """Whether the plan has anything to keep in a bundle."""
-    return any(spec.name == "compile" for spec in plan.candidate)
-
-
 def _head(plan: PlanRecord, digest: str) -> _Head:
     candidate = " + ".join(map(str, plan.candidate))
     return _Head(candidate, environment(), plan.key.digest, SCHEMA, digest)

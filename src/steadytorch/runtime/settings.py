@@ -23,9 +23,6 @@ TURNS = RLock()
 """Held by every call while `needed`, and while executors are built and checked, one at a time.
 Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
 
-_THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
-"""Transforms whose scope is that of the calling thread; `Threads` says with which limit."""
-
 
 class _Needed:
     """How often live executors set process-wide flags in a call; true if any do."""
@@ -46,11 +43,6 @@ def after_fork() -> None:
 def is_switched_off() -> bool:
     """Whether the environment has everything run untouched."""
     return os.environ.get(SWITCH, "").strip().lower() == "off"
-
-
-def is_process_wide(transform: str) -> bool:
-    """Whether a transform that sets something around each call sets it for all threads."""
-    return transform not in _THREAD_LOCAL
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class InferenceMode(Transform):
 
     name = "inference_mode"
     risk = Risk.EXACT
+    process_wide = False
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Inference only, of a model without hooks."""

@@ -26,11 +26,6 @@ def describe(candidate: Candidate) -> str:
     return " + ".join(map(str, candidate)) or "untouched"
 
 
-def compiles(candidate: Candidate) -> bool:
-    """Whether a compiler takes part, so that its set-up takes long and keeps cores busy."""
-    return any(spec.name == "compile" for spec in candidate)
-
-
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
     """Ids of the findings that one of the candidate's transforms is to mend."""
     names = {spec.name for spec in candidate}
