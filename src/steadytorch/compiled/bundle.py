@@ -34,6 +34,7 @@ from steadytorch import __version__
 from steadytorch.caches import make_private
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import (
+    COMPANIONS,
     BrokenError,
     RefusedError,
     check_private,
@@ -52,10 +53,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 """Version of the file's form."""
-SUFFIX = ".bundle"
-"""A bundle is called as its plan, and ends like this."""
-PACKAGE = ".pt2"
-"""So does a package, and like this."""
+SUFFIX, PACKAGE = COMPANIONS
+"""What the names of a bundle and of a package end in; both are called as their plan."""
 MOST_BYTES = 512 << 20
 """Larger ones are neither written nor read; larger packages are not written."""
 

@@ -26,6 +26,8 @@ from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
 """Version of the file's outer form; the payload has its own type."""
+COMPANIONS = (".bundle", ".pt2")
+"""Suffixes of files of a plan's name beside its own: removed with it, see `compiled.bundle`."""
 MAX_BYTES = 1 << 20
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
