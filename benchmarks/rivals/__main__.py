@@ -4,6 +4,7 @@
     python benchmarks/rivals --seconds 560 --only vit_b_16 bert # further ones, same files
     python benchmarks/rivals --device cpu
     python benchmarks/rivals --device cpu --processes 5         # a verdict over fresh processes
+    python benchmarks/rivals --train --only resnet50:64         # training steps, see train.py
 
 Per workload: `tune` searches within its budget; then its plan and the options of `rival_options`
 are set up in fresh processes, all at once; then they are timed block by block in random order, one
@@ -264,11 +265,18 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--train", action="store_true", help="training steps, see train.py")
+    parser.add_argument("--steps", type=int, default=1000, help="timed, of each option of --train")
     return parser.parse_args()
 
 
 def main() -> None:
     began, begun, args = time.monotonic(), now(), arguments()
+    if args.train:
+        import train
+
+        train.main(args)
+        return
     args.device = resolve_device(args.device)
     kind = args.device.partition(":")[0]
     known = CASES[kind]

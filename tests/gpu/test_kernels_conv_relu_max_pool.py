@@ -260,7 +260,8 @@ def test_a_configuration_is_chosen_by_timing_in_a_worker(tmp_path):
     made = network()
     save_payload(made, tmp_path)
     prefix = (FusedKernels(STEM).spec, ChannelsLast().spec)
-    assert choose_config(tmp_path, prefix=prefix, device="cuda", deadline_s=120.0) in CONFIGS
+    # "" stands for the configuration that follows from the sizes: it may be the fastest.
+    assert choose_config(tmp_path, prefix=prefix, device="cuda", deadline_s=120.0) in {"", *CONFIGS}
 
 
 def network() -> Workload:

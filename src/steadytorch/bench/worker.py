@@ -34,6 +34,7 @@ from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.base import applied_in_order
+from steadytorch.transforms.precision import precision_of
 from steadytorch.workload import operators, travel
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
@@ -164,6 +165,7 @@ class WorkloadHandler:
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
         """Applies the candidate and warms it up; returns a `SetUp`."""
         specs = msgspec.convert(candidate, list[TransformSpec])
+        self._precision = precision_of(specs)
         start = time.perf_counter()
         self._context = applied_in_order([transforms.create(s) for s in specs], self._workload)
         applied = self._context.__enter__()

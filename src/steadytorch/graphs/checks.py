@@ -108,7 +108,7 @@ class Snapshot:
             parts = [_listed(run[take]) for run in (one, other, recorded)]
             if len({len(part) for part in parts}) > 1:
                 return f"its graph gives other {what} than the eager step"
-            noise, found = _distance(parts[1], parts[0]), _distance(parts[2], parts[0])
+            noise, found = distance(parts[1], parts[0]), distance(parts[2], parts[0])
             if not found <= max(MOST_APART, NOISE_FACTOR * noise):
                 return (
                     f"its graph gives another {what} than the eager step: {found:.1e} apart, "
@@ -121,7 +121,7 @@ def _listed(value: Any) -> list[Tensor]:
     return value if isinstance(value, list) else [value]
 
 
-def _distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """Relative L2 distance of all tensors together."""
     off = sum(
         float((a.double() - b.double()).norm()) ** 2 for a, b in zip(found, right, strict=True)

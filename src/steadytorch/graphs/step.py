@@ -11,7 +11,6 @@ copied to where the graph reads them. Whatever cannot be replayed runs as the sa
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SparseAdam
 from torch.optim import optimizer as torch_optimizer
 
-from steadytorch.errors import one_line
 from steadytorch.graphs.checks import Snapshot, synchronisations
+from steadytorch.graphs.recording import first_cause, recording
 from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.step import EagerStep
@@ -124,6 +123,17 @@ class CapturedStep:
             return self._eagerly(entry.refused, given)
         return self._served(entry, given)
 
+    def run_eagerly(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Takes one micro-batch without graphs, by the code that they were recorded from."""
+        return self._run((inputs, dict(kwargs), targets))
+
+    def reason(self) -> str:
+        """Why steps run eagerly: the most frequent reason but warming up."""
+        others = Counter({k: n for k, n in self.eager.items() if k != WARMING})
+        return others.most_common(1)[0][0] if others else WARMING
+
     def close(self) -> None:
         """Frees the graphs; steps run eagerly from then on."""
         self._off = "closed"
@@ -222,6 +232,8 @@ class CapturedStep:
             return MOVED
         if fixed.outside:
             return OUTSIDE
+        if not first and entry.first is None:
+            return WARMING
         if not first and entry.lacks_gradients(self.step.parameters()):
             return "other parameters have gradients than in its graph"
         return self._prepared_update(fixed) if self._updates() else None
@@ -277,7 +289,8 @@ class CapturedStep:
         step, rates = self.step, self._fixed.rates
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        if self._pool is None:
+        # PyTorch refuses a pool whose last graph is gone.
+        if self._pool is None or not any(other.has_graphs() for other in self._entries.values()):
             self._pool = torch.cuda.graph_pool_handle()
         graph, loss = torch.cuda.CUDAGraph(), None
         turn, norm, state = step.turn, step.norm, self._fixed.state_names()
@@ -285,12 +298,8 @@ class CapturedStep:
             torch_optimizer._global_optimizer_post_hooks,
             OrderedDict(),
         )
-        was_enabled = gc.isenabled()
-        gc.disable()  # a collection may free memory of the device, which a recording refuses
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with recording(graph, self._pool, self._stream):
                 if backward:
                     loss = step.backward(inputs, kwargs, targets)
                 if update:
@@ -302,8 +311,6 @@ class CapturedStep:
         finally:
             torch_optimizer._global_optimizer_post_hooks = hooks
             step.turn, step.norm = turn, norm
-            if was_enabled:
-                gc.enable()
         self.graphs += 1
         return recorded
 
@@ -496,6 +503,10 @@ class _Entry:
             for parameter, gradient in zip(parameters, known, strict=True)
         )
 
+    def has_graphs(self) -> bool:
+        """Whether any of its graphs is alive."""
+        return any(graph is not None for graph in (self.first, self.more, self.update))
+
     def reset(self) -> None:
         """Frees the graphs and their memory."""
         self.first = self.more = self.update = None
@@ -657,10 +668,3 @@ def _size(value: Any) -> int:
 
 def _present(held: Mapping[str, Any]) -> set[str]:
     return {name for name, value in held.items() if value is not None}
-
-
-def first_cause(error: BaseException) -> str:
-    """The first line of the error that came first: ending a broken recording raises another."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return one_line(error)

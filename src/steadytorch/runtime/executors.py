@@ -69,7 +69,7 @@ def build(
     """
     if len(candidate) > len(transforms.names()) or transforms.conflict(candidate):
         raise UsageError("its transforms cannot be combined")
-    parts = [transforms.create(spec) for spec in candidate]
+    parts = [part for part in map(transforms.create, candidate) if not part.of_step]
     stack = ExitStack()
     step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
     # Transforms may run the model, which may write to containers that its caller passed.

@@ -33,6 +33,11 @@ class TrainedModule(TunedModule):
         self.__dict__["_run"] = self._recording
         self.__dict__["_run_unchecked"] = self._recorded
 
+    @property
+    def is_off(self) -> str | None:
+        """Why every call runs untouched; None where calls may be served."""
+        return self._gate.off
+
     def refresh(self) -> None:
         """Makes executors anew, at the next calls, from the model as it is now."""
         super().refresh()

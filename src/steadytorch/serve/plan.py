@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from steadytorch.runtime.entries import Options, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.settings import is_switched_off
 from steadytorch.runtime.standin import Function, as_module
+from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED, precision_of
@@ -76,6 +78,52 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         serving = TrainedModule if trains else TunedModule
         return serving(as_module(model), resolve, self._misfit, options)
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., torch.Tensor],
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        scaler: Any = None,
+    ) -> TunedStep:
+        """The whole training step of this plan: one callable for the caller's loop.
+
+        `step(inputs, *targets)` runs forward, `loss(output, *targets)`, backward, clipping and the
+        optimizer, and returns the loss. Where the plan does not fit, the same step runs eagerly.
+
+        Args:
+            model: the untouched model, on the device it is to run on.
+            optimizer: over its parameters; it stays the caller's, learning rates included.
+            loss: maps the model's output and the targets to a scalar tensor.
+            clip: largest norm of all gradients together; None leaves them as they are.
+            accumulate: micro-batches per update; each call takes one.
+            scaler: a `torch.amp.GradScaler`; None for none.
+
+        Raises:
+            UsageError: the plan is for inference, or an argument is wrong.
+        """
+        if self.trains is None:
+            raise UsageError(
+                f"plan {self.id} is for inference and has no step: tune Workload.training(...)"
+            )
+        fast = self.apply(model)
+        assert isinstance(fast, TrainedModule)
+        return TunedStep(
+            fast,
+            fast.__wrapped__,
+            optimizer,
+            loss,
+            self.candidate,
+            plan=self.id,
+            saved_per_step_ns=self.origin.saved_per_call_ns,
+            break_even_steps=self.evidence.break_even_calls,
+            clip=clip,
+            accumulate=accumulate,
+            scaler=scaler,
+        )
 
     def batches(
         self, loader: Iterable[BatchT], device: str | torch.device | None = None

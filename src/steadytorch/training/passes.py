@@ -61,21 +61,26 @@ class Passes(NamedTuple):
 
 @torch.no_grad()
 def begin(workload: Workload, start: Start, number: int) -> None:
-    """Puts the weights as they came; for every other input set partly turned round (`BLEND`)."""
+    """Puts the weights as they came; for every other input set partly turned round (`BLEND`).
+
+    Random numbers begin at a seed of the input set: whoever draws alike draws the same ones.
+    """
     start.restore()
+    torch.manual_seed(number)
     if number % 2:
         for tensor in parameters_of(workload).values():
             if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
                 tensor.copy_((1 - BLEND) * tensor + BLEND * tensor.flip(0))
 
 
-def passes(workload: Workload, model: Any, arguments: Arguments) -> Passes:
+def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool = True) -> Passes:
     """Runs forward and backward once, from the weights as they are.
 
     Args:
         workload: untouched, as returned by `with_optimizer`.
         model: what to call in place of its model.
         arguments: of the call.
+        backward: False for the forward pass alone, without gradients.
     """
     assert workload.training_step is not None
     parameters = parameters_of(workload)
@@ -85,7 +90,8 @@ def passes(workload: Workload, model: Any, arguments: Arguments) -> Passes:
     returned = call(model, arguments)
     outputs = copied(returned)
     loss = workload.training_step.loss(returned.result)
-    loss.backward()
+    if backward:
+        loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
     moving = {n for n, b in after.items() if b.is_floating_point() and n in before}
     return Passes(

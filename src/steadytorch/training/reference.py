@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from steadytorch.errors import first_line
+from steadytorch.runtime.state import Draws
 from steadytorch.training.passes import (
     BUFFERS,
     GRADIENTS,
@@ -35,6 +36,7 @@ from steadytorch.training.passes import (
     optimizer_fault,
     passes,
 )
+from steadytorch.training.random_steps import summaries
 from steadytorch.verification.verdict import (
     STEP_FACTOR,
     UNREPEATABLE,
@@ -83,9 +85,12 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
         The data candidates are compared with, to be saved for their workers, and the summary for
         the parent.
     """
+    before = Draws(workload.device)
     sets, own, unfit = _own(workload, seed, start)
+    torch.manual_seed(0)
+    draws = _draws(workload, start, sets[0])
     again = _from(workload, start, 0, sets[0])
-    higher = _higher(workload, start, sets)
+    higher = _higher(workload, start, sets, draws)
     right = [_right(found, workload) for found in higher.runs]
     errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
     explained = _explained(workload, seed, start, sets, right, errors)
@@ -103,7 +108,13 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
         "counted": [found.counted for found in own],
         "fault": _NOT_FINITE if not finite else None if repeats else UNREPEATABLE,
         "steps": fault is None,
+        "explained": {
+            name: {part: (error.relative_l2, error.relative_max) for part, error in parts.items()}
+            for name, parts in explained.items()
+        },
+        "draws": summaries(workload, workload.model, sets[0], start) if draws else None,
     }
+    before.undo()
     notes = [
         unfit,
         higher.problem,
@@ -117,7 +128,16 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
         fresh=not unfit,
         note="; ".join(filter(None, notes)),
         explained=explained,
+        draws=draws,
     )
+
+
+def _draws(workload: Workload, start: Start, arguments: Arguments) -> bool:
+    """Whether a step draws random numbers."""
+    begin(workload, start, 0)
+    drawn = Draws(workload.device)
+    passes(workload, workload.model, arguments)
+    return drawn.happened()
 
 
 def _own(workload: Workload, seed: int, start: Start) -> tuple[list[Arguments], list[Passes], str]:
@@ -145,8 +165,12 @@ class _Higher(NamedTuple):
     problem: str
 
 
-def _higher(workload: Workload, start: Start, sets: Sequence[Arguments]) -> _Higher:
+def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: bool) -> _Higher:
     without_tf32()
+    if draws:  # float64 would draw other numbers
+        take = partial(_from, workload, start)
+        runs = [take(i, given) for i, given in enumerate(sets)]
+        return _Higher(runs, take, "float32", "the step draws random numbers")
     take, precision, problem = partial(_widened, workload, start), "float64", ""
     try:
         runs = [take(i, given) for i, given in enumerate(sets)]

@@ -25,7 +25,15 @@ from steadytorch.training.passes import (
     passes,
     size_fault,
 )
-from steadytorch.verification.verdict import OutputError, Verification, worst
+from steadytorch.training.random_steps import (
+    FIRST_SEED,
+    SEEDS,
+    difference,
+    drawing_fault,
+    summaries,
+)
+from steadytorch.training.replays import replay_fault
+from steadytorch.verification.verdict import OutputError, Verification, decide_parts, worst
 from steadytorch.verification.verify import detached, equal, form_fault, nested, nesting_fault
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.start import Start, parameters_of
@@ -38,6 +46,7 @@ def verify_training(
     workload: Workload,
     data: Mapping[str, Any],
     start: Start,
+    precision: str = "same",
 ) -> Verification:
     """Compares a candidate with the reference on every input set, and looks at one step of it.
 
@@ -47,6 +56,7 @@ def verify_training(
         workload: untouched, as returned by `with_optimizer`.
         data: what `training_reference.make_reference` returned; on any device.
         start: where each pass begins; the workload is there again in the end.
+        precision: the candidate's class.
     """
     if data["fault"] is not None:
         return Verification(None, data["fault"])
@@ -64,8 +74,40 @@ def verify_training(
     fault = optimizer_fault(workload, step, start) if data["steps"] else None
     if fault is not None:
         return Verification(None, fault)
+    if (fault := replay_fault(workload, step, start)) is not None:
+        return Verification(None, fault)
     parts = {part: worst(found[part] for found in errors) for part in errors[0]}
-    return Verification(worst(parts.values()), None, parts)
+    found = Verification(worst(parts.values()), None, parts)
+    if data["draws"] is None:
+        return found
+    return _with_draws(found, model, workload, data, start, precision)
+
+
+def _with_draws(
+    found: Verification,
+    model: Any,
+    workload: Workload,
+    data: Mapping[str, Any],
+    start: Start,
+    precision: str,
+) -> Verification:
+    """What random numbers bring to light of a step that draws them.
+
+    One that draws the same as the untouched step has been compared number by number.
+    """
+    arguments = nested(workload, _moved(detached(data["sets"][0]), workload))
+    if (fault := drawing_fault(workload, model, arguments, start)) is not None:
+        return Verification(None, fault)
+    explained = {part: OutputError(*both) for part, both in data["explained"][precision].items()}
+    if decide_parts(found.parts, explained, precision) is None:
+        return found
+    sample = summaries(workload, model, arguments, start, FIRST_SEED + SEEDS)
+    p_value, differs = difference(sample, data["draws"], precision)
+    return Verification(found.error, None, found.parts, p_value, differs)
+
+
+def _moved(tree: Any, workload: Workload) -> Any:
+    return map_tensors(lambda tensor: tensor.to(workload.device), tree)
 
 
 class _Due:

@@ -73,6 +73,8 @@ class Transform(ABC):
     """
 
     name: ClassVar[str]
+    of_step: ClassVar[bool] = False
+    """Whether it changes the training step around the model, which `plan.step` takes."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
     compiles: ClassVar[bool] = False

@@ -16,6 +16,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.graphs.graph_io_patching import Linked, link, placer
 from steadytorch.graphs.pointers import rest
+from steadytorch.graphs.recording import first_cause, recording
 from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
 from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
@@ -192,19 +193,14 @@ def _record(
             try:
                 with pool.lock, _collector_paused():  # `link` may record as well
                     pool.follow()  # what proves links replays it, in memory that others use
-                    with torch.cuda.graph(
-                        graph,
-                        pool=pool.handle,
-                        stream=pool.stream,
-                        capture_error_mode="thread_local",
-                    ):
+                    with recording(graph, pool.handle, pool.stream):
                         outputs = model(*args, **kwargs)
                     pool.memory.look()
                     inputs, around = tensors_of(tuple(static)), pool.memory.around
                     linked = link(graph, replay, inputs, tensors_of(outputs), around)
             except Exception as error:
                 raise UnsupportedError(
-                    f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"
+                    f"the step cannot be recorded as a CUDA graph: {first_cause(error)}"
                 ) from error
         current.wait_stream(pool.stream)
     return graph, _Recorded(replay, linked, static, outputs, pool, model)
@@ -225,13 +221,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _first_cause(error: BaseException) -> str:
-    """The first line of the error that came first: ending a broken capture raises another."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class _Recorded(NamedTuple):

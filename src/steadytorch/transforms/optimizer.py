@@ -39,6 +39,7 @@ class OptimizerStep(Transform):
         merge: bool = False
 
     name = "optimizer"
+    of_step = True
     risk = Risk.EXACT
 
     @classmethod

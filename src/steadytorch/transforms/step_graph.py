@@ -36,6 +36,7 @@ class StepGraph(Transform):
         scope: Literal["backward", "update", "step"] = "step"
 
     name = "step_graph"
+    of_step = True
     risk = Risk.EXACT
 
     @property

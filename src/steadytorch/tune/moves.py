@@ -171,21 +171,34 @@ class Moves:
         return [*front, *chosen, *first, *second, *alone, *rest]
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
-        """No graph replays a step, so that a compiler is what helps against launches too."""
+        """Whole steps as one graph first, over compiled code and without a compiler."""
+        graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
         compiled = self._spec("compile", mode="default", freezing=False)
         lower = self._spec("autocast", dtype=self._precision) or self._tf32()
-        chosen = [(layout, engines, compiled, lower), (layout, engines, lower), (engines,)]
+        models = [(layout, compiled, lower), (layout, lower), (compiled, lower), (lower,)]
+        if engines is not None:
+            models += [(layout, engines, compiled, lower), (layout, engines, lower)]
+        recorded = [(*model, update, graph) for model in models] if graph is not None else []
         return [
-            *(chosen if engines is not None else []),
-            (layout, compiled, lower),
-            (layout, lower),
-            (compiled, lower),
-            (lower,),
+            *recorded,
+            *((*model, update) for model in models),
+            (update,),
+            *models,
+            (engines,),
             (layout, compiled),
             (compiled,),
             (layout,),
         ]
+
+    def _update(self) -> TransformSpec | None:
+        """The optimizer's fastest step as a rule: fused, its groups merged where some are equal."""
+        for implementation in ("fused", "foreach"):
+            for merge in (True, False):
+                found = self._spec("optimizer", implementation=implementation, merge=merge)
+                if found is not None:
+                    return found
+        return None
 
     def _tf32(self) -> TransformSpec | None:
         return self._spec("tf32") if self._precision != "same" else None

@@ -79,7 +79,9 @@ class TuningHandler(ExplainHandler):
         if self._workload.is_training:
             # Gradients are as large as the weights: read where they are compared, one set a time.
             data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            found = verify_training(self._model, self._step, self._workload, data, self._start)
+            found = verify_training(
+                self._model, self._step, self._workload, data, self._start, self._precision
+            )
         else:
             data = torch.load(path, map_location=self._workload.device, weights_only=True)
             found = verify(self._model, self._workload, data)

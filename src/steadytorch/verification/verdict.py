@@ -19,6 +19,8 @@ STEP_FACTOR = 2.0
 VOID = 1.0
 """A relative error that says nothing any more: outputs that are all zero have it."""
 UNREPEATABLE = "cannot be verified: the untouched workload's own output changes between calls"
+LEVEL = 0.001
+"""Probability of refusing a sound step that draws random numbers, for each of two tests."""
 GRADIENTS = "gradients"
 """The part of a training step whose size is bounded as well, see `verify_training`."""
 
@@ -43,11 +45,16 @@ class Verification(msgspec.Struct, frozen=True):
         error: against the reference; None when `fault` makes it meaningless.
         fault: shape, dtype, NaN, aliasing or mutation, in words; None if none.
         parts: of a training step, the errors that `error` is the worst of, by name.
+        p_value: of a step that draws other random numbers from one seed than the untouched one: how
+            likely equal distributions are to look as different; None where it draws the same.
+        differs: in words, what differs most.
     """
 
     error: OutputError | None
     fault: str | None = None
     parts: dict[str, OutputError] = {}
+    p_value: float | None = None
+    differs: str = ""
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -61,6 +68,7 @@ class Reference(msgspec.Struct, frozen=True):
         note: why float64 or fresh inputs were not used, else empty.
         explained: of a training step, the errors that rounding explains, by precision class and
             part; empty for inference.
+        draws: whether a training step draws random numbers.
     """
 
     error: OutputError
@@ -69,6 +77,7 @@ class Reference(msgspec.Struct, frozen=True):
     fresh: bool
     note: str = ""
     explained: dict[str, dict[str, OutputError]] = {}
+    draws: bool = False
 
 
 def worst(errors: Iterable[OutputError]) -> OutputError:
@@ -97,9 +106,13 @@ def decide(
         return found.fault or "gave no outputs to compare"
     if not reference.repeatable:
         return UNREPEATABLE
+    if found.p_value is not None:
+        if found.p_value > LEVEL:
+            return None
+        return f"random numbers: {found.differs} is another (p = {found.p_value:.2g})"
     if reference.explained:
         explained = reference.explained[precision]
-        return _decide_parts(found.parts, explained, precision, tolerance, resolution)
+        return decide_parts(found.parts, explained, precision, tolerance, resolution)
     if precision == "same":
         l2_bound = SAME_FACTOR * max(reference.error.relative_l2, resolution)
         # The largest of many rounding errors varies more than their norm does: it may reach several
@@ -111,12 +124,12 @@ def decide(
     return _excess(found.error, l2_bound, max_bound)
 
 
-def _decide_parts(
+def decide_parts(
     parts: Mapping[str, OutputError],
     explained: Mapping[str, OutputError],
     precision: str,
-    tolerance: float | None,
-    resolution: float,
+    tolerance: float | None = None,
+    resolution: float = float(torch.finfo(torch.float32).eps),
 ) -> str | None:
     """Each part of a training step against what rounding explains of it."""
     given = tolerance if precision != "same" else None
