@@ -118,7 +118,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             loss,
             self.candidate,
             plan=self.id,
-            saved_per_step_ns=self.origin.saved_per_call_ns,
+            saved_per_step_ns=self.origin.saved_ns,
             break_even_steps=self.evidence.break_even_calls,
             clip=clip,
             accumulate=accumulate,
