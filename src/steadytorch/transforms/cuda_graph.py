@@ -19,7 +19,7 @@ from steadytorch.graphs.pointers import rest
 from steadytorch.graphs.recording import first_cause, recording
 from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
 from steadytorch.rewrite.conversion import own_device
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
@@ -47,6 +47,12 @@ class CudaGraph(Transform):
 
     name = "cuda_graph"
     risk = Risk.EXACT
+    records = True
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Graph capture."""
+        return (Claim.CAPTURE,)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, inference, no hooks, and all inputs on the device.
