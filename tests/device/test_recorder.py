@@ -170,7 +170,7 @@ def test_there_is_a_tick_before_the_body_and_one_after_it():
 
 
 def test_ticks_follow_each_other_while_the_body_runs(monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)  # this clock is no time
+    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)  # a counter instead of time
     ticked = threading.Event()
     count = itertools.count()
 
