@@ -80,7 +80,7 @@ def test_tensors_of_other_classes_are_looked_at_in_python():
     model = nn.Linear(2, 2)
     model.register_buffer("own", torch.ones(2).as_subclass(Own))
     weights = remembered(model)
-    assert weights.interpreted_for == "weights that are no plain tensors"
+    assert weights.interpreted_for == "some weights are not plain tensors"
     assert not weights.changed()
     model.own.add_(1)
     assert weights.changed()

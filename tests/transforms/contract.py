@@ -21,7 +21,7 @@ LISTED_FOR = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0"
 IEEE = dict.fromkeys(
     ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
 )
-SLOW = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
+SLOW = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))
 TOLERANCE = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2}
 
 

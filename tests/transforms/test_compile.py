@@ -21,7 +21,7 @@ from steadytorch.workload.workload import Workload
 MODES = ("default", "coordinate-descent")
 _GLOBAL: dict[str, nn.Module] = {}
 
-compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+compiles = pytest.mark.filterwarnings("ignore")
 
 
 def variant(mode: str = "default", freezing: bool = False) -> Compile:
@@ -58,6 +58,7 @@ class TestCompiling:
             compiled.model(*made.inputs)
         assert [len(kept) for kept in frozen_graphs] == [1]
 
+    @pytest.mark.slow
     def test_freezing_holds_for_a_second_layout_too(self, frozen_graphs):
         made = linear()
         with variant(freezing=True).applied(made) as compiled:
@@ -66,6 +67,7 @@ class TestCompiling:
             torch.testing.assert_close(compiled.model(transposed), made.model(transposed))
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
+    @pytest.mark.slow
     def test_attributes_of_the_models_own_modules_are_seen_and_frozen_again(self, frozen_graphs):
         class Scaled(nn.Module):
             def __init__(self):
@@ -83,6 +85,7 @@ class TestCompiling:
                 torch.testing.assert_close(compiled.model(*made.inputs), expected)
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
+    @pytest.mark.slow
     def test_frozen_calls_look_at_no_module_of_pytorchs(self, monkeypatch):
         kept = []
 
@@ -100,6 +103,7 @@ class TestCompiling:
         assert "args[0]" in names
         assert not [name for name in names if "_modules['0']" in name]
 
+    @pytest.mark.slow
     def test_modules_of_one_class_keep_their_weights_where_the_graph_breaks(self):
         """A graph break: Dynamo compiles each submodule separately, from the same code."""
 
@@ -119,6 +123,7 @@ class TestCompiling:
                 expected = made.model(*made.inputs)
                 torch.testing.assert_close(compiled.model(*made.inputs), expected)
 
+    @pytest.mark.slow
     def test_what_the_model_sets_on_a_module_of_pytorchs_is_seen_behind_a_graph_break(self):
         class Sloped(nn.Module):
             def __init__(self):
@@ -136,6 +141,7 @@ class TestCompiling:
                 torch.testing.assert_close(compiled.model(x), made.model(x))
 
     @pytest.mark.parametrize("kept", ["in a list", "by the class", "globally"])
+    @pytest.mark.slow
     def test_modules_that_the_model_does_not_register_are_frozen_again(self, kept):
         class Listing(nn.Module):
             others: ClassVar = {}
@@ -338,7 +344,7 @@ class Featured(nn.Module):
         return kept["features"].mean()
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_containers_that_are_new_at_each_call_are_compiled_for_once():
     from torch._dynamo.utils import counters

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.graphs.copy_nodes import CopyNode
+from steadytorch.graphs.graph_io_patching import Linked
+from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
-from steadytorch.transforms.copy_nodes import CopyNode
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
     _collector_paused,
@@ -19,11 +21,9 @@ from steadytorch.transforms.cuda_graph import (
     _Recorded,
     _replayer,
 )
-from steadytorch.transforms.linking import Linked
-from steadytorch.transforms.static_buffers import StaticInputs
 from steadytorch.workload.workload import Workload
 
-from .driver import Driver
+from ..graphs.driver import Driver
 
 
 def test_an_inference_workload_on_a_gpu_will_do(gpu, on_gpu):

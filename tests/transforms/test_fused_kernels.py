@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.rewrite.fusible import Layers
+from steadytorch.rewrite.tracing import traced
 from steadytorch.transforms.base import (
     Applicable,
     NotApplicable,
@@ -16,8 +18,6 @@ from steadytorch.transforms.base import (
 )
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.transforms.fusible import Layers
-from steadytorch.transforms.tracing import traced
 from steadytorch.workload.workload import Workload
 
 from .fusing import STEM, SUMS, residual, workload

@@ -332,7 +332,7 @@ def test_kernels_that_were_fused_before_stay():
         torch.testing.assert_close(changed.model(*made.inputs), made.model(*made.inputs))
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("freezing", [True, False])
 def test_compiled_code_has_matrix_products_alone(made, freezing):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.ambient import ambient, set_ambient
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.ambient import ambient, set_ambient
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.workload.workload import Workload

@@ -8,7 +8,7 @@ from steadytorch.tune.trial import HANDLER, LiveTrial, WorkerLauncher
 
 
 def _live(candidate=(EAGER,), act=None):
-    """A trial whose worker is set up and may be timed."""
+    """A trial whose worker is set up and can be timed."""
     stage = Stage({candidate: act or Act(8 * MS)})
     live = LiveTrial(candidate, stage("t"))
     specs = [{"name": s.name, "parameters": s.parameters} for s in candidate]

@@ -1,1 +1,1 @@
-"""Recording CUDA graphs: whole training steps."""
+"""CUDA graphs: recorded, patched to read and write the caller's tensors, whole training steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -33,11 +33,20 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
         ):
             yield
     except BaseException:
+        _end_allocations(graph, stream)
         restore_generator(stream)
         raise
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _end_allocations(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Has the allocator take the recording for ended, which a failed one never is."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with suppress(RuntimeError):  # it was ended after all
+            end(stream.device.index, graph.pool())
 
 
 def restore_generator(stream: torch.cuda.Stream) -> None:
@@ -47,19 +56,14 @@ def restore_generator(stream: torch.cuda.Stream) -> None:
     So an empty one is recorded, which keeps the generator's seed and offset.
     """
     torch.cuda.synchronize(stream.device)
-    state = None
-    try:
-        state = torch.cuda.get_rng_state(stream.device)
-    except RuntimeError:  # refused while it believes in the recording
-        state = None
+    state = torch.cuda.get_rng_state(stream.device)
     graph, held = torch.cuda.CUDAGraph(), torch.zeros((), device=stream.device)
     with (
         torch.cuda.stream(stream),
         torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
         held.add_(0)
-    if state is not None:
-        torch.cuda.set_rng_state(state, stream.device)
+    torch.cuda.set_rng_state(state, stream.device)
     graph.reset()
 
 

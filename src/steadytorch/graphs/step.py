@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SparseAdam
-from torch.optim import optimizer as torch_optimizer
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording
-from steadytorch.transforms.static_buffers import feeder, static_inputs
+from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.step import EagerStep
-from steadytorch.workload.update import hyper_parameters, move_counters
+from steadytorch.workload.update import FUSED, hyper_parameters, move_counters
 
 BACKWARD, UPDATE, STEP = "backward", "update", "step"
 """What is recorded: forward, loss and backward; these, and the update as a second graph; both as
@@ -147,14 +147,17 @@ class CapturedStep:
 
     def _run(self, given: tuple[Any, ...]) -> Tensor:
         """The eager step, with learning rates as graphs have them once there are graphs."""
+        loss = self.step.backward(*given)
+        self._advance()
+        return loss
+
+    def _advance(self) -> None:
         step = self.step
-        loss = step.backward(*given)
         step.turn += 1
         if step.turn == step.accumulate:
             step.turn = 0
             step.advance(self._rates())
             self._stepped = True
-        return loss
 
     def _rates(self) -> list[Tensor] | None:
         """The learning rates as the recorded update reads them; None where it stays eager."""
@@ -171,9 +174,15 @@ class CapturedStep:
         """
         is_last = entry.warm_up == 1
         before = self._python_state() if is_last else None
-        with self._beside(), synchronisations(is_last) as found:
-            loss = self._eagerly(WARMING, given)
+        self.eager[WARMING] += 1
+        with self._beside():
+            with synchronisations(is_last) as found:
+                loss = self.step.backward(*given)
+            with synchronisations(is_last and self._updates()) as in_update:
+                self._advance()
         entry.warm_up -= 1
+        if in_update:
+            self.update_reason = in_update[0]
         if found:
             entry.refused = found[0]
         elif is_last and before != self._python_state():
@@ -191,9 +200,11 @@ class CapturedStep:
             self._stream = torch.cuda.Stream()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     # -- replays ----------------------------------------------------------------------------------
 
@@ -405,11 +416,11 @@ class CapturedStep:
         except torch.OutOfMemoryError:
             fault = "no memory to compare its graph with the eager step"
         again()
+        self.replays -= 1
         if fault is not None:
             self._recover(entry)
             entry.refused = fault
             return self._eagerly(fault, given)
-        self.replays -= 1
         return self._replayed(entry, given, first, last)
 
     # -- what stands in the way -------------------------------------------------------------------
@@ -440,6 +451,9 @@ class CapturedStep:
             return f"{type(optimizer).__name__} cannot be recorded"
         if self.step.scaler is not None:
             return "a GradScaler decides on the host whether the optimizer steps"
+        fused = self.step.update.implementation == FUSED
+        if not all(fused or g.get("fused") or "capturable" in g for g in optimizer.param_groups):
+            return f"{type(optimizer).__name__} cannot read its learning rate from the GPU"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "the optimizer has hooks"
         if torch_optimizer._global_optimizer_pre_hooks:
@@ -469,6 +483,7 @@ class CapturedStep:
             for parameter in self.step.parameters():
                 parameter.grad = None
         entry.reset()
+        self._pool = None
 
 
 class _Graph:

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import torch
 
+from steadytorch.ambient import ambient, set_ambient
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms.ambient import ambient, set_ambient
 from steadytorch.transforms.attention_backend import AttentionBackend
 from steadytorch.transforms.autocast import Autocast
 from steadytorch.transforms.base import Risk, Transform

@@ -11,14 +11,8 @@ import msgspec
 import torch
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import HALF_TYPES, HalfName, cast, own_device, own_dtype
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
-from steadytorch.transforms.conversion import (
-    HALF_TYPES,
-    HalfName,
-    cast,
-    own_device,
-    own_dtype,
-)
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,

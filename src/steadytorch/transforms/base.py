@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -125,36 +125,3 @@ class Scoped:
         """Run the model within the scope."""
         with self.scope():
             return self.model(*args, **kwargs)
-
-
-class flags:  # noqa: N801 - used like a function, in `with flags(...)`
-    """Context that sets attributes `(owner, name, value)` and restores the old values on exit.
-
-    A class takes a third of the time of a generator, and this wraps every call of a model.
-    """
-
-    __slots__ = ("_found", "_settings")
-
-    def __init__(self, *settings: tuple[Any, str, Any]) -> None:
-        self._settings = settings
-        self._found: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> Self:
-        try:
-            for owner, name, value in self._settings:
-                found = getattr(owner, name)
-                if found != value:
-                    setattr(owner, name, value)
-                    self._found.append((owner, name, found))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            while self._found:
-                setattr(*self._found.pop())
-        finally:
-            if self._found:  # one failed: restore the others
-                self.__exit__()

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
-from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,

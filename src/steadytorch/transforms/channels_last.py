@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import Converting
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting
-from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,

@@ -17,11 +17,11 @@ import msgspec
 import torch
 from torch import nn
 
+from steadytorch.compiled import prebuilt
+from steadytorch.compiled.prebuilt import Task
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms import prebuilt
+from steadytorch.rewrite.conversion import Converting, cloned
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting, cloned
-from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import (
     Objection,
     capability_below,

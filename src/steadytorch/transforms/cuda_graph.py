@@ -14,18 +14,12 @@ import torch
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
+from steadytorch.graphs.graph_io_patching import Linked, link, placer
+from steadytorch.graphs.pointers import rest
 from steadytorch.graphs.recording import first_cause, recording
+from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
+from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import own_device
-from steadytorch.transforms.linking import Linked, link, placer
-from steadytorch.transforms.pointers import rest
-from steadytorch.transforms.static_buffers import (
-    Results,
-    StaticInputs,
-    feeder,
-    results,
-    static_inputs,
-)
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of

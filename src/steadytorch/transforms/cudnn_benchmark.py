@@ -9,8 +9,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import NO_CONVOLUTION, decide, may_convolve, no_cuda
 from steadytorch.workload.workload import Workload
 

@@ -16,16 +16,17 @@ from torch import nn
 from steadytorch.conv.choices import read_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError
+from steadytorch.rewrite.conversion import Converting
+from steadytorch.rewrite.copying import twin
+from steadytorch.rewrite.tracing import traced_to_run
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting
-from steadytorch.transforms.copying import twin
-from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,
     convolutions,
     decide,
     no_cuda,
+    untraceable,
 )
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.copying import copy_with
+from steadytorch.rewrite.hooks import is_hooked
+from steadytorch.rewrite.tracing import traced
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.hooks import is_hooked
-from steadytorch.transforms.tracing import traced, untraceable
-from steadytorch.transforms.traits import decide, no_copy
+from steadytorch.transforms.traits import decide, no_copy, untraceable
 from steadytorch.workload.workload import Workload
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -15,12 +15,12 @@ from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import CONFIGS
+from steadytorch.rewrite.fusible import Layers, Pooled, Residual, Stem
+from steadytorch.rewrite.separable import put, separables
+from steadytorch.rewrite.tracing import traced_to_run
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
-from steadytorch.transforms.fusible import Layers, Pooled, Residual, Stem
-from steadytorch.transforms.separable import put, separables
-from steadytorch.transforms.tracing import traced_to_run, untraceable
-from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda
+from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda, untraceable
 from steadytorch.workload.workload import Workload
 
 _NO_PAIR = "the model has no ReLU whose only consumer is a 2-d max pooling"

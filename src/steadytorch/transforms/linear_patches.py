@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import PLAIN_CALLABLE, decide, no_cuda
 from steadytorch.workload.workload import Workload
 

@@ -17,8 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import own_device
 from steadytorch.transforms.traits import decide, no_cuda
 from steadytorch.workload.workload import Workload
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import capability_below, decide, no_cuda, not_float32
 from steadytorch.workload.workload import Workload
 

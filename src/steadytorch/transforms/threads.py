@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import decide
 from steadytorch.workload.workload import Workload
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UnsupportedError
+from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
 from steadytorch.transforms.base import Applicable, NotApplicable
-from steadytorch.transforms.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -34,6 +34,13 @@ def decide(*objections: Objection) -> Applicable | NotApplicable:
         if holds:
             return NotApplicable(reason)
     return Applicable()
+
+
+def untraceable(error: Exception) -> NotApplicable:
+    """Says that a model cannot be traced, and why."""
+    if isinstance(error, UnsupportedError):
+        return NotApplicable(str(error))
+    return NotApplicable(f"torch.fx cannot trace the model: {first_line(error)}")
 
 
 def no_cuda(facts: DeviceFacts) -> Objection:
