@@ -11,12 +11,12 @@ from torch import nn
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.graphs.copy_nodes import CopyNode
 from steadytorch.graphs.graph_io_patching import Linked
+from steadytorch.graphs.recording import first_cause
 from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
     _collector_paused,
-    _first_cause,
     _Memory,
     _Recorded,
     _replayer,
@@ -86,7 +86,7 @@ def test_the_reason_is_the_error_that_came_first():
 
     with pytest.raises(RuntimeError) as caught:
         capture()
-    assert _first_cause(caught.value) == "operation not permitted when stream is capturing"
+    assert first_cause(caught.value) == "operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
