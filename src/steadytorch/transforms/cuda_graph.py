@@ -33,10 +33,11 @@ _WRITES_CONTAINERS = "the model writes to a list or dict argument, which a repla
 class CudaGraph(Transform):
     """Records the step as one CUDA graph: one launch per call instead of one per kernel.
 
-    A call copies its tensors into static inputs (by graph nodes where possible), replays the graph,
-    and returns copies of the outputs, in order on the caller's current stream. Non-tensor arguments
-    and control flow on the host are recorded as constants. Calls from several threads take turns.
-    A call during another graph's capture becomes part of that graph.
+    A call copies its tensors into static inputs, by graph nodes where possible. It then replays the
+    graph and returns copies of the outputs. All of it runs on the caller's current stream.
+
+    Non-tensor arguments and control flow on the host are recorded as constants. Calls from several
+    threads take turns. A call during another graph's capture becomes part of that graph.
 
     The yielded model has three extra attributes:
 
