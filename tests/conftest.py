@@ -20,9 +20,9 @@ from torch import nn
 
 from steadytorch.device.host import usable_logical_cores
 from steadytorch.native import host
-from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.runtime import module as tuned_module
 from steadytorch.runtime import weights
+from steadytorch.serve.plan import Plan, load_plan
 
 if TYPE_CHECKING:
     from steadytorch.results.candidate import Candidate

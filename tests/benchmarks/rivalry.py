@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording
-from steadytorch.trial.series import Series
 
 ENVIRONMENT = {
     "device": "cuda",

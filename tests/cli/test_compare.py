@@ -5,11 +5,11 @@ import json
 import msgspec
 import pytest
 
+from steadytorch.bench import compare as module
+from steadytorch.bench.verdict import CompareResult, Effect, Side
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.measurement import summarize
 from steadytorch.report.documents import SCHEMA
-from steadytorch.trial import compare as module
-from steadytorch.trial.verdict import CompareResult, Effect, Side
 
 from .conftest import only_line
 
@@ -263,7 +263,7 @@ def test_another_machine_is_refused(steady, save, field, value):
     ended = steady("compare", "a.json", "b.json")
     assert (ended.code, ended.out) == (2, "")
     line = only_line(ended.err)
-    assert f"a.json and b.json are of different machines ({field} " in line
+    assert f"a.json and b.json come from different machines ({field} " in line
     assert "\x1b" not in line
 
 
@@ -271,9 +271,9 @@ def test_another_machine_is_refused(steady, save, field, value):
     ("fields", "said"),
     [
         ({"schema": 99}, "b.json has schema 99, this version reads"),
-        ({"kind": "tune"}, "b.json holds a 'tune' result: compare takes those of steady measure"),
+        ({"kind": "tune"}, "b.json holds a 'tune' result: pass one from steady measure"),
         ({"kind": "\x1b[2J\n"}, "holds a '\\x1b[2J\\n' result"),
-        ({"processes": []}, "b.json holds medians that are no times"),
+        ({"processes": []}, "b.json holds invalid medians"),
         ({"environment": {"device": None}}, "b.json is not a saved result"),
     ],
 )

@@ -131,7 +131,7 @@ def _check_aftermath(terminal):
     ("moment", "budget", "timed"),
     [
         (r"the untouched workload", "5m", 0),
-        (r"known-strong combinations", "5m", 0),
+        (r"known strong combinations", "5m", 0),
         # Too little for a compiler, whose candidates would be waited for before any is timed.
         (r"[\d.]+ (us|ms)\b", "30s", 2),
     ],
@@ -192,7 +192,7 @@ def _check_end_by_signal(terminal, code=143, said="terminated"):
     assert terminal.text.count(f"steady: {said}") == 1
 
 
-@pytest.mark.parametrize("moment", ["the untouched workload", "known-strong combinations"])
+@pytest.mark.parametrize("moment", ["the untouched workload", "known strong combinations"])
 @pytest.mark.sampled(every=2)
 def test_a_search_that_is_terminated_leaves_nothing(terminal, folder, moment):
     running = terminal("tune", "tiny.py:small", "--budget", "5m", "--json", "out.json")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from steadytorch.bench import measure as module
+from steadytorch.bench.measure import HostBlock, MeasureResult, ProcessMeasurement
+from steadytorch.bench.worker import SetUp
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
-from steadytorch.trial import measure as module
-from steadytorch.trial.measure import HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.worker import SetUp
 
 from .conftest import only_line
 
@@ -200,8 +200,8 @@ def test_a_full_disk_is_one_line_and_no_failed_gate(folder):
     ("option", "said"),
     [
         (["--seed", "99999999999999999999"], "seed 99999999999999999999 does not fit"),
-        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be made"),
-        (["--batch", "99999999999"], "a batch of 99999999999 cannot be made"),
+        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be created"),
+        (["--batch", "99999999999"], "a batch of 99999999999 cannot be created"),
     ],
 )
 def test_numbers_that_are_too_large_are_one_line(steady, option, said):

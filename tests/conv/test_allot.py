@@ -21,7 +21,7 @@ PROBLEMS = [structs.replace(FIRST, input=(8, 64, side, side)) for side in (56, 2
 
 
 class Bench:
-    """Choosing with a clock of its own; each problem takes what it was given, or more.
+    """Choosing with a fake clock; each problem takes its time limit or longer.
 
     Attributes:
         asked_s: seconds that each problem was given, in the order they were chosen for.
@@ -193,6 +193,6 @@ def test_a_device_that_is_lost_ends_choosing_and_what_was_chosen_stays(bench):
     found = bench.run(before={PROBLEMS[3].key: Choice("eng3")})
     assert [one.choice for one in found] == [Choice("eng1"), None, None, None]
     assert found[1].reason == "RuntimeError: illegal memory access"
-    assert [one.reason for one in found[2:]] == ["the device failed at another before"] * 2
+    assert [one.reason for one in found[2:]] == ["the device failed at an earlier problem"] * 2
     assert list(bench.asked_s) == PROBLEMS[:2]
     assert bench.sound == []

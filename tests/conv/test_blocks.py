@@ -18,7 +18,7 @@ from steadytorch.conv.blocks import (
 
 
 class Queue:
-    """A device that notes what it is given, and is there before the host if it is to.
+    """A fake device that records its work and can be ahead of the host.
 
     Attributes:
         seen: what was enqueued, in order.

@@ -23,13 +23,13 @@ PLAIN = parse("fprop/bias/fp32/last/i1x8x4x4/w8x8x1x1/s1x1/p0x0/d1x1/g1")
 CPU = torch.device("cpu")
 WARM = Options(cold=False)
 MEDIANS_NS = {"eng1": 900.0, "eng2": 1000.0, "eng3": 1010.0}
-"""The first is the fastest: it is what must not be chosen where it raises."""
+"""The first is the fastest, so it must not be chosen if it raises."""
 BUILT, VERIFIED, RECORDED, SCREENED, RACED = 0, 1, 3, 6, 10
-"""Calls of a plan up to each stage: verified by two, recorded after one, then timed."""
+"""Number of calls of a plan before each stage: two to verify, one to record, then timing."""
 
 
 class Lab:
-    """Engines as on a device, of which some raise; the rest computes what PyTorch computes.
+    """Fake engines; some raise, the others compute PyTorch's result.
 
     Attributes:
         faults: by engine, at which of its calls it raises what; 0 is when it is built.
@@ -103,7 +103,7 @@ def lab(monkeypatch):
 
 
 def left_out(outcome):
-    """Engines that are not to be used, with the reasons."""
+    """Excluded engines with their reasons."""
     return {engine.choice: engine.excluded for engine in outcome.engines if engine.excluded}
 
 
@@ -140,9 +140,9 @@ def test_an_engine_that_raises_is_left_out_with_the_reason(lab, at, fault, reaso
     ("at", "reason"),
     [
         (VERIFIED, "does not run"),
-        (RECORDED, "does not run any more"),
-        (SCREENED, "does not run any more"),
-        (RACED, "does not run any more"),
+        (RECORDED, "no longer runs"),
+        (SCREENED, "no longer runs"),
+        (RACED, "no longer runs"),
     ],
 )
 def test_an_engine_that_runs_nothing_is_not_the_fastest(lab, at, reason):
@@ -191,7 +191,9 @@ def test_where_every_engine_raises_pytorchs_own_is_chosen(lab):
 def test_an_engine_that_takes_the_device_along_is_named(lab, monkeypatch, at):
     monkeypatch.setattr(timing, "device_answers", lambda: False)
     lab.faults["eng2"] = (at, RuntimeError("illegal memory access"))
-    with pytest.raises(UnsupportedError, match=r"eng2 ended .* \(RuntimeError: illegal memory"):
+    with pytest.raises(
+        UnsupportedError, match=r"eng2 made the device unusable \(RuntimeError: illegal memory"
+    ):
         choose(PLAIN, CPU, WARM)
 
 
@@ -238,19 +240,19 @@ def test_without_time_what_was_chosen_before_is_taken_if_it_is_sound(lab, sound,
 def test_what_was_chosen_before_for_padded_channels_is_tried_so(lab):
     stem = parse("fprop/bias/tf32/last/i1x3x4x4/w8x3x1x1/s1x1/p0x0/d1x1/g1")
     found = first_sound(stem, CPU, incumbent=read_choice("c4:eng3"))
-    # Plans of the lab have operands of their own: what they compute is right unpadded alone.
+    # Plans of the lab use their own operands, so their results are right only without padding.
     assert next(iter(left_out(found))) == "c4:eng3"
 
 
 def test_without_time_an_earlier_choice_that_may_not_be_used_is_not_taken(lab):
-    lab.excluded["eng3"] = "gives other bits from run to run"
+    lab.excluded["eng3"] = "results differ from run to run"
     assert first_sound(PLAIN, CPU, incumbent=read_choice("eng3")).choice == "eng1"
     assert "eng3" not in lab.built
 
 
 def test_where_none_is_sound_there_is_none_to_take(lab):
     lab.faults = {name: (VERIFIED, RuntimeError("boom")) for name in MEDIANS_NS}
-    with pytest.raises(UnsupportedError, match="no engine of cuDNN is sound"):
+    with pytest.raises(UnsupportedError, match="every cuDNN engine failed verification"):
         first_sound(PLAIN, CPU)
     assert lab.built == list(MEDIANS_NS)
 

@@ -180,7 +180,7 @@ def test_there_is_a_tick_before_the_body_and_one_after_it():
 
 
 def test_ticks_follow_each_other_while_the_body_runs(monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)  # this clock is no time
+    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)  # a counter instead of time
     ticked = threading.Event()
     count = itertools.count()
 
@@ -281,7 +281,7 @@ def test_a_channel_that_fails_midway_is_let_go_with_its_reason(cuda_h200, fake_n
         refused["nvmlDeviceGetClockInfo"] = pynvml.NVML_ERROR_GPU_IS_LOST
     seen = recorder.recording
     assert seen.sm_clock_mhz is None
-    assert "NVML says" in seen.unknown["sm_clock_mhz"]
+    assert "NVML error" in seen.unknown["sm_clock_mhz"]
     assert seen.power_milliwatts == (76_500, 76_500)
 
 
@@ -320,7 +320,7 @@ def test_a_recorder_can_be_used_again():
     with recorder:
         pass
     first = recorder.recording
-    with recorder, pytest.raises(UsageError, match="once its body has ended"):
+    with recorder, pytest.raises(UsageError, match="block has ended"):
         _ = recorder.recording
     assert recorder.recording.at_ns[0] > first.at_ns[-1]
 

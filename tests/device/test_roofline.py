@@ -12,7 +12,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small buffers and matrices: what is tested is not the rate."""
+    """Small buffers and matrices, because the rate itself is not tested."""
     monkeypatch.setattr(roofline, "_cpu_buffer_bytes", lambda: 1 << 20)
     monkeypatch.setattr(roofline, "_SIDES", (64, 128))
 

@@ -54,6 +54,8 @@ BESIDES = {
     },
     # Two programs take turns on the GPU, and kernels are interrupted.
     "neighbour-process": {"slow-kernels"},
+    # A synchronous copy waits for the GPU; on some hosts the GPU runs dry meanwhile.
+    "synchronous-copy": {"synchronisation"},
 }
 """What the same cause brings about besides, and the example's docstring or documentation says."""
 OF_CODE = frozenset(

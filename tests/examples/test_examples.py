@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from steadytorch.explain.rules import REGISTRY
+from steadytorch.rules import REGISTRY
 
 from . import provoked
 

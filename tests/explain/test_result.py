@@ -6,12 +6,12 @@ import pytest
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.explain.finding import Abstention, Finding
-from steadytorch.explain.ledger import GpuTotals
 from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.explain.roofline import Line, Roofline
-from steadytorch.explain.variability import KernelSplit, SlowStep
+from steadytorch.findings.finding import Abstention, Finding
+from steadytorch.ledger.ledger import GpuTotals
+from steadytorch.ledger.variability import KernelSplit, SlowStep
 from steadytorch.measure.measurement import summarize
+from steadytorch.rates.roofline import Line, Roofline
 
 FINDING = Finding(
     id="launch-bound",

@@ -14,8 +14,8 @@ from scipy.stats import mannwhitneyu
 
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
-from steadytorch.explain.ledger import SLICES
 from steadytorch.explain.session import explain
+from steadytorch.ledger.ledger import SLICES
 from steadytorch.workload.loading import load_workload
 
 pytestmark = [

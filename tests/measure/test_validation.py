@@ -15,7 +15,7 @@ ROWS = 200
 
 @pytest.fixture(scope="module")
 def suite():
-    """The modules of the simulation, which are scripts and not part of the package."""
+    """Modules of the simulation, which are scripts outside the package."""
     sys.path.insert(0, str(STUDIES))
     try:
         import gates
@@ -36,7 +36,7 @@ def found(suite):
 
 
 def _at_most(rate, rows):
-    """As many as chance gives once in ten thousand runs at this rate."""
+    """The count that chance exceeds once in ten thousand runs at this rate."""
     return binom.ppf(0.9999, rows, rate) / rows
 
 

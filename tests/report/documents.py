@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
@@ -21,7 +22,6 @@ from steadytorch.report.documents import (
     tune_document,
 )
 from steadytorch.runtime.switch import Switch
-from steadytorch.trial.dwell import Dwell
 
 from .conftest import FACTS, evidence, plan, result, trial
 from .explained import FULL, explained

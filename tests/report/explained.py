@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.explain.finding import Abstention, Finding
-from steadytorch.explain.ledger import GpuTotals
 from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.explain.roofline import Line, Roofline
-from steadytorch.explain.variability import KernelSplit, SlowStep
+from steadytorch.findings.finding import Abstention, Finding
+from steadytorch.ledger.ledger import GpuTotals
+from steadytorch.ledger.variability import KernelSplit, SlowStep
+from steadytorch.rates.roofline import Line, Roofline
 
 from .measured import MS, series
 

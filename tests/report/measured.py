@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from steadytorch.bench.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
+from steadytorch.bench.verdict import CompareResult, Effect, Side
+from steadytorch.bench.worker import SetUp
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
-from steadytorch.trial.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.verdict import CompareResult, Effect, Side
-from steadytorch.trial.worker import SetUp
 
 MS = 1_000_000
 HOST = HostBlock(11.9e6, 210.0, 3, 7 * MS, 1234, 0, None, 0.001)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.report.compare import markdown, render_compare, sentence
-from steadytorch.trial.dwell import Dwell
 
 from .conftest import HOSTILE, Screen
 from .measured import compared

@@ -8,10 +8,10 @@ import os
 import pytest
 
 import steadytorch
+from steadytorch.bench.saved import read_measure
+from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.errors import UsageError
 from steadytorch.report.documents import SCHEMA, compare_document, measure_document
-from steadytorch.trial.dwell import Dwell
-from steadytorch.trial.saved import read_measure
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -72,7 +72,7 @@ def test_outliers_point_at_the_samples_of_all_processes():
 def test_few_samples_are_null_with_the_reason():
     document = _measured(process(series(count=30)))
     assert (document["median_ci_ns"], document["p99_ns"]) == (None, None)
-    assert "30 samples" in document["why_no_ci"]
+    assert "too few samples" in document["why_no_ci"]
     assert document["p99_over_median"] is None
 
 
@@ -181,9 +181,9 @@ def test_processes_that_ended_early_are_not_read_back_where_others_did_not(tmp_p
         ({"kind": "doctor", "processes": None}, "holds a 'doctor' result"),
         ({"schema": "1"}, "is not a saved result"),
         ({"environment": {}}, "is not a saved result"),
-        ({"processes": []}, "medians that are no times"),
-        ({"processes": [{"period": {"median_ns": 0}}]}, "medians that are no times"),
-        ({"processes": [{"period": {"median_ns": -1e6}}]}, "medians that are no times"),
+        ({"processes": []}, "holds invalid medians"),
+        ({"processes": [{"period": {"median_ns": 0}}]}, "holds invalid medians"),
+        ({"processes": [{"period": {"median_ns": -1e6}}]}, "holds invalid medians"),
         ({"processes": [{"period": {"median_ns": None}}]}, "is not a saved result"),
         ({"processes": [{}]}, "is not a saved result"),
         ({"processes": {"period": 1}}, "is not a saved result"),
@@ -233,5 +233,5 @@ def test_saved_results_are_compared_by_path(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         steadytorch.compare(tmp_path / "a.json", tmp_path / "none.json")
     for asked in ({"metric": "period"}, {"processes": 3}, {"device": "cpu"}, {"seed": 1}):
-        with pytest.raises(UsageError, match="are for live comparisons"):
+        with pytest.raises(UsageError, match="apply only to live comparisons"):
             steadytorch.compare(tmp_path / "a.json", tmp_path / "b.json", **asked)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from steadytorch.explain.finding import Abstention
 from steadytorch.explain.result import Explanation
-from steadytorch.explain.variability import SlowStep
+from steadytorch.findings.finding import Abstention
+from steadytorch.ledger.variability import SlowStep
 from steadytorch.report.explain import _untold, render_explain
 
 from .conftest import FACTS, HOSTILE, Screen

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.explain.ledger import CPU_SLICES, SLICES
 from steadytorch.explain.result import StepTime
+from steadytorch.ledger.ledger import CPU_SLICES, SLICES
 from steadytorch.report.ledger import in_words, render_ledger, shown_slices
 
 from .conftest import HOSTILE, Screen

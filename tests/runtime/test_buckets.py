@@ -241,7 +241,7 @@ def test_other_threads_do_not_wait_for_a_verification():
     assert isinstance(buckets.fit((x,), {}), Fitted)
 
 
-def test_an_interrupted_verification_is_begun_anew():
+def test_an_interrupted_verification_starts_again():
     calls = []
 
     def interrupted(x):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.compiled import prebuilt
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build
-from steadytorch.transforms import prebuilt
+from steadytorch.transforms.cuda_graph import CudaGraph
 
 from .conftest import CANDIDATES, FROZEN, answer
 
@@ -61,11 +62,11 @@ def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
 
 def test_code_that_would_freeze_what_hooks_know_is_refused(model, x):
     Extracts(model)
-    with pytest.raises(UnsupportedError, match="would be frozen too"):
+    with pytest.raises(UnsupportedError, match="freezing would fix their state"):
         build(model, (x,), {}, FROZEN)
 
 
-def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model, x):
+def test_casting_weights_under_hooks_is_refused(model, x):
     Extracts(model)
     with pytest.raises(UnsupportedError, match="hooks"):
         build(model, (x,), {}, CANDIDATES["cast_weights"])
@@ -75,7 +76,7 @@ def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model
     "candidate",
     [(TransformSpec("channels_last"),) * 2, (TransformSpec("nothing_known"),)],
 )
-def test_what_cannot_be_combined_is_refused(model, x, candidate):
+def test_conflicting_transforms_are_refused(model, x, candidate):
     with pytest.raises(UsageError):
         build(model, (x,), {}, candidate)
 
@@ -83,7 +84,7 @@ def test_what_cannot_be_combined_is_refused(model, x, candidate):
 class Recording(executors.Transform):
     """Runs the model while it is applied, as recording a graph does."""
 
-    name, risk = "cuda_graph", None
+    name, risk, records = CudaGraph.name, None, True
 
     def applies_to(self, workload, facts):
         raise AssertionError
@@ -104,7 +105,7 @@ class Recording(executors.Transform):
 def recording(monkeypatch):
     monkeypatch.setattr(executors.transforms, "create", lambda spec: Recording())
     monkeypatch.setattr(executors.transforms, "conflict", lambda candidate: None)
-    return (TransformSpec("cuda_graph"),)
+    return (TransformSpec(CudaGraph.name),)
 
 
 class Counting(nn.Module):
@@ -135,7 +136,7 @@ def test_static_inputs_and_aliased_outputs_are_there_where_they_were_asked_for(r
     assert build(model, (x,), {}, recording, alias_outputs=True).call(x) == "aliased"
 
 
-def test_what_is_supplied_runs_in_place_of_compiling_and_counts_as_frozen(model, x):
+def test_supplied_code_replaces_compiling_and_counts_as_frozen(model, x):
     tasks = []
 
     def source(task):
@@ -196,9 +197,9 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
             return x
 
     create = executors.transforms.create
-    parts = {"cudnn_deterministic": create, "cuda_graph": lambda spec: Recording()}
+    parts = {"cudnn_deterministic": create, CudaGraph.name: lambda spec: Recording()}
     monkeypatch.setattr(executors.transforms, "create", lambda spec: parts[spec.name](spec))
-    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec("cuda_graph"))
+    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec(CudaGraph.name))
     executor = build(Looking().eval(), (torch.ones(1),), {}, candidate)
     assert alive == [1, 1, 1]
     assert settings.needed.alive == 0
@@ -210,7 +211,7 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_what_is_built_in_inference_mode_is_made_of_ordinary_tensors(grad):
+def test_building_in_inference_mode_makes_ordinary_tensors(grad):
     class Returns(nn.Module):
         def __init__(self):
             super().__init__()

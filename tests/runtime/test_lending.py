@@ -1,4 +1,4 @@
-"""What a model writes to its caller's containers is written once, whoever answers the call."""
+"""Writes to the caller's containers happen once, whether model or executor answers."""
 
 from __future__ import annotations
 

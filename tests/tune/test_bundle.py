@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle, contents, package
-from steadytorch.plan.plan import Plan
+from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.package import Outcome
@@ -32,7 +32,7 @@ import torch
 from torch import nn
 import steadytorch as steady
 from steadytorch.plan import bundle
-from steadytorch.plan.plan import load_plan
+from steadytorch.serve.plan import load_plan
 
 logging.basicConfig(level=logging.WARNING)
 plan, cache = load_plan(sys.argv[1]), Path(sys.argv[2])
@@ -76,7 +76,7 @@ def _workload() -> Workload:
 
 @pytest.fixture
 def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
-    """A plan under the key of a search, as if that had chosen the candidate."""
+    """A plan under the key of a search, as if the search had chosen the candidate."""
     return lambda workload, store, candidate: keep_unmeasured(
         Session(workload, Options(), "cpu", store), candidate
     )
@@ -101,7 +101,7 @@ def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew
     said = [line for line in done.stderr.splitlines() if "WARNING:steadytorch" in line]
     assert len(said) == 2, done.stderr
     assert "the model changed" in said[0]
-    assert said[1].endswith("compiled anew: its package was made of other weights or attributes")
+    assert said[1].endswith("compiled again: its package was made for other weights or attributes")
 
 
 def _fault(*given, **arguments):
@@ -210,7 +210,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None
-    assert f"it would take {most + 1} bytes, and one holds {most}" in caplog.text
+    assert f"it has {most + 1} bytes, over the limit of {most}" in caplog.text
     assert not kept.file.exists()
 
 
@@ -264,7 +264,7 @@ def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypa
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, workload, "cpu") is None
-    assert made == [contents.digest(kept.model)]
+    assert made == [model_digest.digest(kept.model)]
 
 
 def _described(kept):

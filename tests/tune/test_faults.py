@@ -1,4 +1,4 @@
-"""Candidates that misbehave in every way, in real worker processes."""
+"""Faulty candidates of every kind, in real worker processes."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ import torch
 from faulty import Slow, spec
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
@@ -39,7 +39,7 @@ ABRUPT = ("exits", "segfaults", "raises", "exhausts", "dies_late")
 
 
 class Launcher:
-    """Starts workers that know the transforms of faulty.py."""
+    """Starts workers that register the transforms of faulty.py."""
 
     def __init__(self, directory, memory_limit_bytes=None):
         self._directory, self._limit = directory, memory_limit_bytes
@@ -121,7 +121,7 @@ def test_the_honest_candidate_wins_all_the_same(searched):
 
 
 def test_one_out_of_memory_beside_others_was_tried_twice(searched):
-    # The untouched workload and its reference, each candidate once, and the second try.
+    # The untouched workload and its reference, each candidate once, and one retry.
     assert len(searched.started) == 2 + len(searched.kinds) + 1 + 1
 
 
@@ -136,7 +136,7 @@ def test_this_process_is_as_it_was(searched):
 
 @pytest.fixture
 def prepare(faulty_transforms, tmp_path, no_process_left):
-    """Prepares candidates in real workers within a deadline; all are ended after."""
+    """Prepares candidates in real workers within a deadline, and ends the workers."""
     workload = _workload()
     save_payload(workload, tmp_path)
     ended = []

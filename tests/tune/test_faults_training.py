@@ -1,4 +1,4 @@
-"""Training candidates that misbehave, in real worker processes, and one that is honest."""
+"""Faulty training candidates and one honest one, in real worker processes."""
 
 from types import SimpleNamespace
 
@@ -9,9 +9,9 @@ import trained
 from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify
@@ -89,7 +89,7 @@ def test_no_process_is_left_and_the_callers_weights_are_as_they_were(searched):
 
 @pytest.fixture(scope="module")
 def tuned(faulty_transforms, tmp_path_factory):
-    """One real tuning of training steps with one option that makes them faster."""
+    """One real tuning of training steps with one option that speeds them up."""
     store = tmp_path_factory.mktemp("store")
     torch.manual_seed(0)
     model = trained.Slow().train()

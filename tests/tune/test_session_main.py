@@ -58,7 +58,7 @@ assert served.report().calls == {{"tuned": 1}} or not plan.candidate, served.rep
 print(plan.path)
 """
 WAYS = {"file": "cudnn_deterministic", "stdin": "cudnn_deterministic", "-c": "compile(default)"}
-"""How Python is given a script, and the one option that it searches over."""
+"""How Python gets a script, and the only option that it searches over."""
 
 
 def _script(folder, option="inference_mode"):
@@ -92,7 +92,7 @@ def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, 
 
 
 def _interruptible():
-    # Whoever runs these tests in the background may have had them ignore it.
+    # A test run in the background may have inherited that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

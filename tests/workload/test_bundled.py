@@ -59,7 +59,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def build_on_meta(name: str) -> nn.Module:
-    """The architecture without weights, for what only shapes decide."""
+    """The architecture without weights, for tests of shapes."""
     with torch.device("meta"):
         return bundled.build(name)
 
@@ -69,7 +69,7 @@ def meta_inputs(name: str) -> tuple[Tensor, ...]:
 
 
 def small_inputs(name: str, seed: int = 0) -> Tensor:
-    """The smallest inputs that reach every layer, so that a test on a CPU takes no time."""
+    """The smallest inputs that reach every layer, for fast tests on a CPU."""
     (inputs,) = bundled.example_inputs(name, 2, generator(seed))
     if name == "gpt2":
         return inputs[:, :16]
@@ -88,7 +88,7 @@ def build_seeded(name: str, seed: int = 0) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def built() -> Callable[[str], nn.Module]:
-    """Models of seed 0, each built once: to draw weights takes seconds."""
+    """Models with seed 0, each built once, since drawing weights takes seconds."""
     return cache(build_seeded)
 
 
@@ -301,8 +301,8 @@ def test_unet_maps_have_the_sizes_of_the_figure():
 def test_unet_crops_the_middle_of_each_skip(built):
     model = built("unet")
     images = small_inputs("unet")
-    # Every kernel mirrored: a mirrored image then has to give the mirrored scores, which an
-    # off-centre crop would shift.
+    # With mirrored kernels, a mirrored image must give mirrored scores; an off-centre crop would
+    # shift them.
     mirrored = copy.deepcopy(model)
     for layer in mirrored.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):

@@ -54,7 +54,7 @@ main()
 
 
 def python(directory: Path, code: str, *, as_input: bool = False) -> str:
-    """What a fresh interpreter prints for code that it is given in the one way or the other."""
+    """Output of a fresh interpreter for code passed in either way."""
     done = subprocess.run(
         [sys.executable, "-"] if as_input else [sys.executable, "-c", code],
         input=code if as_input else "",
@@ -69,7 +69,7 @@ def python(directory: Path, code: str, *, as_input: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where a script given by `-c` saved its workload, and the losses that it saw."""
+    """Where a `-c` script saved its workload, and its losses."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, python(folder, SAVE)
 
@@ -131,7 +131,7 @@ def test_code_within_an_importable_module_leaves_it_alone(tmp_path: Path):
 
 
 def test_a_module_with_a_type_of_its_own_travels_by_name(tmp_path: Path):
-    """As many scripts have it: `import torch.backends.cudnn as cudnn`."""
+    """As in many scripts: `import torch.backends.cudnn as cudnn`."""
     printed = python(
         tmp_path,
         "import pathlib, torch\n"

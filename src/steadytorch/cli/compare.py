@@ -16,7 +16,7 @@ LEAST_PROCESSES = 3
 GATE_PROCESSES = 5
 
 if TYPE_CHECKING:
-    from steadytorch.trial.verdict import CompareResult
+    from steadytorch.bench.verdict import CompareResult
 
 
 @click.command()
@@ -70,10 +70,10 @@ def compare(
     A workload may carry transforms, which compares settings of one model: resnet50 and
     resnet50@channels_last+inference_mode.
     """
+    from steadytorch.bench.compare import compare_files, compare_live
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.compare import markdown, render_compare
     from steadytorch.report.documents import compare_document
-    from steadytorch.trial.compare import compare_files, compare_live
 
     limit = None if fail_slower is None else _fraction(fail_slower)
     replicates = _replicates(processes, limit)

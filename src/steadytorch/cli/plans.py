@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from steadytorch.plan.plan import Plan
     from steadytorch.plan.store import Store
+    from steadytorch.serve.plan import Plan
     from steadytorch.tune.reverify import Reverified
 
 
@@ -113,8 +113,8 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
 
     All of them by default; FILE may be - for standard output.
     """
-    from steadytorch.plan.exchange import export_plans
     from steadytorch.report.plans import render_exported
+    from steadytorch.serve.exchange import export_plans
 
     with options.file_for("FILE", path) as target:
         exported = export_plans(target, plan_ids, store)
@@ -130,8 +130,8 @@ def import_(path: Path, store: Path | None) -> None:
     It says which of them fit this machine. Each is stored under its own key: one that does not fit
     here is kept, and not used. A plan that is stored already stays as it is.
     """
-    from steadytorch.plan.exchange import import_plans
     from steadytorch.report.plans import render_imported
+    from steadytorch.serve.exchange import import_plans
 
     render_imported(options.console(False), import_plans(path, store))
 
@@ -204,8 +204,8 @@ def _run_all(
     console: Console, opened: Store, run: Callable[[Plan], Reverified]
 ) -> Iterator[Reverified]:
     """The results one by one; plans that cannot be looked at here are named and passed over."""
-    from steadytorch.plan.plan import Plan
     from steadytorch.report.plans import render_passed_over
+    from steadytorch.serve.plan import Plan
 
     done = 0
     for plan in [entry.payload for entry in opened.entries(Plan) if entry.key]:
@@ -246,7 +246,7 @@ def _open(store: Path | None) -> Store:
 def _plan(opened: Store, plan_id: str) -> Plan:
     from msgspec.structs import replace
 
-    from steadytorch.plan.plan import Plan
+    from steadytorch.serve.plan import Plan
 
     found = opened.find(plan_id, Plan)
     if found.problem is not None:

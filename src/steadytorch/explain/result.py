@@ -1,4 +1,4 @@
-"""An explanation: where a step's time and variability go, as data that opens on any machine."""
+"""An explanation of a step's time and variability, as data that opens on any machine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.explain.finding import Abstention, Finding
-from steadytorch.explain.ledger import GpuTotals
-from steadytorch.explain.roofline import Roofline
-from steadytorch.explain.utilisation import Utilisation
-from steadytorch.explain.variability import KernelSplit, SlowStep
+from steadytorch.findings.finding import Abstention, Finding
+from steadytorch.ledger.ledger import GpuTotals
+from steadytorch.ledger.variability import KernelSplit, SlowStep
 from steadytorch.measure.measurement import Measurement
+from steadytorch.rates.roofline import Roofline
+from steadytorch.rates.utilisation import Utilisation
 
 
 class StepTime(msgspec.Struct, frozen=True):
     """One profiled step.
 
     Attributes:
-        index: as the trace numbers it.
-        total_ns: how long it took.
-        slices_ns: where that went; the slices add up to the total.
-        host_columns_ns: the same cut as PyTorch's TensorBoard plug-in cut it, see
-            `ledger.host_columns`; empty for a step without a GPU.
+        index: number in the trace.
+        total_ns: length of the step.
+        slices_ns: time by slice; the slices add up to the total.
+        host_columns_ns: time as PyTorch's TensorBoard plug-in cuts it, see `ledger.host_columns`;
+            empty for a step without a GPU.
     """
 
     index: int
@@ -34,31 +34,31 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a workload's steps goes, and what would bring it back.
+    """Where the time of a workload's steps goes, and how much each fix could recover.
 
     Attributes:
         source: "capture", or the name of the trace file.
-        environment: the device that ran it; for a trace file, what that says of it.
-        regime: what sets the pace, one of `explain.regime.REGIMES`.
-        steps: the profiled steps; empty where nothing was profiled.
-        marked: whether the trace marks its steps; else all of it counts as one.
+        environment: the device that ran it; for a trace file, its facts from the trace.
+        regime: bottleneck of the step, one of `explain.regime.REGIMES`.
+        steps: the profiled steps; empty if nothing was profiled.
+        marked: whether the trace marks its steps; if not, the whole trace counts as one.
         gpu: busy and idle time of the GPU over the whole trace; None without GPU events.
-        utilisation: how well the kernels fill that GPU; None likewise.
-        variance_shares: slice to its share of the variance of the steps, adding up to 1; None
-            where none can be told.
-        why_no_variance_shares: why not, else None.
-        kernel_variance: the kernels' share in two; None where it cannot be split.
-        slowest: steps that took longer than the others, with what was different.
-        findings: by recoverable time, the largest first; those that only inform at the end.
-        abstained: rules that could not tell, with how to capture what they need.
-        roofline: kernels by time, and how near they come to what the device can do; only the
-            longest `session.MOST_LINES` are kept. None where nothing was profiled.
+        utilisation: how well the kernels fill that GPU; None without GPU events.
+        variance_shares: share of each slice in the variance of the steps, adding up to 1; None if
+            unknown.
+        why_no_variance_shares: reason for having no shares, else None.
+        kernel_variance: the kernels' share in two parts; None if it cannot be split.
+        slowest: steps slower than the others, with their differences.
+        findings: by recoverable time, largest first; informational ones at the end.
+        abstained: rules that could not tell, with how to capture their inputs.
+        roofline: kernels by time, with their share of the device's limits; only the longest
+            `session.MOST_LINES` are kept. None if nothing was profiled.
         measured: periods without the profiler; None for a trace file.
         distortion: median period with the profiler over that without; None for a trace file.
-        notes: what else was seen, by name; see `explain.capture.Capture`.
-        problems: what is wrong with the trace, so that figures are not to be trusted, for people.
-        remarks: what else one must know to judge the figures, likewise.
-        failed: the exception that ended the measurement early, None if none did.
+        notes: other observations, by name; see `explain.capture.Capture`.
+        problems: faults of the trace that make figures unreliable, as sentences.
+        remarks: other caveats, as sentences.
+        failed: exception that ended the measurement early; None if none did.
         interrupted: whether the user stopped it; what was complete is kept.
     """
 
@@ -86,11 +86,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_ns(self) -> float:
-        """Mean time of the profiled steps; 0 where there are none."""
+        """Mean length of the profiled steps; 0 if there are none."""
         return sum(step.total_ns for step in self.steps) / max(1, len(self.steps))
 
     def mean_slices_ns(self) -> dict[str, float]:
-        """Slice to its mean time per step, in the ledger's order; they add up to `step_ns`."""
+        """Mean time of each slice per step, in the ledger's order; they add up to `step_ns`."""
         names = self.steps[0].slices_ns if self.steps else ()
         total = {name: sum(step.slices_ns.get(name, 0) for step in self.steps) for name in names}
         return {name: value / len(self.steps) for name, value in total.items()}
@@ -101,7 +101,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Explanation:
-        """Reads what `to_json` wrote.
+        """Read an explanation that `to_json` wrote.
 
         Raises:
             UsageError: the text is not JSON, or not of this shape.

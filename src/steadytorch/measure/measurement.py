@@ -1,4 +1,4 @@
-"""The result of measuring: all samples, and what may be said of them."""
+"""The result of a measurement: all samples and their summary."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from steadytorch.measure.variability import (
 from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 
 MOST_WARM_UP = 0.4
-"""Where more than this share of a series was warm-up, no interval is claimed: one change of level,
-and little after it, is what a clock with two states looks like in a short series."""
+"""Maximum warm-up share of a series for which an interval is claimed. In a short series, one late
+change of level may also be a clock with two states."""
 P99_NEEDS = 1000
-"""p99 is reported from this many effective samples on: ten lie beyond it."""
+"""Minimum effective samples for p99: ten lie beyond it."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
     """Samples of one series and their summary. All times are nanoseconds per iteration.
 
-    The summary is of the samples after the warm-up; the samples themselves are all kept.
+    All samples are kept; the summary leaves out the warm-up.
 
     Attributes:
         metric: `period` or `latency`; see `measure.sampler`.
         median_ns: the headline.
-        median_ci_ns: 95 % interval of the median, or None; then `why_no_ci` says why.
+        median_ci_ns: 95 % interval of the median, or None with the reason in `why_no_ci`.
+        why_no_ci: why there is no interval, else None.
         p90_ns: 90th percentile.
         p99_ns: 99th percentile, None below 1,000 effective samples.
         max_ns: the slowest sample.
         mean_ns: arithmetic mean, for throughput.
         cv: standard deviation over mean.
-        p99_over_median: ratio, None where p99 is.
+        p99_over_median: ratio, None without a p99.
         samples_ns: every sample in the order taken, none dropped.
-        p99_ci_ns: 95 % interval of p99, or None where none may be claimed.
-        warmup_dropped: how many samples at the start the summary leaves out as warm-up.
-        steady: whether the rest keeps to one level.
-        why_unsteady: why not, else None.
-        outliers: the samples that stand out, with causes.
-        variability: how the rest varies.
+        p99_ci_ns: 95 % interval of p99, or None if none can be claimed.
+        warmup_dropped: number of samples at the start that the summary excludes as warm-up.
+        steady: whether the rest stays on one level.
+        why_unsteady: why the series is not steady, else None.
+        outliers: outliers with their causes.
+        variability: how the steady part varies.
     """
 
     metric: str
@@ -74,16 +75,15 @@ def summarize(
     *,
     causes: Mapping[int, str] | None = None,
 ) -> Measurement:
-    """Summarises a series of timings, wherever they were taken.
+    """Summarize a series of timings from any source.
 
     Args:
         samples_ns: durations in ns, in the order taken; all positive and finite.
-        metric: what they are.
-        causes: index of a sample to what was seen to happen then; outliers without one are
-            `unattributed`.
+        metric: the kind of durations.
+        causes: maps sample indices to causes; other outliers are `unattributed`.
 
     Raises:
-        UsageError: no samples, or one that is not a positive finite number.
+        UsageError: there are no samples, or a sample is not a positive finite number.
     """
     every = _checked(samples_ns)
     verdict = steady_part(every)
@@ -139,11 +139,11 @@ def _checked(samples_ns: Sequence[int]) -> np.ndarray:
 def median_interval(
     samples: np.ndarray, verdict: WarmUpVerdict, confidence: float = 0.95
 ) -> tuple[tuple[float, float] | None, str | None]:
-    """The interval of the median of the steady part, or why none may be claimed.
+    """Return the interval of the median of the steady part, or why there is none.
 
     Args:
         samples: shape (N,), without the warm-up.
-        verdict: what the change points say of the series.
+        verdict: the result of `steady_part`.
         confidence: nominal coverage.
 
     Returns:
@@ -152,9 +152,7 @@ def median_interval(
     if verdict.regimes > 1:
         return None, verdict.note
     if verdict.dropped > MOST_WARM_UP * (verdict.dropped + len(samples)):
-        return None, (
-            f"the level changed for good only {len(samples)} samples before the end: take more"
-        )
+        return None, (f"the level changed {len(samples)} samples before the end: take more samples")
     return quantile_interval(samples, 0.5, confidence)
 
 

@@ -1,4 +1,4 @@
-"""The A/A noise floor: how far two measurements of the same thing are apart here."""
+"""The A/A noise floor: the spread between measurements of the same step on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DISCARD = 2
 
 
 class NoiseFloor(msgspec.Struct, frozen=True):
-    """Pairs of blocks of one and the same step.
+    """The spread between paired blocks of the same step.
 
     Attributes:
         a_a_spread: robust standard deviation of the log ratio of a pair, as a fraction.
-        pairs: how many were taken.
-        what: the step.
+        pairs: number of pairs.
+        what: description of the step.
     """
 
     a_a_spread: float
@@ -30,12 +30,12 @@ class NoiseFloor(msgspec.Struct, frozen=True):
 
 
 def noise_floor(device: str, side: int = 512, seed: int = 0) -> NoiseFloor:
-    """Measures a matrix product against itself, in pairs of blocks in random order.
+    """Measure a matrix product against itself, in pairs of blocks in random order.
 
     Args:
         device: torch device string.
-        side: of the square float32 matrices.
-        seed: of the matrices and the order.
+        side: rows and columns of the square float32 matrices.
+        seed: seed for the matrices and the order.
     """
     import torch
 

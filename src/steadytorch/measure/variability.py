@@ -1,4 +1,4 @@
-"""How a series of timings varies: the figures, and the samples that stand out."""
+"""Variability figures and outliers of a series of timings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from steadytorch.measure.warmup import TOLERANCE, slope
 
 UNATTRIBUTED = "unattributed"
 FAR_OUT = 3.0
-"""Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
-1977). Of normal samples two in a million lie there."""
+"""Outer fence, in interquartile ranges beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
+1977). Two in a million normal samples lie beyond it."""
 
 
 class Outlier(msgspec.Struct, frozen=True):
-    """A sample that stands out.
+    """An outlier.
 
     Attributes:
-        index: its place in `samples_ns`.
+        index: its index in `samples_ns`.
         sample_ns: its duration.
-        cause: what was seen to happen at that time, or `unattributed`.
+        cause: the attributed cause, or `unattributed`.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Outlier(msgspec.Struct, frozen=True):
 
 
 class Variability(msgspec.Struct, frozen=True):
-    """How the steady part of a series varies. Fractions unless the name says otherwise.
+    """Variability of the steady part of a series, as fractions unless the name says otherwise.
 
     Attributes:
         cv: standard deviation over mean.
@@ -40,10 +40,10 @@ class Variability(msgspec.Struct, frozen=True):
         jitter: median absolute change from sample to sample, over median.
         von_neumann: mean squared change over variance: 2 for independent samples, less under
             correlation; None for a constant series.
-        drift_percent_per_minute: slope by Theil and Sen against the time elapsed; None below ten
-            samples. A fraction of a second says little about a minute.
-        regimes: number of levels that the series keeps to.
-        outliers_per_1000: share of outliers, in thousandths.
+        drift_percent_per_minute: Theil-Sen slope over elapsed time; None below ten samples.
+            Extrapolated if the series lasts less than a minute.
+        regimes: number of levels in the series.
+        outliers_per_1000: outliers per 1,000 samples.
     """
 
     cv: float
@@ -60,13 +60,13 @@ class Variability(msgspec.Struct, frozen=True):
 def describe_variability(
     samples: np.ndarray, *, p99_over_median: float | None, regimes: int, outliers: int
 ) -> Variability:
-    """The variability block of a series.
+    """Compute the variability of a series.
 
     Args:
         samples: shape (N,), durations in ns in the order taken, N >= 1.
-        p99_over_median: found elsewhere.
-        regimes: number of levels, found elsewhere.
-        outliers: number of outliers, found elsewhere.
+        p99_over_median: passed through.
+        regimes: number of levels, passed through.
+        outliers: number of outliers.
     """
     median = float(np.median(samples))
     lower, upper = np.quantile(samples, [0.25, 0.75])
@@ -87,26 +87,25 @@ def describe_variability(
 
 
 def _drift(samples: np.ndarray, median: float) -> float | None:
-    """Theil-Sen slope in percent of the median per minute."""
+    """Return the Theil-Sen slope in percent of the median per minute."""
     if len(samples) < 10:
         return None
-    # The samples themselves lay out the time line: where one ends the next begins.
+    # Samples are contiguous, so their cumulative sum is the elapsed time.
     return 100.0 * slope(samples, np.cumsum(samples) / 60e9) / median
 
 
 def find_outliers(
     samples: np.ndarray, start: int = 0, causes: Mapping[int, str] | None = None
 ) -> tuple[Outlier, ...]:
-    """The samples beyond Tukey's outer fences, and at least 0.5 % away from the median.
+    """Find the samples beyond Tukey's outer fences and at least 0.5 % from the median.
 
-    The fences are taken on logarithms, because timings are skewed to the right: three
-    interquartile ranges beyond the quartiles. The least distance keeps a clock that shows few
-    different values from making outliers of differences that matter to no one.
+    The fences apply to logarithms, because timings are right-skewed. The minimum distance keeps a
+    coarse clock from producing outliers of negligible size.
 
     Args:
         samples: shape (N,), durations in ns in the order taken.
-        start: where the steady part begins; the warm-up has no outliers.
-        causes: index of a sample to what was seen to happen then.
+        start: index at which the steady part begins; the warm-up has no outliers.
+        causes: maps sample indices to causes.
     """
     logs = np.log(samples[start:])
     lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])

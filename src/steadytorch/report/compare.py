@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from steadytorch.bench.sustained_runs import effect_of
 from steadytorch.report.text import duration, plain, print_indented
-from steadytorch.trial.dwell import effect_of
 
 if TYPE_CHECKING:
+    from steadytorch.bench.verdict import CompareResult
     from steadytorch.report.pages.compare import CompareDocument
-    from steadytorch.trial.verdict import CompareResult
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 

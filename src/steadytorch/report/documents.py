@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from steadytorch.bench.saved import SCHEMA
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.report.measure import representative
-from steadytorch.trial.saved import SCHEMA
 
 if TYPE_CHECKING:
+    from steadytorch.bench.measure import MeasureResult
+    from steadytorch.bench.verdict import CompareResult
     from steadytorch.doctor import CheckUp
     from steadytorch.explain.result import Explanation
-    from steadytorch.plan.plan import Plan
     from steadytorch.plan.record import Trial
-    from steadytorch.trial.measure import MeasureResult
-    from steadytorch.trial.verdict import CompareResult
+    from steadytorch.serve.plan import Plan
     from steadytorch.tune.conv import ConvReport
     from steadytorch.tune.result import TuneResult
 

@@ -39,7 +39,7 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
     Raises:
         UsageError: the result cannot be read or is none, or the page cannot be written.
     """
-    from steadytorch.trial.saved import content_of
+    from steadytorch.bench.saved import content_of
 
     source = Path(result)
     content = content_of(source)
@@ -61,9 +61,9 @@ def page(source: Path, content: bytes) -> str:
     """
     import numpy as np
 
+    from steadytorch.bench.saved import decoded, kind_of
     from steadytorch.report import pages
     from steadytorch.report.plots import shortened
-    from steadytorch.trial.saved import decoded, kind_of
 
     kind = kind_of(source, content)
     found = pages.KINDS.get(kind)

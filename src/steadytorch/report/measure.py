@@ -22,8 +22,8 @@ from steadytorch.report.text import (
 )
 
 if TYPE_CHECKING:
+    from steadytorch.bench.measure import MeasureResult, ProcessMeasurement
     from steadytorch.report.pages.measure import MeasureDocument, Process
-    from steadytorch.trial.measure import MeasureResult, ProcessMeasurement
 
 _WIDTH = 60
 

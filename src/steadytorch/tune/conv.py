@@ -1,4 +1,4 @@
-"""Engines for a workload's convolutions, chosen in a worker process before candidates are timed."""
+"""Choosing cuDNN engines for a workload's convolutions in a worker, before candidates are timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from steadytorch import transforms
+from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import Options, Outcome, is_cold, variants
@@ -31,27 +32,26 @@ from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
-from steadytorch.trial.worker import WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.conv:ConvHandler"
 START_S = 120.0
-"""For starting a worker, loading the workload and tracing it."""
+"""Timeout in seconds for starting a worker, loading the workload and tracing it."""
 GRACE = 0.1
-"""Of the time for choosing, what is added to it for convolutions that were not reached."""
+"""Share of the time for choosing that is added for convolutions not reached in time."""
 
 
 class Layer(msgspec.Struct, frozen=True):
     """A distinct convolution of a workload; for training one pass of it, forward or a gradient.
 
     Attributes:
-        names: where it stands in the model.
+        names: names of its layers in the model.
         problem: its key.
-        outcome: what was found for it; None where there is nothing, and without times where an
-            engine was taken untimed.
-        operations: multiplications and additions of one.
-        traffic_bytes: bytes it moves if each element moves once.
-        reason: why it was not timed; None where it was.
+        outcome: the chosen engine and its times; None if no engine was found. An engine that was
+            taken untimed has no times.
+        operations: multiplications and additions per run.
+        traffic_bytes: bytes moved if each element moves once.
+        reason: why it was not timed; None if it was.
     """
 
     names: tuple[str, ...]
@@ -63,21 +63,21 @@ class Layer(msgspec.Struct, frozen=True):
 
     @property
     def operation(self) -> Operation:
-        """The pass: forward (fprop), the gradient by the input (dgrad) or by the weight (wgrad)."""
+        """The pass: forward (fprop), input gradient (dgrad) or weight gradient (wgrad)."""
         return parse(self.problem).operation
 
     @property
     def deterministic(self) -> bool | None:
-        """Whether the chosen engine gives the same bits on every run; None where not known."""
+        """Whether the chosen engine is bitwise reproducible; None if unknown."""
         return None if self.outcome is None else self.outcome.chosen.deterministic
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Convolutions that no engine can run: they run as PyTorch runs them.
+    """Convolutions without a suitable engine, which PyTorch's operators run.
 
     Attributes:
-        names: where they stand in the model.
-        reason: why.
+        names: names of the layers in the model.
+        reason: why no engine fits.
     """
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class Found(NamedTuple):
 
     Attributes:
         problems: those that engines can run.
-        left_out: the others, by the reason.
+        left_out: the others, keyed by the reason.
     """
 
     problems: dict[ConvProblem, list[str]]
@@ -97,17 +97,17 @@ class Found(NamedTuple):
 
 
 class ConvReport(msgspec.Struct, frozen=True):
-    """Every distinct convolution of a workload, and what was chosen.
+    """Every distinct convolution of a workload and the engine chosen for it.
 
     Attributes:
-        layers: in the order of the network; for training the passes of a convolution side by side.
+        layers: in network order; for training the passes of a convolution are adjacent.
         choices: the parameter of the transform `cudnn_engines`.
         cold: whether the L2 cache was flushed before each run.
-        operations_per_s: of a matrix product here, in the type of the first convolution.
-        bytes_per_s: that memory moves here.
-        cudnn: its version, as it counts itself.
-        seconds: of choosing.
-        left_out: convolutions for which there was nothing to choose.
+        operations_per_s: measured rate of a matrix product in the first convolution's dtype.
+        bytes_per_s: measured memory bandwidth.
+        cudnn: the version number that cuDNN reports.
+        seconds: time spent choosing.
+        left_out: convolutions without a suitable engine.
     """
 
     layers: tuple[Layer, ...]
@@ -121,28 +121,28 @@ class ConvReport(msgspec.Struct, frozen=True):
 
     @property
     def passes(self) -> tuple[Operation, ...]:
-        """Which there are, in the order of a training step; the forward one alone for inference."""
+        """The passes present, in the order of a training step; only forward for inference."""
         found = {layer.operation for layer in self.layers}
         return tuple(operation for operation in OPERATIONS if operation in found)
 
 
 class ConvHandler(WorkloadHandler):
-    """Answers whoever chooses engines. Methods take and return msgpack types."""
+    """Worker handler that chooses engines. Methods take and return msgpack types."""
 
     def choose(
         self, prefix: list[Any], seconds: float, options: dict[str, Any], incumbent: dict[str, str]
     ) -> dict[str, Any]:
-        """Chooses for every convolution as it is after `prefix`; returns a `ConvReport`."""
+        """Chooses an engine for each convolution under `prefix`; returns a `ConvReport`."""
         from steadytorch.conv.frontend import version
 
         start = time.perf_counter()
-        cudnn = version()  # raises where no engine can be chosen at all
+        cudnn = version()  # raises if cuDNN's frontend is unavailable
         specs = msgspec.convert(prefix, list[TransformSpec])
         device = self._workload.device
         training = self._workload.is_training
         found = (_found_in_training if training else _found)(self._workload, specs)
         counts = {problem: len(names) for problem, names in found.problems.items()}
-        # Before engines run: one that fails may take the device along.
+        # Before engines run: a failing engine may leave the device unusable.
         rates = _rates(next(iter(counts), None), str(device))
         torch.cuda.empty_cache()
         cold = is_cold(counts, device)
@@ -170,7 +170,7 @@ class ConvHandler(WorkloadHandler):
 def _incumbents(
     options_of: Mapping[ConvProblem, Options], given: Mapping[str, str]
 ) -> dict[str, Choice]:
-    """What was chosen before for these problems, by key, as far as it may be chosen now."""
+    """Earlier choices for these problems, by key, that the options still allow."""
     found: dict[str, Choice] = {}
     for problem, options in options_of.items():
         if problem.key in given:
@@ -182,7 +182,7 @@ def _incumbents(
 
 
 def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
-    """Problems, by key, whose values leave too little room to fp16 on the workload's inputs."""
+    """Keys of problems whose values on the workload's inputs come too close to fp16's range."""
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         model = rewritten_model(applied)
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
@@ -200,9 +200,9 @@ def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
 
 
 def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
-    """Likewise, with the gradients that a training step computes, seen at one forward pass."""
+    """The convolutions of a training step with their gradients, recorded in one forward pass."""
     recorder = Recorder()
-    # What surrounds training leaves the model as it is: engines stand inside of it all.
+    # Training transforms wrap the model, so engines go inside all of them.
     inner = workload.with_model(engined_model(workload.model, recorder))
     with applied_in_order([transforms.create(spec) for spec in prefix], inner) as applied:
         applied.model(*workload.inputs, **workload.kwargs)
@@ -210,7 +210,7 @@ def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> F
 
 
 def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
-    """What this machine can do, measured: operations per second, and bytes per second."""
+    """Measured operations and bytes per second of this machine."""
     dtype = torch.float32 if problem is None else DTYPES[problem.number]
     return matrix_rate(device, dtype), copy_bandwidth(device)
 
@@ -221,12 +221,12 @@ def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
 
 
 def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:
-    """A worker for `choose_engines`, which begins to load the workload.
+    """Starts a worker for `choose_engines` and has it load the workload.
 
     Args:
-        directory: with the workload's payload in it.
+        directory: folder with the workload's payload.
         device: a CUDA device.
-        ambient: the caller's process-wide settings, which the worker takes over.
+        ambient: the caller's process-wide settings, which the worker adopts.
     """
     worker = Worker(HANDLER, directory, "engines")
     worker.send("load", device=device, ambient=ambient)
@@ -248,26 +248,24 @@ def choose_engines(
     """Chooses an engine for every convolution of a workload, in a worker process.
 
     Args:
-        workload: as it came; it is not run in this process.
-        prefix: transforms under which the engines are to run: element type and layout decide.
+        workload: the untouched workload; not run in this process.
+        prefix: transforms that engines run under; they set dtype and memory layout.
         device: a CUDA device.
-        deadline_s: seconds of choosing; convolutions that were not reached keep what was chosen
-            before if it verifies, or get the first engine that does. One that raises is left to
-            PyTorch.
-        deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
-            They must anyway where `torch.backends.cudnn.deterministic` is set, or
-            `torch.use_deterministic_algorithms`. Those that differ between two runs are left out
-            in any case.
-        other_half: whether convolutions in bf16 may run in fp16, their results converted back. It
-            is tried where all values leave room in fp16's range on the workload's own inputs
-            (`headroom`); whether it may be used is for a verification of the whole to say.
-        incumbent: choices made before, by problem key, also for problems of other workloads; each
-            stays unless another engine is shown to be clearly faster (`decide.stays`).
-        worker: one that `start_chooser` gave, which is ended; None to start one.
-        wait: given the worker and the seconds it has since it was asked, returns its answer.
+        deadline_s: seconds for choosing. Convolutions not reached in time keep an earlier choice
+            if it verifies, else get the first engine that does. One that raises is left to PyTorch.
+        deterministic: whether to take only engines that cuDNN documents as bitwise reproducible.
+            `torch.backends.cudnn.deterministic` and `torch.use_deterministic_algorithms` imply
+            this. Engines that differ between two runs are always excluded.
+        other_half: whether bf16 convolutions may run in fp16, with results converted back. Tried
+            only where all values on the workload's inputs leave room in fp16's range
+            (`headroom`); the caller must verify the whole workload.
+        incumbent: earlier choices by problem key, possibly for problems of other workloads. Each
+            stays unless another engine is clearly faster (`decide.stays`).
+        worker: a worker from `start_chooser`, closed at the end; None to start one.
+        wait: returns the worker's answer, given the worker and a timeout in seconds.
 
     Raises:
-        WorkerFault: the worker raised (the frontend is missing, say), died or took too long.
+        WorkerFault: the worker raised (for example, the frontend is missing), died or timed out.
         UsageError: the workload cannot be sent to a worker.
     """
     with ExitStack() as at_the_end:
@@ -298,19 +296,19 @@ def choose_and_keep(
     device: str = "cuda",
     **asked: Any,
 ) -> ConvReport:
-    """Chooses from what is known of this device on, and keeps it for whoever chooses next.
+    """Chooses engines starting from those stored for this device, and stores the result.
 
     Args:
-        workload: as it came; it is not run in this process.
-        facts: of the device.
+        workload: the untouched workload; not run in this process.
+        facts: facts about the device.
         plans: the plan store.
-        prefix: transforms under which the engines are to run.
+        prefix: transforms that engines run under.
         device: a CUDA device.
-        asked: further arguments of `choose_engines`, which see.
+        asked: further arguments of `choose_engines`.
 
     Raises:
-        WorkerFault: as `choose_engines`.
-        UsageError: likewise.
+        WorkerFault: see `choose_engines`.
+        UsageError: see `choose_engines`.
     """
     known = known_engines(facts, plans)
     report = choose_engines(workload, prefix=prefix, device=device, incumbent=known, **asked)

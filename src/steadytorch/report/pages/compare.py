@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from steadytorch.bench.sustained_runs import Dwell
+from steadytorch.bench.verdict import Effect, Side
 from steadytorch.report import compare
 from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import (
@@ -22,8 +24,6 @@ from steadytorch.report.plots import (
     thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
-from steadytorch.trial.dwell import Dwell
-from steadytorch.trial.verdict import Effect, Side
 
 _MOST_NAMED = 8
 Pairs = Sequence[Sequence[tuple[float, float]]]

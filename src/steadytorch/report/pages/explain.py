@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from steadytorch.explain.ledger import GpuTotals
-from steadytorch.explain.regime import REGIMES
 from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.explain.roofline import Roofline
+from steadytorch.ledger.ledger import GpuTotals
 from steadytorch.quantities import size
+from steadytorch.rates.regime import REGIMES
+from steadytorch.rates.roofline import Roofline
 from steadytorch.report import explain
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.plots import BLUE, COLOURS, GREY, Plot, Table, figure, table

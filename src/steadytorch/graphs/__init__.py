@@ -1,0 +1,1 @@
+"""CUDA graphs: recording whole training steps, and patching recorded nodes."""
