@@ -249,7 +249,7 @@ def serve(pipe: Any, name: str, option: str, plan: str) -> None:
             loss = step()
         pipe.send({"setup_s": set_up, "loss": float(loss), "peak_mb": _peak_mb()})
         while (count := pipe.recv()) is not None:
-            pipe.send(_block(step, count))
+            pipe.send(time_block(step, count))
         pipe.send({"report": None if report is None else msgspec.to_builtins(report.report())})
     except Exception as error:  # the others are worth timing
         pipe.send({"failed": f"{type(error).__name__}: {error}"[:500]})
@@ -259,7 +259,7 @@ def _peak_mb() -> float:
     return torch.cuda.max_memory_allocated() / 1e6
 
 
-def _block(step: Callable[[], Tensor], count: int) -> tuple[list[float], float]:
+def time_block(step: Callable[[], Tensor], count: int) -> tuple[list[float], float]:
     """Milliseconds of each step on the device, and of the host for enqueueing one."""
     for _ in range(SETTLING):
         step()

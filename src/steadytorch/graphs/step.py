@@ -217,6 +217,8 @@ class CapturedStep:
             made = self._recorded(entry, given, first, last)
         except Exception as error:
             reason = self._refused(entry, f"cannot be recorded: {first_cause(error)}")
+        # Past the handler: the error's frames hold the autograd graph of the recording.
+        if reason is not None:
             return self._eagerly(reason, given)
         if made and self._check:
             return self._compared(entry, given, first, last)

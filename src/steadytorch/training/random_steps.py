@@ -9,6 +9,7 @@ backward pass in the slope of the loss along its gradient.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steadytorch.runtime.agreement import TOLERANCES
-from steadytorch.training.passes import Passes, begin, passes
+from steadytorch.runtime.agreement import TOLERANCES, together
+from steadytorch.training.passes import SMALL, Passes, begin, passes
 from steadytorch.verification.verify import Arguments
 from steadytorch.workload.start import Start, parameters_of
 from steadytorch.workload.workload import Workload
@@ -33,6 +34,10 @@ STEP = 0.01
 for the slope to be about the gradient's."""
 LEAST_MARGIN = 0.02
 """Medians no further apart than this, relative, are no difference in any class."""
+VARIES = 0.1
+"""Below this share of a gradient its change from pass to pass may be rounding to bf16 alone."""
+REACHED = 0.3
+"""Differences of gradients are rounded as the gradients are: share of these that is compared."""
 _NAN = torch.tensor(float("nan"))
 SAME_NUMBERS = "draws the same random numbers at each call"
 NOT_ADVANCED = "does not advance the caller's random number generator"
@@ -117,13 +122,13 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
     """How likely two samples of `summaries` are to come from one distribution.
 
     Each figure is compared by the rank-sum test of Mann and Whitney (1947), and the least p-value
-    is multiplied by the number of figures (Bonferroni). A figure whose medians are no further apart
-    than the class rounds is none.
+    is multiplied by the number of figures (Bonferroni). A difference of medians that the class's
+    rounding explains is none.
 
     Args:
         found: of a candidate.
         right: of the untouched workload.
-        precision: the candidate's class; what it rounds is no difference.
+        precision: the candidate's class.
 
     Returns:
         The p-value, and in words what differs.
@@ -132,7 +137,8 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
 
     least, differs, count = 1.0, "", 0
     margin = max(LEAST_MARGIN, TOLERANCES.get(precision, 0.0))
-    for column in range(right.shape[1]):
+    scales = _scales(right)
+    for column, scale in enumerate(scales):
         one, other = (sample[:, column] for sample in (found, right))
         one, other = one[~one.isnan()].numpy(), other[~other.isnan()].numpy()
         if not (len(one) and len(other)):
@@ -140,26 +146,38 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
         if not np.isfinite(one).all():
             return 0.0, "whether loss and gradients are finite"
         count += 1
-        kind = _kind(column)
-        scale = 1.0 if kind in _RELATIVE else abs(float(np.median(other)))
         if abs(float(np.median(one) - np.median(other))) <= margin * scale:
             continue
         p_value = float(mannwhitneyu(one, other).pvalue)
         if p_value < least:
-            least, differs = p_value, kind
+            least, differs = p_value, _kind(column)
     return min(1.0, least * max(count, 1)), differs
 
 
-_SLOPE = "the slope of the loss along its gradient"
-_CORRELATION = "how neighbouring gradients correlate"
-_RELATIVE = (_SLOPE, _CORRELATION)
+def _scales(right: Tensor) -> list[float]:
+    """By column, the value of which rounding is a share; infinite where all may be rounding.
+
+    The gradient of a bias before a batch norm is zero but for rounding, and so is the difference of
+    two gradients that no mask reaches.
+    """
+    medians = right.nanmedian(dim=0).values.tolist()
+    loss, norms, moves = medians[0], medians[2::4], medians[3::4]
+    least = SMALL * together(norms)
+    scales = [abs(loss), 1.0]
+    for norm, moved in zip(norms, moves, strict=True):
+        # NaN, where there is no difference, compares as small.
+        correlates = norm > least and moved > VARIES * norm
+        scales += [max(norm, least), max(moved, REACHED * norm, least)]
+        scales += [1.0 if correlates else math.inf] * 2
+    return scales
 
 
 def _kind(column: int) -> str:
     """What a column of `summaries` holds, in words."""
     if column < 2:
-        return ("the loss", _SLOPE)[column]
-    words = ("the size of gradients", "how far gradients vary", _CORRELATION, _CORRELATION)
+        return ("the loss", "the slope of the loss along its gradient")[column]
+    correlation = "how neighbouring gradients correlate"
+    words = ("the size of gradients", "how far gradients vary", correlation, correlation)
     return words[(column - 2) % 4]
 
 
