@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -65,6 +66,18 @@ def restore_generator(stream: torch.cuda.Stream) -> None:
         held.add_(0)
     torch.cuda.set_rng_state(state, stream.device)
     graph.reset()
+
+
+def release_frames(error: BaseException) -> None:
+    """Drops what the frames of a failed recording hold: an autograd graph on the recording stream.
+
+    PyTorch warns where a later backward pass meets what is left of one.
+    """
+    held: BaseException | None = error
+    while held is not None:
+        traceback.clear_frames(held.__traceback__)
+        held = held.__context__
+    gc.collect()
 
 
 def first_cause(error: BaseException) -> str:

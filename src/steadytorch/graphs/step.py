@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SparseAdam
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
-from steadytorch.graphs.recording import first_cause, recording
+from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.step import EagerStep
@@ -217,7 +217,7 @@ class CapturedStep:
             made = self._recorded(entry, given, first, last)
         except Exception as error:
             reason = self._refused(entry, f"cannot be recorded: {first_cause(error)}")
-        # Past the handler: the error's frames hold the autograd graph of the recording.
+            release_frames(error)
         if reason is not None:
             return self._eagerly(reason, given)
         if made and self._check:
