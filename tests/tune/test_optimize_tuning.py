@@ -225,6 +225,7 @@ def test_the_calls_of_the_signatures_add_up(model, x, tmp_path, searches, monkey
 
 
 @pytest.mark.usefixtures("faulty_transforms", "no_process_left")
+@pytest.mark.slow
 def test_a_real_search_in_worker_processes(tmp_path, monkeypatch):
     quick = TransformSpec("quick")
     monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
