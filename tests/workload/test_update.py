@@ -1,0 +1,111 @@
+"""Another implementation of the optimizer takes the same step and leaves the optimizer alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.workload.update import (
+    COMPILED,
+    FOREACH,
+    FUSED,
+    OWN,
+    Update,
+    hyper_parameters,
+    merged,
+)
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=1e-3),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def trained(optimizer, implementation, merge, groups=True, steps=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    parameters = [{"params": [p]} for p in model.parameters()] if groups else model.parameters()
+    made = OPTIMIZERS[optimizer](parameters)
+    update = Update(made, implementation, merge)
+    x = torch.randn(5, 6)
+    for _ in range(steps):
+        made.zero_grad()
+        model(x).square().mean().backward()
+        update()
+        for group in made.param_groups:
+            group["lr"] *= 0.9
+    return model, made
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("implementation", [OWN, FUSED, FOREACH])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_is_the_same_update(optimizer, implementation, merge):
+    expected, own = trained(optimizer, OWN, False)
+    found, made = trained(optimizer, implementation, merge)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
+    states = [o.state_dict()["state"] for o in (made, own)]
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_the_compiled_update_is_the_same_update():
+    expected, _ = trained("adamw", OWN, False)
+    found, _ = trained("adamw", COMPILED, True)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [OWN, FUSED, FOREACH])
+def test_groups_and_switches_stay_the_callers(implementation):
+    _, untouched = trained("adamw", OWN, False)
+    _, made = trained("adamw", implementation, True)
+    assert [hyper_parameters(g) for g in made.param_groups] == [
+        hyper_parameters(g) for g in untouched.param_groups
+    ]
+    assert vars(made).keys() == vars(untouched).keys()
+
+
+def test_switches_are_put_back_when_the_step_raises():
+    model = nn.Linear(2, 2)
+    made = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    before = copy.deepcopy([hyper_parameters(g) for g in made.param_groups])
+
+    def fail(optimizer, args, kwargs):
+        raise RuntimeError("in the step")
+
+    made.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the step"):
+        Update(made, FUSED, merge=True)()
+    assert [hyper_parameters(g) for g in made.param_groups] == before
+    assert len(made.param_groups) == 2
+
+
+def test_only_groups_with_equal_hyper_parameters_are_merged():
+    one, two, three = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    made = torch.optim.AdamW(
+        [{"params": [one]}, {"params": [two], "weight_decay": 0.5}, {"params": [three]}]
+    )
+    found = merged(made.param_groups)
+    assert [len(group["params"]) for group in found] == [2, 1]
+    assert [len(group["params"]) for group in made.param_groups] == [1, 1, 1]
+
+
+def test_rates_on_the_device_stand_for_the_numbers():
+    torch.manual_seed(0)
+    one = nn.Linear(3, 3)
+    other = copy.deepcopy(one)
+    x, results = torch.randn(4, 3), []
+    for model, from_tensor in ((one, False), (other, True)):
+        made = torch.optim.SGD(model.parameters(), lr=0.25)
+        model(x).square().sum().backward()
+        update = Update(made, FUSED)
+        update(update.own_rates() if from_tensor else None)
+        results.append(model.state_dict())
+        assert made.param_groups[0]["lr"] == 0.25
+    torch.testing.assert_close(*results, rtol=0, atol=0)
