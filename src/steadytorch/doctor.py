@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
-from steadytorch.device.probes import Observation, observability
-from steadytorch.device.telemetry import Snapshot, snapshot
-from steadytorch.measure.noise import NoiseFloor, noise_floor
-from steadytorch.runtime.switch import Switch, read_switch
-
-
-class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine as it was found.
-
-    Attributes:
-        environment: what does not change: device, versions, cores.
-        state: what does: load, clocks, power, memory that is free.
-        observability: what can be observed, and what to do about the rest.
-        noise_floor: how far two measurements of the same thing are apart here.
-        benchmark_mode: cuDNN's switch in this process, and its traps.
-    """
-
-    environment: DeviceFacts
-    state: Snapshot
-    observability: list[Observation]
-    noise_floor: NoiseFloor
-    benchmark_mode: Switch
+from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.device.probes import observability
+from steadytorch.device.telemetry import snapshot
+from steadytorch.measure.noise import noise_floor
+from steadytorch.results.machine import CheckUp
+from steadytorch.runtime.switch import read_switch
 
 
 def doctor(device: str = "auto") -> CheckUp:

@@ -7,9 +7,9 @@ import pytest
 
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.measurement import summarize
-from steadytorch.report.documents import SCHEMA
+from steadytorch.results.compare import CompareResult, Effect, Side
+from steadytorch.results.saved import SCHEMA
 from steadytorch.trial import compare as module
-from steadytorch.trial.verdict import CompareResult, Effect, Side
 
 from .conftest import only_line
 
@@ -56,8 +56,8 @@ def live(monkeypatch):
         def compare(a, b, **arguments):
             asked.append((a, b, arguments))
             sides = Side(a[2], 1e6), Side(b[2], 1.05e6)
-            return CompareResult(
-                a=sides[0], b=sides[1], metric="latency", effect=effect or _effect(), **fields
+            return CompareResult.of(
+                effect or _effect(), a=sides[0], b=sides[1], metric="latency", **fields
             )
 
         monkeypatch.setattr(module, "compare_live", compare)

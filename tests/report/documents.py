@@ -12,16 +12,15 @@ from steadytorch.explain.result import Explanation
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.measure.variability import UNATTRIBUTED
 from steadytorch.report.documents import (
-    compare_document,
     conv_document,
-    doctor_document,
     explain_document,
     measure_document,
     replay_document,
     tune_document,
 )
+from steadytorch.results.compare import Dwell
+from steadytorch.results.saved import to_json
 from steadytorch.runtime.switch import Switch
-from steadytorch.trial.dwell import Dwell
 
 from .conftest import FACTS, evidence, plan, result, trial
 from .explained import FULL, explained
@@ -52,7 +51,8 @@ def _measured(*processes, facts=FACTS, **fields):
 
 
 def _compared(gate=False, **fields):
-    return compare_document(FACTS, compared(**fields), gate)
+    found = compared(gate_failed=gate, **fields)
+    return to_json(found, found.workload, FACTS)
 
 
 def _searched(kept=None, trains=False, **fields):
@@ -68,7 +68,7 @@ def _checked(facts, state, switch=SWITCH):
         noise_floor=noise,
         benchmark_mode=switch,
     )
-    return doctor_document(found)
+    return to_json(found, "", facts)
 
 
 UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")

@@ -6,8 +6,8 @@ import msgspec
 
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
+from steadytorch.results.compare import CompareResult, Effect, Side
 from steadytorch.trial.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.verdict import CompareResult, Effect, Side
 from steadytorch.trial.worker import SetUp
 
 MS = 1_000_000
@@ -68,6 +68,4 @@ def compared(a="resnet50", b="resnet50@channels_last", **fields):
     effect = msgspec.structs.replace(EFFECT, **{k: v for k, v in fields.items() if k in names})
     rest = {k: v for k, v in fields.items() if k not in names}
     defaults = {"samples": (((12.4e6, 10.9e6), (12.5e6, 10.8e6)),), "metric": "latency"}
-    return CompareResult(
-        a=Side(a, 12.41e6), b=Side(b, 10.88e6), effect=effect, **{**defaults, **rest}
-    )
+    return CompareResult.of(effect, a=Side(a, 12.41e6), b=Side(b, 10.88e6), **{**defaults, **rest})

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from steadytorch.report.compare import markdown, render_compare, sentence
-from steadytorch.trial.dwell import Dwell
+from steadytorch.results.compare import Dwell
 
 from .conftest import HOSTILE, Screen
 from .measured import compared

@@ -9,12 +9,11 @@ from steadytorch.device.telemetry import Snapshot
 from steadytorch.doctor import CheckUp
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.documents import (
-    SCHEMA,
-    doctor_document,
     explain_document,
     replay_document,
     tune_document,
 )
+from steadytorch.results.saved import SCHEMA, to_json
 from steadytorch.runtime.switch import Switch
 
 from .conftest import FACTS, HEAD, HOSTILE, TRIALS, evidence, plan, read_document, result, trial
@@ -132,7 +131,7 @@ def test_the_check_up_has_its_blocks():
         noise_floor=noise,
         benchmark_mode=switch,
     )
-    document = read_document(doctor_document(found))
+    document = read_document(to_json(found, "", FACTS))
     assert document.keys() >= HEAD | {"state", "observability", "noise_floor", "benchmark_mode"}
     assert document["benchmark_mode"]["benchmark"] is True
     assert document["benchmark_mode"]["traps"] == ["It may differ."]

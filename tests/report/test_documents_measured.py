@@ -9,8 +9,9 @@ import pytest
 
 import steadytorch
 from steadytorch.errors import UsageError
-from steadytorch.report.documents import SCHEMA, compare_document, measure_document
-from steadytorch.trial.dwell import Dwell
+from steadytorch.report.documents import measure_document
+from steadytorch.results.compare import Dwell
+from steadytorch.results.saved import SCHEMA, to_json
 from steadytorch.trial.saved import read_measure
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
@@ -99,8 +100,12 @@ def test_measured_numbers_that_are_none_are_null():
 # -- comparisons --------------------------------------------------------------------------------
 
 
+def _saved(found):
+    return to_json(found, found.workload, FACTS)
+
+
 def test_a_comparison_has_the_promised_keys():
-    document = read_document(compare_document(FACTS, compared(), False))
+    document = read_document(_saved(compared()))
     assert document.keys() >= HEAD | COMPARE
     assert document["effect"] == {"estimate": -0.1234, "low": -0.13, "high": -0.117}
     assert (document["kind"], document["verdict"]) == ("compare", "faster")
@@ -112,26 +117,28 @@ def test_a_comparison_has_the_promised_keys():
 
 def test_what_each_side_does_by_itself_is_told():
     alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, None))
-    document = read_document(compare_document(FACTS, compared(dwells=alone), False))
+    document = read_document(_saved(compared(dwells=alone)))
     assert [each["side"] for each in document["dwells"]] == ["a", "b"]
     assert document["dwells"][1] == {
         "side": "b", "seconds": 10.02, "median_ns": 12.6e6, "sm_clock_mhz": None
     }  # fmt: skip
-    assert read_document(compare_document(FACTS, compared(), False))["dwells"] == []
+    assert read_document(_saved(compared()))["dwells"] == []
 
 
 def test_names_of_files_that_are_no_utf_8_are_written_all_the_same():
     name = os.fsdecode(b"bad\xff\xc3\xa9.json")
-    document = read_document(compare_document(FACTS, compared(name, "good.json"), False))
+    document = read_document(_saved(compared(name, "good.json")))
     assert document["a"]["name"] == "bad\ufffd\u00e9.json"
     assert document["workload"] == "bad\ufffd\u00e9.json / good.json"
-    half = read_document(compare_document(FACTS, compared("\ud800"), False))
+    half = read_document(_saved(compared("\ud800")))
     assert half["a"]["name"] == "\ufffd"
 
 
 def test_a_comparison_without_an_interval_has_nulls():
-    found = compared(low=None, high=None, mde=None, verdict="undecided", failed="no")
-    document = read_document(compare_document(FACTS, found, True))
+    found = compared(
+        low=None, high=None, mde=None, verdict="undecided", failed="no", gate_failed=True
+    )
+    document = read_document(_saved(found))
     assert document["effect"] == {"estimate": -0.1234, "low": None, "high": None}
     assert (document["gate_failed"], document["failed"]) == (True, "no")
 

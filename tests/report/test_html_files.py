@@ -10,7 +10,7 @@ import pytest
 from steadytorch.errors import UsageError
 from steadytorch.plan import files
 from steadytorch.report.html import report
-from steadytorch.trial import saved
+from steadytorch.results import saved
 
 from .documents import DOCUMENTS
 

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from steadytorch.device.recording import Recording, mask_of
-from steadytorch.trial.dwell import DWELL_S, PROBE_S, ROUNDS, Dwell, dwells, effect_of
+from steadytorch.results.compare import Dwell, effect_of
+from steadytorch.trial.dwell import DWELL_S, PROBE_S, ROUNDS, dwells
 from steadytorch.trial.series import Series
 
 MS = 1_000_000

@@ -8,8 +8,8 @@ from scipy.stats import nct, t, ttest_ind
 
 from steadytorch.measure.race import ALPHA, POWER
 from steadytorch.measure.statistics import detectable
+from steadytorch.results.compare import Effect
 from steadytorch.trial.saved import compare_saved, welch_interval
-from steadytorch.trial.verdict import Effect
 
 MS = 1_000_000
 

@@ -16,7 +16,7 @@ LEAST_PROCESSES = 3
 GATE_PROCESSES = 5
 
 if TYPE_CHECKING:
-    from steadytorch.trial.verdict import CompareResult
+    from steadytorch.results.compare import CompareResult
 
 
 @click.command()
@@ -70,9 +70,11 @@ def compare(
     A workload may carry transforms, which compares settings of one model: resnet50 and
     resnet50@channels_last+inference_mode.
     """
+    from msgspec.structs import replace
+
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.compare import markdown, render_compare
-    from steadytorch.report.documents import compare_document
+    from steadytorch.results.saved import to_json
     from steadytorch.trial.compare import compare_files, compare_live
 
     limit = None if fail_slower is None else _fraction(fail_slower)
@@ -97,10 +99,11 @@ def compare(
             seed=seed,
             progress=options.teller(console),
         )
-    render_compare(console, result)
     failed = limit is not None and result.effect.slower_than(limit)
+    result = replace(result, gate_failed=failed)
+    render_compare(console, result)
     gate = None if limit is None else _gate(result, limit)
-    options.write_json(json_path, compare_document(facts, result, failed))
+    options.write_json(json_path, to_json(result, result.workload, facts))
     options.write("--markdown", markdown_path, markdown(result, gate).encode())
     _leave(result, gate, failed)
 

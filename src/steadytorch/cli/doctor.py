@@ -17,8 +17,8 @@ def doctor(device: str, json_path: Path | None, quiet: bool) -> None:
     """Shows the machine, its noise floor, cuDNN's switch, and what cannot be observed and why."""
     from steadytorch.doctor import doctor as look
     from steadytorch.report.doctor import render_doctor
-    from steadytorch.report.documents import doctor_document
+    from steadytorch.results.saved import to_json
 
     found = look(device)
     render_doctor(options.console(quiet), found)
-    options.write_json(json_path, doctor_document(found))
+    options.write_json(json_path, to_json(found, "", found.environment))

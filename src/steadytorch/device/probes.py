@@ -12,11 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from steadytorch.device import host
 from steadytorch.device.nvml import open_nvml
 from steadytorch.device.observe import NotObservable, Readings
+from steadytorch.results.machine import Observation
 
 # Above this perf_event_paranoid refuses hardware counters to unprivileged processes (manual page
 # of perf_event_open).
@@ -24,22 +23,6 @@ _PARANOID_LIMIT = 2
 CUDNN_EXTRA = "steadytorch[cudnn]"
 CUDNN_FRONTEND = "1.26"
 """The version whose interface is used: 1.27 rewrote the graph, 1.29 needs further packages."""
-
-
-class Observation(msgspec.Struct, frozen=True):
-    """One thing that a diagnosis can need.
-
-    Attributes:
-        name: What it is, in a few words.
-        ok: Whether it can be observed or used here.
-        detail: What was seen, or why it cannot be.
-        remedy: What to do; None where nothing needs doing.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str | None = None
 
 
 def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:

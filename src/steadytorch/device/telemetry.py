@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import msgspec
 import psutil
 
 from steadytorch.device.facts import gpu_properties, parse_device
 from steadytorch.device.nvml import NvmlGpu, open_gpu
 from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
-from steadytorch.errors import UsageError
+from steadytorch.results.machine import Snapshot
 
 # Field of `Snapshot` to the reading that fills it, from one open GPU.
 _GPU_READINGS: dict[str, Callable[[NvmlGpu], Any]] = {
@@ -26,59 +25,6 @@ _GPU_READINGS: dict[str, Callable[[NvmlGpu], Any]] = {
     "clock_event_reasons": NvmlGpu.clock_event_reasons,
 }
 _GPU_FIELDS = (*_GPU_READINGS, "other_gpu_processes")
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the machine; a field that could not be observed is None, with its reason.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        load_average_1m: Runnable processes, averaged over the last minute.
-        cpu_busy: Fraction of all CPU time in use during the look, by any process.
-        cpu_steal: Fraction of all CPU time taken by other virtual machines during the look.
-        memory_free_bytes: Main memory that can be had without swapping.
-        gpu_memory_free_bytes: Free memory of the GPU or of the MIG slice.
-        other_gpu_processes: Processes with a compute context on the GPU, less this process and
-            those it started.
-        sm_clock_mhz: Clock of the multiprocessors.
-        sm_clock_max_mhz: The highest that clock can be.
-        power_watts: Power draw of the whole GPU.
-        power_limit_watts: The limit in force.
-        temperature_celsius: Temperature of the GPU.
-        clock_event_reasons: What holds the clock, by name; empty: nothing.
-        unknown: Field name to the reason why it could not be observed.
-    """
-
-    device: str
-    load_average_1m: float | None = None
-    cpu_busy: float | None = None
-    cpu_steal: float | None = None
-    memory_free_bytes: int | None = None
-    gpu_memory_free_bytes: int | None = None
-    other_gpu_processes: int | None = None
-    sm_clock_mhz: int | None = None
-    sm_clock_max_mhz: int | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
-    temperature_celsius: int | None = None
-    clock_event_reasons: tuple[str, ...] | None = None
-    unknown: dict[str, str] = {}
-
-    def to_json(self) -> str:
-        """The snapshot as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Snapshot:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            UsageError: The text is not JSON, or not of this shape.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a snapshot of a device: {error}") from None
 
 
 class CpuShares(NamedTuple):

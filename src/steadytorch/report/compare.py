@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from steadytorch.report.text import duration, plain, print_indented
-from steadytorch.trial.dwell import effect_of
-
-if TYPE_CHECKING:
-    from steadytorch.report.pages.compare import CompareDocument
-    from steadytorch.trial.verdict import CompareResult
+from steadytorch.results.compare import CompareResult, effect_of
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 
 
-def sentence(result: CompareResult | CompareDocument) -> str:
+def sentence(result: CompareResult) -> str:
     """The verdict in one sentence that names what it rests on."""
     effect, b = result.effect, plain(result.b.name)
     if effect.estimate is None:
@@ -35,7 +30,7 @@ def sentence(result: CompareResult | CompareDocument) -> str:
     return f"{b} is {effect.verdict} by {size} ({interval})"
 
 
-def basis(result: CompareResult | CompareDocument) -> str:
+def basis(result: CompareResult) -> str:
     """What the verdict rests on."""
     effect = result.effect
     pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
@@ -43,7 +38,7 @@ def basis(result: CompareResult | CompareDocument) -> str:
     return f"{pairs}{effect.processes} process{several} a side; claim: {effect.claim}"
 
 
-def alone(result: CompareResult | CompareDocument) -> str:
+def alone(result: CompareResult) -> str:
     """What each side does by itself, where alternating with the other hides its clock."""
     clocks = []
     for letter in "ab":

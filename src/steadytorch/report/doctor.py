@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.observe import NOT_ON_CPU
-from steadytorch.device.probes import Observation
-from steadytorch.device.telemetry import Snapshot
-from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
-
-if TYPE_CHECKING:
-    from steadytorch.doctor import CheckUp
-    from steadytorch.report.pages.doctor import DoctorDocument, SwitchState
-    from steadytorch.runtime.switch import Switch
+from steadytorch.results.machine import (
+    CheckUp,
+    DeviceFacts,
+    NoiseFloor,
+    Observation,
+    Snapshot,
+    Switch,
+)
 
 _WIDTH = 80
 _LABEL_WIDTH = 22
@@ -91,7 +90,7 @@ def render_doctor(
     _hidden_section(console, HIDDEN, hidden(found))
 
 
-def sections(found: CheckUp | DoctorDocument) -> list[Section]:
+def sections(found: CheckUp) -> list[Section]:
     """All that is known of the machine."""
     noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
@@ -105,7 +104,7 @@ def sections(found: CheckUp | DoctorDocument) -> list[Section]:
     ]
 
 
-def hidden(found: CheckUp | DoctorDocument) -> list[Hidden]:
+def hidden(found: CheckUp) -> list[Hidden]:
     """What is not known of it."""
     unknown = found.environment.unknown.items()
     fields = {field: why for field, why in unknown if field not in _SOFTWARE}
@@ -196,7 +195,7 @@ def _state(now: Snapshot) -> Rows:
     ]
 
 
-def _switch(switch: Switch | SwitchState) -> tuple[Rows, tuple[str, ...]]:
+def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
     """Where the switch stands, and what to know of it."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())

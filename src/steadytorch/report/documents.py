@@ -10,15 +10,13 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.report.measure import representative
-from steadytorch.trial.saved import SCHEMA
+from steadytorch.results.saved import SCHEMA
 
 if TYPE_CHECKING:
-    from steadytorch.doctor import CheckUp
     from steadytorch.explain.result import Explanation
     from steadytorch.plan.plan import Plan
     from steadytorch.plan.record import Trial
     from steadytorch.trial.measure import MeasureResult
-    from steadytorch.trial.verdict import CompareResult
     from steadytorch.tune.conv import ConvReport
     from steadytorch.tune.result import TuneResult
 
@@ -158,30 +156,6 @@ def _all_outliers(result: MeasureResult) -> list[dict[str, Any]]:
     return found
 
 
-def compare_document(facts: DeviceFacts, result: CompareResult, gate_failed: bool) -> bytes:
-    """A comparison with all of its pairs."""
-    effect = msgspec.to_builtins(result.effect)
-    fields = {
-        "effect": {key: effect[key] for key in ("estimate", "low", "high")},
-        **{key: effect[key] for key in ("verdict", "claim", "pairs", "processes", "mde")},
-        "metric": result.metric,
-        "a": msgspec.to_builtins(result.a),
-        "b": msgspec.to_builtins(result.b),
-        "dwells": msgspec.to_builtins(result.dwells),
-        "note": result.note,
-        "gate_failed": gate_failed,
-        "samples_ns": msgspec.to_builtins(result.samples),
-        "failed": result.failed,
-        "interrupted": result.interrupted,
-    }
-    return _document("compare", f"{result.a.name} / {result.b.name}", facts, fields)
-
-
 def explain_document(workload: str, result: Explanation) -> bytes:
     """An explanation, all findings and abstentions included; of a workload or a trace file."""
     return _document("explain", workload, result.environment, msgspec.to_builtins(result))
-
-
-def doctor_document(found: CheckUp) -> bytes:
-    """The machine as `steady doctor` found it."""
-    return _document("doctor", "", found.environment, msgspec.to_builtins(found))

@@ -39,7 +39,7 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
     Raises:
         UsageError: the result cannot be read or is none, or the page cannot be written.
     """
-    from steadytorch.trial.saved import content_of
+    from steadytorch.results.saved import content_of
 
     source = Path(result)
     content = content_of(source)
@@ -63,7 +63,7 @@ def page(source: Path, content: bytes) -> str:
 
     from steadytorch.report import pages
     from steadytorch.report.plots import shortened
-    from steadytorch.trial.saved import decoded, kind_of
+    from steadytorch.results.saved import FORMS, _decoded, decode, kind_of
 
     kind = kind_of(source, content)
     found = pages.KINDS.get(kind)
@@ -72,10 +72,14 @@ def page(source: Path, content: bytes) -> str:
         raise UsageError(
             f"{plain(source)} holds a {shortened(kind, 40)!r} result, and pages are made of {known}"
         )
-    document = decoded(source, content, found.document)
+    if kind in FORMS:
+        saved = decode(source, content, kind)
+        head, document, given = saved.head, saved.result, saved
+    else:
+        head = document = given = _decoded(source, content, found.document)
     try:
         with np.errstate(all="raise"):
-            return _rendered(kind, document, found.contents(document))
+            return _rendered(kind, head, document, found.contents(given))
     # Well-formed fields may still contradict each other: a median of zero, indices beyond the end.
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
         raise UsageError(
@@ -83,7 +87,7 @@ def page(source: Path, content: bytes) -> str:
         ) from error
 
 
-def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
+def _rendered(kind: str, head: Any, document: Any, contents: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     from steadytorch.report.doctor import machine, software
@@ -95,8 +99,9 @@ def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
     return template.render(
         kind=kind,
         document=document,
-        machine=machine(document.environment),
-        software=software(document.environment),
+        created=head.created,
+        machine=machine(head.environment),
+        software=software(head.environment),
         scripts=scripts,
         hashes=[_hash(script) for script in scripts],
         style=_source("page.css"),

@@ -10,39 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import msgspec
 import torch
 
+from steadytorch.results.machine import Switch
 from steadytorch.runtime.benchmark_mode import why_not
 from steadytorch.transforms.ambient import ambient
 
 PREFIX = "TORCH_CUDNN_"
 """Of the environment variables by which PyTorch's use of cuDNN is set."""
 FLOAT32 = "cudnn.conv.fp32_precision"
-
-
-class Switch(msgspec.Struct, frozen=True, kw_only=True):
-    """The switch and what it depends on.
-
-    Attributes:
-        benchmark: `torch.backends.cudnn.benchmark`.
-        benchmark_limit: engines that it times per convolution; 0 for all, None where this PyTorch
-            has no cuDNN.
-        deterministic: `torch.backends.cudnn.deterministic`.
-        fp32_precision: what float32 convolutions compute in, as PyTorch names it.
-        environment: variables that set PyTorch's use of cuDNN, by name.
-        no_effect: why the switch does nothing here; empty where it does something.
-        traps: what to know while it is on, or before it is switched on, a sentence each; none
-            where it does nothing.
-    """
-
-    benchmark: bool
-    benchmark_limit: int | None
-    deterministic: bool
-    fp32_precision: str
-    environment: dict[str, str]
-    no_effect: str
-    traps: tuple[str, ...]
 
 
 def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:

@@ -18,11 +18,11 @@ from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
-from steadytorch.trial.dwell import Dwell, dwells
+from steadytorch.results.compare import CompareResult, Dwell, Effect, Side
+from steadytorch.trial.dwell import dwells
 from steadytorch.trial.measure import HANDLER, start
 from steadytorch.trial.saved import compare_files
 from steadytorch.trial.series import Series
-from steadytorch.trial.verdict import CompareResult, Effect, Side
 from steadytorch.trial.worker import save_payload
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
@@ -133,11 +133,11 @@ def compare_live(
     if not any(taken.pairs for taken in done):
         raise UsageError(str(ended)) if isinstance(ended, _Fails) else KeyboardInterrupt
     times = np.concatenate([np.reshape(taken.pairs, (-1, 2)) for taken in done])
-    return CompareResult(
+    return CompareResult.of(
+        _combined(done),
         a=Side(a[2], float(np.median(times[:, 0]))),
         b=Side(b[2], float(np.median(times[:, 1]))),
         metric=metric,
-        effect=_combined(done),
         note=f"stopped early: {ended}" if isinstance(ended, _Fails) else _too_few(processes),
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,

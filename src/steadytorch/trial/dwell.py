@@ -6,13 +6,14 @@ two. Each by itself would settle at its own: what a pair cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 
 import msgspec
 import numpy as np
 
 from steadytorch.device.recording import Recording, reasons
+from steadytorch.results.compare import Dwell
 from steadytorch.trial.series import Series
 
 POWER = "power_cap"
@@ -23,22 +24,6 @@ ROUNDS = 2
 
 Ask = Callable[[int, float], Series]
 """Has a side (0 is A, 1 is B) run for so many seconds, without a break and to the end."""
-
-
-class Dwell(msgspec.Struct, frozen=True):
-    """One side, run by itself for a while.
-
-    Attributes:
-        side: `a` or `b`.
-        seconds: how long.
-        median_ns: of its second half, when the clock has settled.
-        sm_clock_mhz: median clock of the multiprocessors then; None where unknown.
-    """
-
-    side: str
-    seconds: float
-    median_ns: float
-    sm_clock_mhz: float | None
 
 
 def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
@@ -55,12 +40,6 @@ def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
         return ()
     order = [side for _ in range(ROUNDS) for side in rng.sample((0, 1), 2)]
     return tuple(_dwell("ab"[side], ask(side, DWELL_S)) for side in order)
-
-
-def effect_of(found: Sequence[Dwell]) -> float:
-    """B against A by their dwells, as a fraction: the mean of the rounds' log ratios."""
-    logs = {side: np.mean([np.log(d.median_ns) for d in found if d.side == side]) for side in "ab"}
-    return float(np.expm1(logs["b"] - logs["a"]))
 
 
 def _held(series: Series) -> bool:

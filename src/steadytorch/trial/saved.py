@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -15,15 +12,8 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import ALPHA, LEAST_PROCESSES, POWER, TIE, verdict_of
 from steadytorch.measure.statistics import detectable
-from steadytorch.trial.verdict import CompareResult, Effect, Side
-
-SCHEMA = 1
-"""Of the JSON objects that results are written as."""
-MOST_BYTES = 256 << 20
-"""A sample takes some 22 bytes in the file of a measurement, where it stands twice: this holds ten
-million, and reading them takes less than 2 GiB of memory."""
-
-T = TypeVar("T")
+from steadytorch.results.compare import CompareResult, Effect, Side
+from steadytorch.results.saved import _decoded, content_of, kind_of, named
 
 
 class SavedMeasure(msgspec.Struct, frozen=True):
@@ -49,71 +39,10 @@ class _Process(msgspec.Struct):
     complete: bool = True
 
 
-class _Head(msgspec.Struct):
-    schema: int
-    kind: str
-
-
 class _Measure(msgspec.Struct):
     workload: str
     environment: DeviceFacts
     processes: list[_Process]
-
-
-def _named(path: Path) -> str:
-    """A path in one line, whatever it is called."""
-    return str(path) if str(path).isprintable() else repr(str(path))
-
-
-def content_of(path: Path) -> bytes:
-    """The content of a result's file; one of another nature, or too large, holds nobody up.
-
-    Raises:
-        UsageError: it is not there, may not be read, is too large or is no regular file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(descriptor)
-        with open(descriptor, "rb") as file:
-            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
-    except OSError as error:
-        raise UsageError(f"{_named(path)} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # such as a name with a NUL
-        raise UsageError(f"{_named(path)} cannot be read: {error}") from error
-    if content is None:
-        raise UsageError(f"{_named(path)} is no regular file: name one that --json wrote")
-    if len(content) > MOST_BYTES:
-        raise UsageError(
-            f"{_named(path)} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
-        )
-    return content
-
-
-def kind_of(path: Path, content: bytes) -> str:
-    """Of which kind a result is.
-
-    Raises:
-        UsageError: it is no result, or one of another schema.
-    """
-    head = decoded(path, content, _Head)
-    if head.schema != SCHEMA:
-        raise UsageError(f"{_named(path)} has schema {head.schema}, this version reads {SCHEMA}")
-    return head.kind
-
-
-def decoded(path: Path, content: bytes, form: type[T]) -> T:
-    """What a result says, as far as a form asks for it.
-
-    Raises:
-        UsageError: it is not JSON, or something is missing or of another type.
-    """
-    try:
-        return msgspec.json.decode(content, type=form)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise UsageError(
-            f"{_named(path)} is not a saved result: {error}; name a file that --json of this "
-            "version wrote"
-        ) from error
 
 
 def read_measure(path: Path) -> SavedMeasure:
@@ -126,13 +55,13 @@ def read_measure(path: Path) -> SavedMeasure:
     kind = kind_of(path, content)
     if kind != "measure":
         raise UsageError(
-            f"{_named(path)} holds a {kind!r} result: compare takes those of steady measure --json"
+            f"{named(path)} holds a {kind!r} result: compare takes those of steady measure --json"
         )
-    saved = decoded(path, content, _Measure)
+    saved = _decoded(path, content, _Measure)
     whole = [process for process in saved.processes if process.complete] or saved.processes
     medians = tuple(process.period.median_ns for process in whole)
     if not medians or not all(0 < median < float("inf") for median in medians):
-        raise UsageError(f"{_named(path)} holds medians that are no times: {medians}")
+        raise UsageError(f"{named(path)} holds medians that are no times: {medians}")
     return SavedMeasure(saved.workload, saved.environment, medians)
 
 
@@ -189,22 +118,18 @@ def compare_saved(
         _, error, freedom = _welch(logs[0], logs[1])
         mde = float(np.expm1(detectable(freedom, ALPHA, POWER) * error)) if error else 0.0
         verdict = verdict_of(low, high, TIE)
-    return CompareResult(
-        a=Side(a[0], float(np.median(a[1]))),
-        b=Side(b[0], float(np.median(b[1]))),
-        metric=metric,
-        effect=Effect(
-            estimate=estimate,
-            low=low,
-            high=high,
-            verdict=verdict,
-            claim="process" if low is None else "machine",
-            pairs=0,
-            processes=fewest,
-            mde=mde,
-        ),
-        note=note,
+    effect = Effect(
+        estimate=estimate,
+        low=low,
+        high=high,
+        verdict=verdict,
+        claim="process" if low is None else "machine",
+        pairs=0,
+        processes=fewest,
+        mde=mde,
     )
+    sides = [Side(name, float(np.median(medians))) for name, medians in (a, b)]
+    return CompareResult.of(effect, a=sides[0], b=sides[1], metric=metric, note=note)
 
 
 def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float]:

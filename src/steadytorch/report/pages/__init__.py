@@ -28,7 +28,7 @@ KINDS = {
     "measure": Kind(measure.MeasureDocument, measure.contents),
     "explain": Kind(explain.ExplainDocument, explain.contents),
     "tune": Kind(tune.TuneDocument, tune.contents),
-    "compare": Kind(compare.CompareDocument, compare.contents),
+    "compare": Kind(None, compare.contents),
     "conv": Kind(conv.ConvDocument, conv.contents),
-    "doctor": Kind(doctor.DoctorDocument, doctor.contents),
+    "doctor": Kind(None, doctor.contents),
 }
