@@ -1,4 +1,4 @@
-"""The check-up of a machine: what it is, how it is now, and what cannot be observed on it."""
+"""The check-up of a machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from steadytorch.runtime.switch import read_switch
 
 
 def doctor(device: str = "auto") -> CheckUp:
-    """Looks the machine over before anything on it is measured; takes seconds.
+    """Checks the machine before a measurement; takes seconds.
 
-    Needs no privileges and changes nothing. A matrix product is timed in this process.
+    Needs no privileges and changes nothing. Times a matrix product in this process.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:i`.
 
     Raises:
         UsageError: `device` is malformed.
-        UnsupportedError: the device is not there.
+        UnsupportedError: the device is missing.
     """
     resolved = resolve_device(device)
     return CheckUp(

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 from steadytorch.explain.finding import Finding
-from steadytorch.explain.result import Explanation
 from steadytorch.explain.session import explain
+from steadytorch.results.explain import Explanation
 from steadytorch.workload.loading import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -5,8 +5,8 @@ import pytest
 
 from steadytorch.explain.ledger import CPU_SLICES, SLICES, Ledger, Owned
 from steadytorch.explain.regime import REGIMES, regime_of
-from steadytorch.explain.roofline import Line, Roofline
 from steadytorch.explain.steps import Step
+from steadytorch.results.explain import Line, Roofline
 
 
 def ledger(kind="gpu", **slices):

@@ -11,9 +11,9 @@ import pytest
 from steadytorch.errors import UsageError
 from steadytorch.explain.ledger import CPU_SLICES, HOST_COLUMNS
 from steadytorch.explain.regime import REGIMES
-from steadytorch.explain.result import Explanation
 from steadytorch.explain.rules import REGISTRY
 from steadytorch.explain.session import explain
+from steadytorch.results.explain import Explanation
 from steadytorch.workload.loading import load_workload
 
 from .recorded import on_cpu

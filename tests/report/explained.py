@@ -5,11 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.explain.finding import Abstention, Finding
-from steadytorch.explain.ledger import GpuTotals
-from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.explain.roofline import Line, Roofline
-from steadytorch.explain.variability import KernelSplit, SlowStep
+from steadytorch.results.explain import (
+    Abstention,
+    Explanation,
+    Finding,
+    GpuTotals,
+    KernelSplit,
+    Line,
+    Roofline,
+    SlowStep,
+    StepTime,
+)
 
 from .measured import MS, series
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.measure.measurement import summarize
-from steadytorch.measure.sampler import WarmUp
 from steadytorch.results.compare import CompareResult, Effect, Side
-from steadytorch.trial.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.worker import SetUp
+from steadytorch.results.measure import (
+    DeviceBlock,
+    HostBlock,
+    MeasureResult,
+    ProcessMeasurement,
+    SetUp,
+    WarmUp,
+)
 
 MS = 1_000_000
 HOST = HostBlock(11.9e6, 210.0, 3, 7 * MS, 1234, 0, None, 0.001)
@@ -47,7 +52,7 @@ def measured(*processes, **fields):
         "median_ci_ns": done[0].period.median_ci_ns,
         "spread": None if len(done) == 1 else 0.0031,
     }
-    return MeasureResult(**{**defaults, **fields})
+    return MeasureResult.of(**{**defaults, **fields})
 
 
 EFFECT = Effect(

@@ -174,7 +174,7 @@ def test_lone_surrogates_are_refused_or_shown():
         (b"\xff\xfe", "is not a saved result"),
         (b'{"kind": "tune"}', "missing required field `schema`"),
         (b'{"schema": 2, "kind": "tune"}', "has schema 2, this version reads 1"),
-        (b'{"schema": 1, "kind": "rivals"}', "holds a 'rivals' result, and pages are made of meas"),
+        (b'{"schema": 1, "kind": "rivals"}', "holds a 'rivals' result; pages exist for meas"),
         (b'{"schema": 1, "kind": "%s"}' % (b"x" * 10**6), "xx…' result"),
         (b'{"schema": 1, "kind": "measure"}', "missing required field `workload`"),
         (b'{"schema": 1, "kind": "tune", "x": ' + b"[" * 200_000, "not a saved result"),

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from steadytorch.explain.ledger import CPU_SLICES, SLICES
-from steadytorch.explain.result import StepTime
 from steadytorch.report.ledger import in_words, render_ledger, shown_slices
+from steadytorch.results.explain import StepTime
 
 from .conftest import HOSTILE, Screen
 from .explained import FULL, MS, explained

@@ -1,13 +1,19 @@
-"""`steady demo`: the main job on a bundled network."""
+"""`steady demo`: explain and tune a bundled network."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from steadytorch.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from steadytorch.results.explain import Explanation
 
 _MODEL = "resnet50"
 _BATCH = 1
@@ -18,17 +24,24 @@ _EXPLAIN = "10s"
 @click.option("--budget", default="150s", show_default=True, help="Time for the search.")
 @options.device
 @options.store
+@click.option(
+    "--all", "everything", is_flag=True, help="Show progress, all findings and all candidates."
+)
 @options.json_file
 @options.quiet
-def demo(budget: str, device: str, store: Path | None, json_path: Path | None, quiet: bool) -> None:
-    """Explains and tunes a bundled ResNet-50 with random weights; nothing is downloaded."""
-    from rich.text import Text
-
+def demo(
+    budget: str,
+    device: str,
+    store: Path | None,
+    everything: bool,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Explain and tune a bundled ResNet-50 with random weights. Downloads nothing."""
     from steadytorch.cli.tune import run
     from steadytorch.device.facts import resolve_device
     from steadytorch.explain.session import explain
     from steadytorch.quantities import parse_duration
-    from steadytorch.report.explain import render_explain
     from steadytorch.report.text import plain
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
@@ -36,22 +49,53 @@ def demo(budget: str, device: str, store: Path | None, json_path: Path | None, q
     console = options.console(quiet)
     loaded = options.load(_MODEL, batch=_BATCH, inputs=(), train=False, seed=0)
     session = Session(loaded, Options(budget_s=parse_duration(budget)), device, store)
-    console.print(
-        f"{_MODEL}, batch {_BATCH}, random weights. First: where does its time go?", style="bold"
-    )
-    found = explain(
-        loaded, device=resolve_device(device), budget=_EXPLAIN, progress=options.teller(console)
-    )
-    render_explain(console, _MODEL, found, False)
-    console.print("\nNow: what makes it faster?", style="bold")
-    console.print(
-        "Each candidate runs in a process of its own, is checked against float64, and is timed in "
-        f"random order beside the others. The search takes up to {budget}."
-    )
-    plan = run(session, "tune", console, json_path)
+    introduce(console)
+    tell = options.teller(console) if everything else options.silent
+    found = explain(loaded, device=resolve_device(device), budget=_EXPLAIN, progress=tell)
+    show_explanation(console, found, everything)
+    announce_search(console, budget)
+    plan = run(session, "tune", console, json_path, everything=everything, brief=not everything)
     on = "" if device == "auto" else f" --device {device}"
     at = "" if store is None else f" --store {shlex.quote(plain(store))}"
+    suggest(console, plan.id, on, at)
+
+
+def introduce(console: Console) -> None:
+    """Says what runs first."""
+    console.print(f"{_MODEL}, batch {_BATCH}, random weights", style="bold")
+    console.print(f"1. Where does its time go? Profiling for about {_EXPLAIN}.")
+
+
+def show_explanation(console: Console, found: Explanation, everything: bool) -> None:
+    """Prints the explanation, in brief unless all of it was asked for."""
+    from steadytorch.report.explain import render_brief, render_explain
+
+    if everything:
+        render_explain(console, _MODEL, found, everything=True)
+    else:
+        render_brief(console, _MODEL, found)
+
+
+def announce_search(console: Console, budget: str) -> None:
+    """Says how the search works and how long it takes."""
+    console.print(
+        f"\n2. What makes it faster? Searching for up to {budget}: each candidate runs in its own "
+        "process, is verified against float64 and raced in random order."
+    )
+
+
+def suggest(console: Console, plan_id: str, on: str, at: str) -> None:
+    """Prints the command that replays the plan.
+
+    Args:
+        console: where to print.
+        plan_id: of the plan.
+        on: the option for the device, or nothing.
+        at: the option for the store, or nothing.
+    """
+    from rich.text import Text
+
     replay = f"steady tune {_MODEL} --batch {_BATCH}{on}{at}"
-    show = f"steady plans show {plan.id}{at}"
-    console.print(Text.assemble("\nNext: ", (replay, "bold"), " replays this plan;"))
-    console.print(Text.assemble("      ", (show, "bold"), " shows all of its evidence."))
+    console.print(Text.assemble("\nReplay: ", (replay, "bold")), soft_wrap=True)
+    show = f"steady plans show {plan_id}{at}"
+    console.print(Text.assemble("Evidence: ", (show, "bold")), soft_wrap=True)

@@ -34,6 +34,7 @@ from steadytorch.conv.timing import (
     take_rounds,
 )
 from steadytorch.errors import UnsupportedError
+from steadytorch.results.conv import Outcome
 
 ERROR_FACTOR = 2.0
 """An engine's error may be this many times that of PyTorch's own in the problem's element type, as
@@ -64,33 +65,6 @@ class Options(msgspec.Struct, frozen=True):
     seed: int = 0
     other_half: bool = False
     padded: bool = True
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What was found for one problem.
-
-    Attributes:
-        problem: its key.
-        choice: as text.
-        default_ns: PyTorch's own choice, its epilogue in kernels of its own.
-        benchmark_ns: likewise with its benchmark mode on.
-        chosen_ns: the chosen one; the three are None for what was not timed.
-        engines: the field, fastest first, then those excluded.
-        seconds: that it took.
-    """
-
-    problem: str
-    choice: str
-    default_ns: float | None
-    benchmark_ns: float | None
-    chosen_ns: float | None
-    engines: tuple[Measured, ...]
-    seconds: float
-
-    @property
-    def chosen(self) -> Measured:
-        """The chosen one in the field."""
-        return next(engine for engine in self.engines if engine.choice == self.choice)
 
 
 def choose(

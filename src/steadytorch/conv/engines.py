@@ -16,6 +16,7 @@ from steadytorch.conv.denylist import denied, engine_number
 from steadytorch.conv.frontend import Target, frontend, version
 from steadytorch.conv.problem import ConvProblem, Layout, strides
 from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.results.conv import NONDETERMINISTIC
 
 WORKSPACE_CAP_BYTES = 256 * 2**20
 """Fixed, so that the engines on offer do not depend on what else happens to hold memory."""
@@ -23,8 +24,6 @@ INPUT, WEIGHT, BIAS, OTHER, OUTPUT = 1, 2, 3, 4, 9
 """A graph's tensors. The gradient of the output takes the place of INPUT in dgrad, and that of
 WEIGHT in wgrad."""
 
-NONDETERMINISTIC = "NONDETERMINISTIC"
-"""The note of engines that may give other bits from run to run."""
 _NOTES = (
     "TENSOR_CORE",
     "DOWN_CONVERT_INPUTS",

@@ -18,9 +18,9 @@ import torch
 from steadytorch.conv.blocks import Flush, Lead, block_ns
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.engines import NONDETERMINISTIC
 from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.measure.race import race
+from steadytorch.results.conv import Measured
 
 BENCHMARK = "aten, benchmark mode"
 """PyTorch's choice with its benchmark mode on: shown, not chosen, since nothing keeps it."""
@@ -34,41 +34,6 @@ HOPELESS = 3.0
 """What takes more than so many times the fastest is not screened on after its first round: of some
 100 engines the slow ones take most of the time."""
 RACE_LOOKS = (16, 24, 36)
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """One engine in the field.
-
-    Attributes:
-        choice: as text.
-        median_ns: of its runs; None if it was not timed.
-        spread: half the distance between its quartiles over the median; None below two blocks.
-        runs: how many blocks it was timed for.
-        workspace_bytes: scratch memory; None where unknown (PyTorch's own).
-        notes: what cuDNN says of it.
-        error: relative L2 error; None if it was not verified.
-        excluded: why it is not to be used, None if it may be.
-        repeats: whether two runs gave the same bits; None if it was not run twice.
-    """
-
-    choice: str
-    median_ns: float | None = None
-    spread: float | None = None
-    runs: int = 0
-    workspace_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-    error: float | None = None
-    excluded: str | None = None
-    repeats: bool | None = None
-
-    @property
-    def deterministic(self) -> bool | None:
-        """Whether it gives the same bits on every run, as far as is known.
-
-        True takes two equal runs and no note of cuDNN's against it; None where it was not run
-        twice, as PyTorch's own.
-        """
-        return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
 def device_answers() -> bool:

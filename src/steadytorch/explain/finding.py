@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
+from steadytorch.results.explain import Abstention, Finding
 
 if TYPE_CHECKING:
     from steadytorch.device.facts import DeviceFacts
@@ -28,56 +28,6 @@ SOURCES = (
     "compiler",
 )
 CONFIDENCES = ("high", "medium", "low")
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of time or variability. All times are ns per step unless said otherwise.
-
-    Attributes:
-        id: stable name, as `launch-bound`.
-        source: one of `SOURCES`.
-        title: one line for people, with the figures that matter.
-        evidence: the events and times it rests on, one line each, the most telling first.
-        slices: ledger slices it is about.
-        cost_ns: time per step that it accounts for.
-        recoverable_ns: [lo, hi]: hi is what it owns; lo is 0 unless the fix was measured.
-        variance_share: of the variance of the steps, where it explains some; else None.
-        confidence: one of `CONFIDENCES`.
-        fix: what to do, one or two sentences.
-        transforms: names of the transforms that would do it; empty where none does.
-        check: a command that shows whether the fix worked.
-        false_alarm: when this would be wrong.
-        information: whether it only informs, and nothing needs mending.
-    """
-
-    id: str
-    source: str
-    title: str
-    evidence: tuple[str, ...]
-    slices: tuple[str, ...] = ()
-    cost_ns: int = 0
-    recoverable_ns: tuple[int, int] = (0, 0)
-    variance_share: float | None = None
-    confidence: str = "medium"
-    fix: str
-    transforms: tuple[str, ...] = ()
-    check: str
-    false_alarm: str
-    information: bool = False
-
-
-class Abstention(msgspec.Struct, frozen=True):
-    """A rule that could not tell: never the same as "healthy".
-
-    Attributes:
-        rule: its name.
-        why: what is missing.
-        recapture: how to capture what it needs.
-    """
-
-    rule: str
-    why: str
-    recapture: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from steadytorch.explain.steps import (
     gpu_rows,
     step_marks,
 )
+from steadytorch.results.explain import GpuTotals
 
 ON_GPU_FIRST = ("gpu_kernel", "gpu_memcpy", "gpu_memset", "gpu_communication")
 """Classes of GPU events, the first counts where they overlap."""
@@ -56,21 +57,6 @@ SLICES = (
 - `idle_profiler`: the profiler saved its records.
 - `unknown`: nothing recorded says why; the owner is what the host was in.
 """
-
-
-@dataclass(frozen=True)
-class GpuTotals:
-    """One GPU over the whole trace, marked steps or not.
-
-    Attributes:
-        busy_ns: time with any event running.
-        idle_ns: the rest.
-        total_ns: from the start of the first event to the end of the last.
-    """
-
-    busy_ns: int
-    idle_ns: int
-    total_ns: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,63 +19,7 @@ from steadytorch.explain.ledger import Ledger, build_ledger
 from steadytorch.explain.products import PRODUCTS, UNCOUNTED
 from steadytorch.explain.rates import Rates
 from steadytorch.explain.work import MATRIX, Work
-
-
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one name; of a trace without a GPU, all calls of one operator.
-
-    Attributes:
-        name: as in the trace.
-        count: how many, over all steps.
-        time_ns: their time, over all steps; of operators without what they called.
-        share: of the time of all lines.
-        known_ns: the part of that time whose work is known; all below is of that part.
-        bytes: moved at the least; None where nothing is known, as all below.
-        flops: floating-point operations.
-        bytes_per_s: reached.
-        flops_per_s: reached.
-        share_of_limit: least time that the measured rates allow, over the time taken. Above 1 the
-            data came from a cache. None also where a rate was not measured.
-        bound: "memory" or "compute", whichever takes longer at the measured rates.
-    """
-
-    name: str
-    count: int
-    time_ns: int
-    share: float
-    known_ns: int
-    bytes: int | None = None
-    flops: int | None = None
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-    share_of_limit: float | None = None
-    bound: str | None = None
-
-
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines by time, longest first, and the step. Times are ns per step.
-
-    Attributes:
-        lines: one for each name.
-        steps: how many steps the lines are of.
-        busy_ns: time of all lines.
-        known_ns: of which the work is known and the rates were measured.
-        least_ns: what these would take at the measured rates.
-        step_ns: mean length of a step.
-        share_of_limit: `least_ns` over `known_ns`, None where nothing is known.
-        memory_share: of the memory's rate, over `known_ns`; likewise.
-        compute_share: of the matrix units' rate, over `known_ns`; likewise.
-    """
-
-    lines: tuple[Line, ...]
-    steps: int
-    busy_ns: int
-    known_ns: int
-    least_ns: int
-    step_ns: int = 0
-    share_of_limit: float | None = None
-    memory_share: float | None = None
-    compute_share: float | None = None
+from steadytorch.results.explain import Line, Roofline
 
 
 class _Rows(NamedTuple):

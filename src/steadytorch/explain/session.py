@@ -15,13 +15,13 @@ from steadytorch.explain.finding import Case
 from steadytorch.explain.ledger import Ledger, build_ledger, host_columns
 from steadytorch.explain.quality import quality
 from steadytorch.explain.regime import regime_of
-from steadytorch.explain.result import Explanation, StepTime
 from steadytorch.explain.roofline import roofline
 from steadytorch.explain.rules import findings
 from steadytorch.explain.trace import read_trace
 from steadytorch.explain.utilisation import utilisation
 from steadytorch.explain.variability import variance_shares
 from steadytorch.quantities import parse_duration
+from steadytorch.results.explain import Explanation, StepTime
 
 if TYPE_CHECKING:
     from steadytorch.explain.capture import Capture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from steadytorch.explain.events import Category, Trace
@@ -11,26 +9,7 @@ from steadytorch.explain.intervals import Spans, covered_ns, crossings, union
 from steadytorch.explain.kernels import uses_tensor_cores
 from steadytorch.explain.ledger import Ledger
 from steadytorch.explain.steps import gpu_rows
-
-
-@dataclass(frozen=True)
-class Utilisation:
-    """Of one GPU over the steps of a ledger, as PyTorch's TensorBoard plug-in defines them.
-
-    Attributes:
-        gpu_percent: time of the steps with a kernel running.
-        sm_efficiency_percent: the same, each moment weighed by the multiprocessors that the blocks
-            of its kernels can reach together, min(1, blocks per SM); None where a trace does not
-            say.
-        achieved_occupancy_percent: mean of the kernels' estimated occupancy by time; geometric,
-            from the launch, not measured; None likewise.
-        tensor_core_percent: of the kernels' time, that of kernels whose name says tensor cores.
-    """
-
-    gpu_percent: float
-    sm_efficiency_percent: float | None
-    achieved_occupancy_percent: float | None
-    tensor_core_percent: float
+from steadytorch.results.explain import Utilisation
 
 
 def utilisation(trace: Trace, ledger: Ledger) -> Utilisation | None:

@@ -12,6 +12,7 @@ from steadytorch.explain.events import Trace
 from steadytorch.explain.kernels import short
 from steadytorch.explain.ledger import Ledger
 from steadytorch.explain.repeats import Repeats, repeats
+from steadytorch.results.explain import KernelSplit, SlowStep
 
 FEWEST = 3
 """Steps below which a covariance says nothing: two always correlate fully."""
@@ -23,38 +24,6 @@ TOLD = 0.1
 """Part of a step's excess that a difference must be to be told."""
 NAME = 80
 """Letters of an event's name that are shown."""
-
-
-@dataclass(frozen=True)
-class KernelSplit:
-    """The kernels' part of the variance in two; they add up to `shares["gpu_kernel"]`.
-
-    Attributes:
-        more_kernels: steps ran other kernels, or more or fewer of them.
-        same_kernels_slower: the same kernels took longer, or overlapped less.
-    """
-
-    more_kernels: float
-    same_kernels_slower: float
-
-
-@dataclass(frozen=True)
-class SlowStep:
-    """A step that was slower than usual.
-
-    Attributes:
-        index: place in `Ledger.steps`.
-        name: of the step.
-        total_ns: how long it took.
-        over_median_ns: how much longer than the median step.
-        what: what was different, one line each with figures, the largest difference first.
-    """
-
-    index: int
-    name: str
-    total_ns: int
-    over_median_ns: int
-    what: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -4,68 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.variability import (
-    Outlier,
-    Variability,
     describe_variability,
     find_outliers,
 )
 from steadytorch.measure.warmup import WarmUpVerdict, steady_part
+from steadytorch.results.measure import Measurement
 
 MOST_WARM_UP = 0.4
 """Where more than this share of a series was warm-up, no interval is claimed: one change of level,
 and little after it, is what a clock with two states looks like in a short series."""
 P99_NEEDS = 1000
 """p99 is reported from this many effective samples on: ten lie beyond it."""
-
-
-class Measurement(msgspec.Struct, frozen=True):
-    """Samples of one series and their summary. All times are nanoseconds per iteration.
-
-    The summary is of the samples after the warm-up; the samples themselves are all kept.
-
-    Attributes:
-        metric: `period` or `latency`; see `measure.sampler`.
-        median_ns: the headline.
-        median_ci_ns: 95 % interval of the median, or None; then `why_no_ci` says why.
-        p90_ns: 90th percentile.
-        p99_ns: 99th percentile, None below 1,000 effective samples.
-        max_ns: the slowest sample.
-        mean_ns: arithmetic mean, for throughput.
-        cv: standard deviation over mean.
-        p99_over_median: ratio, None where p99 is.
-        samples_ns: every sample in the order taken, none dropped.
-        p99_ci_ns: 95 % interval of p99, or None where none may be claimed.
-        warmup_dropped: how many samples at the start the summary leaves out as warm-up.
-        steady: whether the rest keeps to one level.
-        why_unsteady: why not, else None.
-        outliers: the samples that stand out, with causes.
-        variability: how the rest varies.
-    """
-
-    metric: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    why_no_ci: str | None
-    p90_ns: float
-    p99_ns: float | None
-    max_ns: float
-    mean_ns: float
-    cv: float
-    p99_over_median: float | None
-    samples_ns: tuple[int, ...]
-    p99_ci_ns: tuple[float, float] | None
-    warmup_dropped: int
-    steady: bool
-    why_unsteady: str | None
-    outliers: tuple[Outlier, ...]
-    variability: Variability
 
 
 def summarize(

@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from steadytorch.measure.clock import Clock, HostClock
+from steadytorch.results.measure import WarmUp
 
 GROUPING_BELOW_NS = 100_000
 """Below 100 us an iteration, several are timed together: CUDA events resolve 0.5 us."""
@@ -283,22 +283,6 @@ def _elapsed_ns(starts: list[Any], ends: list[Any]) -> np.ndarray:
 def sampler_for(device_type: str, clock: Clock | None = None) -> Sampler:
     """The sampler for a device type, `cpu` or `cuda`."""
     return CudaSampler(clock) if device_type == "cuda" else HostSampler(clock)
-
-
-class WarmUp(msgspec.Struct, frozen=True):
-    """How a step was brought to speed.
-
-    Attributes:
-        first_call_ns: synchronised latency of the very first call, where compilers do their work.
-        calls: how many calls were made in all.
-        iteration_ns: their median latency without the first, a first idea of the scale.
-        group: iterations to time together so that a sample is not below the clock's resolution.
-    """
-
-    first_call_ns: int
-    calls: int
-    iteration_ns: int
-    group: int
 
 
 def warm_up(

@@ -4,57 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 
 from steadytorch.measure.warmup import TOLERANCE, slope
+from steadytorch.results.measure import Outlier, Variability
 
 UNATTRIBUTED = "unattributed"
 FAR_OUT = 3.0
 """Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
 1977). Of normal samples two in a million lie there."""
-
-
-class Outlier(msgspec.Struct, frozen=True):
-    """A sample that stands out.
-
-    Attributes:
-        index: its place in `samples_ns`.
-        sample_ns: its duration.
-        cause: what was seen to happen at that time, or `unattributed`.
-    """
-
-    index: int
-    sample_ns: int
-    cause: str
-
-
-class Variability(msgspec.Struct, frozen=True):
-    """How the steady part of a series varies. Fractions unless the name says otherwise.
-
-    Attributes:
-        cv: standard deviation over mean.
-        robust_cv: 1.4826 MAD over median, equal to `cv` for normal samples.
-        iqr_over_median: interquartile range over median.
-        p99_over_median: ratio; None with too few samples for a p99.
-        jitter: median absolute change from sample to sample, over median.
-        von_neumann: mean squared change over variance: 2 for independent samples, less under
-            correlation; None for a constant series.
-        drift_percent_per_minute: slope by Theil and Sen against the time elapsed; None below ten
-            samples. A fraction of a second says little about a minute.
-        regimes: number of levels that the series keeps to.
-        outliers_per_1000: share of outliers, in thousandths.
-    """
-
-    cv: float
-    robust_cv: float
-    iqr_over_median: float
-    p99_over_median: float | None
-    jitter: float
-    von_neumann: float | None
-    drift_percent_per_minute: float | None
-    regimes: int
-    outliers_per_1000: float
 
 
 def describe_variability(

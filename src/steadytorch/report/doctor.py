@@ -1,4 +1,4 @@
-"""The check-up of a machine as calm text for a terminal of 80 columns."""
+"""The check-up of a machine in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _WIDTH = 80
 _LABEL_WIDTH = 22
 _UNKNOWN = "unknown"
 
-# What is missing of it is said in its place.
+# A missing version shows its reason in its place.
 _SOFTWARE = ("torch", "cuda", "cudnn", "triton", "driver", "python")
-# Field of the facts or of the snapshot to what a reader calls it.
+# Field of the facts or of the snapshot to its label.
 _LABELS = {
     "name": "device name",
     "compute_capability": "compute capability",
@@ -61,14 +61,14 @@ _LABELS = {
 }
 
 Rows = list[tuple[str, str]]
-# What is hidden, why, and each remedy.
+# Names of what is hidden, the reason, and the remedies.
 Hidden = tuple[list[str], str, list[str]]
 HIDDEN = "Cannot be observed here, and what to do"
-"""What a list of it is headed by."""
+"""The heading of the list of hidden things."""
 
 
 class Section(NamedTuple):
-    """A part of what is known: labels with their values, and sentences below them."""
+    """A section of the check-up: labels with values, then sentences."""
 
     title: str
     rows: Rows
@@ -79,11 +79,11 @@ def render_doctor(
     console: Console,
     found: CheckUp,
 ) -> None:
-    """Prints the machine, its software, its present state, and what is hidden and why.
+    """Prints the machine, its software, its state, and what is hidden and why.
 
     Args:
-        console: where to print; no more than 80 columns of it are used.
-        found: what is told.
+        console: where to print; output uses at most 80 columns.
+        found: the check-up.
     """
     for section in sections(found):
         _section(console, *section)
@@ -91,7 +91,7 @@ def render_doctor(
 
 
 def sections(found: CheckUp) -> list[Section]:
-    """All that is known of the machine."""
+    """The sections of known facts."""
     noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
     title = "cuDNN's benchmark mode in a new process"
@@ -105,7 +105,7 @@ def sections(found: CheckUp) -> list[Section]:
 
 
 def hidden(found: CheckUp) -> list[Hidden]:
-    """What is not known of it."""
+    """The unknown facts, grouped by reason."""
     unknown = found.environment.unknown.items()
     fields = {field: why for field, why in unknown if field not in _SOFTWARE}
     return _hidden({**fields, **found.state.unknown}, found.observability)
@@ -143,7 +143,7 @@ def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
 
 
 def machine(facts: DeviceFacts) -> Rows:
-    """What there is to run on."""
+    """The hardware."""
     rows: Rows = []
     if facts.device == "cuda":
         slice_unknown = "mig_profile" in facts.unknown
@@ -167,7 +167,7 @@ def machine(facts: DeviceFacts) -> Rows:
 
 
 def software(facts: DeviceFacts) -> Rows:
-    """The versions that results depend on."""
+    """The software versions that affect results."""
     return [
         (_LABELS[field], getattr(facts, field) or facts.unknown.get(field, _UNKNOWN))
         for field in _SOFTWARE
@@ -196,7 +196,7 @@ def _state(now: Snapshot) -> Rows:
 
 
 def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
-    """Where the switch stands, and what to know of it."""
+    """The state of benchmark mode, and its pitfalls."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())
     rows = [
@@ -208,7 +208,7 @@ def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
     ]
     if not switch.traps:
         return rows, ()
-    head = "It is on:" if switch.benchmark else "Before it is switched on:"
+    head = "It is on:" if switch.benchmark else "Before you switch it on:"
     return rows, (head, *(f"- {trap}" for trap in switch.traps))
 
 
@@ -221,7 +221,7 @@ def _tried(limit: int | None) -> str:
 
 
 def _hidden(unknown: Mapping[str, str], observations: Iterable[Observation]) -> list[Hidden]:
-    """What cannot be observed, gathered by reason in the order met."""
+    """Groups what cannot be observed by reason, in the order met."""
     names: dict[str, dict[str, None]] = {}
     remedies: dict[str, dict[str, None]] = {}
     for observation in observations:

@@ -1,4 +1,4 @@
-"""A machine as data: what it is, its state, and what can be observed on it."""
+"""A machine as data: hardware, software, state, and what can be observed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from steadytorch.errors import UsageError
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to run on; plain data that opens on any machine.
+    """Hardware and software of a machine, as plain data that opens on any other machine.
 
-    A field that could not be observed is None and has its reason in `unknown`. The one None that
-    needs no reason is `mig_profile`: a whole GPU.
+    A field that could not be observed is None and has its reason in `unknown`. A `mig_profile` of
+    None without a reason means a whole GPU.
 
     Attributes:
-        device: "cpu" or "cuda"; never an index, which is no property of the machine.
+        device: "cpu" or "cuda", without an index.
         name: GPU name, or the processor's model.
         compute_capability: As "9.0".
         sm_count: Multiprocessors of the GPU or of the MIG slice.
@@ -32,7 +32,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
         cpu_name: The processor's model.
         isa: Vector instructions PyTorch uses on the CPU, as "AVX512".
         os: Kernel name, release and architecture.
-        unknown: Field name to the reason why it could not be observed.
+        unknown: Reason for each field that could not be observed, by field name.
     """
 
     device: str
@@ -61,10 +61,10 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DeviceFacts:
-        """Reads what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            UsageError: The text is not JSON, or not of this shape.
+            UsageError: The text is not JSON or has another structure.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -73,24 +73,24 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the machine; a field that could not be observed is None, with its reason.
+    """State of the machine at one time; a field that could not be observed is None.
 
     Attributes:
         device: "cpu" or "cuda".
         load_average_1m: Runnable processes, averaged over the last minute.
-        cpu_busy: Fraction of all CPU time in use during the look, by any process.
-        cpu_steal: Fraction of all CPU time taken by other virtual machines during the look.
-        memory_free_bytes: Main memory that can be had without swapping.
-        gpu_memory_free_bytes: Free memory of the GPU or of the MIG slice.
-        other_gpu_processes: Processes with a compute context on the GPU, less this process and
-            those it started.
-        sm_clock_mhz: Clock of the multiprocessors.
-        sm_clock_max_mhz: The highest that clock can be.
+        cpu_busy: Fraction of all CPU time used by any process during the snapshot.
+        cpu_steal: Fraction of all CPU time stolen by other virtual machines during the snapshot.
+        memory_free_bytes: Main memory available without swapping.
+        gpu_memory_free_bytes: Free memory of the GPU or MIG slice.
+        other_gpu_processes: Processes with a compute context on the GPU, without this process and
+            its descendants.
+        sm_clock_mhz: Current SM clock.
+        sm_clock_max_mhz: Maximum SM clock.
         power_watts: Power draw of the whole GPU.
-        power_limit_watts: The limit in force.
+        power_limit_watts: Enforced power limit.
         temperature_celsius: Temperature of the GPU.
-        clock_event_reasons: What holds the clock, by name; empty: nothing.
-        unknown: Field name to the reason why it could not be observed.
+        clock_event_reasons: Names of the active clock limits; empty if there are none.
+        unknown: Reason for each field that could not be observed, by field name.
     """
 
     device: str
@@ -114,10 +114,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Snapshot:
-        """Reads what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            UsageError: The text is not JSON, or not of this shape.
+            UsageError: The text is not JSON or has another structure.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -126,13 +126,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One thing that a diagnosis can need.
+    """Result of one probe.
 
     Attributes:
-        name: What it is, in a few words.
+        name: Short name of the capability.
         ok: Whether it can be observed or used here.
-        detail: What was seen, or why it cannot be.
-        remedy: What to do; None where nothing needs doing.
+        detail: The value seen, or the reason why it is unavailable.
+        remedy: What the user can do; None if `ok`.
     """
 
     name: str
@@ -142,12 +142,12 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class NoiseFloor(msgspec.Struct, frozen=True):
-    """Pairs of blocks of one and the same step.
+    """The spread between paired blocks of the same step.
 
     Attributes:
         a_a_spread: robust standard deviation of the log ratio of a pair, as a fraction.
-        pairs: how many were taken.
-        what: the step.
+        pairs: number of pairs.
+        what: description of the step.
     """
 
     a_a_spread: float
@@ -156,18 +156,17 @@ class NoiseFloor(msgspec.Struct, frozen=True):
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True):
-    """The switch and what it depends on.
+    """cuDNN's benchmark mode in a process, and its pitfalls.
 
     Attributes:
         benchmark: `torch.backends.cudnn.benchmark`.
-        benchmark_limit: engines that it times per convolution; 0 for all, None where this PyTorch
-            has no cuDNN.
+        benchmark_limit: engines timed per convolution; 0 for all, None if this PyTorch has no
+            cuDNN.
         deterministic: `torch.backends.cudnn.deterministic`.
-        fp32_precision: what float32 convolutions compute in, as PyTorch names it.
-        environment: variables that set PyTorch's use of cuDNN, by name.
-        no_effect: why the switch does nothing here; empty where it does something.
-        traps: what to know while it is on, or before it is switched on, a sentence each; none
-            where it does nothing.
+        fp32_precision: precision of float32 convolutions, as PyTorch names it.
+        environment: environment variables that control PyTorch's use of cuDNN, by name.
+        no_effect: why the switch has no effect here; empty if it has an effect.
+        traps: pitfalls of the switch, one sentence each; empty if it has no effect.
     """
 
     benchmark: bool
@@ -180,14 +179,14 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine as it was found.
+    """The check-up of a machine.
 
     Attributes:
-        environment: what does not change: device, versions, cores.
-        state: what does: load, clocks, power, memory that is free.
-        observability: what can be observed, and what to do about the rest.
-        noise_floor: how far two measurements of the same thing are apart here.
-        benchmark_mode: cuDNN's switch in this process, and its traps.
+        environment: fixed facts: device, versions, cores.
+        state: load, clocks, power and free memory at the time.
+        observability: what can be observed, and remedies for the rest.
+        noise_floor: difference between two measurements of the same step.
+        benchmark_mode: cuDNN's benchmark mode in this process.
     """
 
     environment: DeviceFacts

@@ -16,14 +16,25 @@ import msgspec
 
 from steadytorch.errors import UsageError
 from steadytorch.results.compare import CompareResult
+from steadytorch.results.conv import ConvReport
+from steadytorch.results.explain import Explanation
 from steadytorch.results.machine import CheckUp, DeviceFacts
+from steadytorch.results.measure import MeasureResult
+from steadytorch.results.tune import Replayed, Searched, TuneReport
 
 SCHEMA = 1
 """Version of the JSON format."""
 MOST_BYTES = 256 << 20
 """Largest file read. A measurement takes some 22 bytes a sample, so 256 MiB hold ten million
 samples; decoding them takes less than 2 GiB of memory."""
-FORMS: dict[str, Any] = {"compare": CompareResult, "doctor": CheckUp}
+FORMS: dict[str, Any] = {
+    "compare": CompareResult,
+    "conv": ConvReport,
+    "doctor": CheckUp,
+    "explain": Explanation,
+    "measure": MeasureResult,
+    "tune": TuneReport,
+}
 """Kind of result to its struct."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -55,6 +66,10 @@ class Saved(NamedTuple):
 class _Format(msgspec.Struct):
     schema: int
     kind: str
+
+
+class _Replay(msgspec.Struct):
+    replayed: bool
 
 
 def to_json(result: Any, workload: str, environment: DeviceFacts) -> bytes:
@@ -142,7 +157,10 @@ def decode(path: Path, content: bytes, kind: str) -> Saved:
         UsageError: the content is not JSON, or a field is missing or has another type.
     """
     head = _decoded(path, content, Head)
-    return Saved(kind, head, _decoded(path, content, FORMS[kind]))
+    form = FORMS[kind]
+    if form is TuneReport:
+        form = Replayed if _decoded(path, content, _Replay).replayed else Searched
+    return Saved(kind, head, _decoded(path, content, form))
 
 
 def _decoded(path: Path, content: bytes, form: type[T]) -> T:

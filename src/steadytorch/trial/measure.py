@@ -14,14 +14,22 @@ from steadytorch import transforms
 from steadytorch.device.facts import resolve_device
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
 from steadytorch.errors import UsageError
-from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.measurement import summarize
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.measure import (
+    DeviceBlock,
+    HostBlock,
+    MeasureResult,
+    ProcessMeasurement,
+    SetUp,
+    replicates_of,
+)
 from steadytorch.trial.series import Series
-from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
+from steadytorch.trial.worker import STOP, TAKEN, BrokenOff, save_payload
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -31,101 +39,6 @@ LATENCY_SHARE = 0.3
 SETUP_S = 600.0
 PATIENCE_S = 10.0
 """For the samples of a series that the user interrupted: the worker looks twice a second."""
-
-
-class HostBlock(msgspec.Struct, frozen=True):
-    """What the host did.
-
-    Attributes:
-        enqueue_median_ns: time to enqueue an iteration; on the CPU that is the iteration.
-        overhead_ns: what the probe adds to an iteration, measured on an empty step; None where
-            the workload failed before that was known.
-        gc_collections: runs of Python's garbage collector meanwhile.
-        gc_ns: their time together.
-        involuntary_switches: times a thread was made to give up its core; None where unknown.
-        major_faults: pages read from a disk; None where unknown.
-        steal_ns: CPU time taken by other virtual machines, over all cores; None where unknown.
-        recorder_share: CPU time of the recorder over the time recorded.
-    """
-
-    enqueue_median_ns: float
-    overhead_ns: float | None
-    gc_collections: int
-    gc_ns: int
-    involuntary_switches: int | None
-    major_faults: int | None
-    steal_ns: int | None
-    recorder_share: float
-
-
-class DeviceBlock(msgspec.Struct, frozen=True):
-    """What the GPU did; a field is None where it could not be observed.
-
-    Attributes:
-        sm_clock_mhz: median clock of the multiprocessors.
-        power_watts: median draw.
-        clock_held_by: reasons that held the clock at any tick.
-        other_processes: most other processes with a context seen at once.
-        clock_difference: periods by the device's clock over the same by the host's, less one.
-    """
-
-    sm_clock_mhz: float | None
-    power_watts: float | None
-    clock_held_by: tuple[str, ...] | None
-    other_processes: int | None
-    clock_difference: float | None = None
-
-
-class ProcessMeasurement(msgspec.Struct, frozen=True):
-    """One process.
-
-    Attributes:
-        period: end of an iteration to the end of the next.
-        latency: call to finished result; None on the CPU, where it is the period.
-        set_up: how the workload came to be ready.
-        resolved: whether the median was known well enough when the time was over.
-        host: what the host did.
-        device: what the GPU did; None on the CPU.
-        unknown: channel to the reason why it could not be observed.
-        complete: whether neither the user nor an exception ended it before its time.
-    """
-
-    period: Measurement
-    latency: Measurement | None
-    set_up: SetUp
-    resolved: bool
-    host: HostBlock
-    device: DeviceBlock | None
-    unknown: dict[str, str]
-    complete: bool = True
-
-
-class MeasureResult(msgspec.Struct, frozen=True):
-    """All processes of one measurement.
-
-    Attributes:
-        processes: in the order taken; at least one.
-        claim: `machine` from three replicates on, else `process`.
-        median_ns: of the replicate, or the geometric mean of the replicates' medians.
-        median_ci_ns: 95 % interval: of the median within the replicate, or by Student's t over the
-            replicates' log medians; None where none may be claimed.
-        spread: standard deviation of the replicates' log medians, None for one.
-        failed: the exception that ended it early, None if none did; what was taken is kept.
-        interrupted: whether the user stopped it.
-    """
-
-    processes: tuple[ProcessMeasurement, ...]
-    claim: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    spread: float | None
-    failed: str | None = None
-    interrupted: bool = False
-
-    @property
-    def replicates(self) -> tuple[ProcessMeasurement, ...]:
-        """The complete processes: few samples are no equal of thousands. All where none is."""
-        return tuple(each for each in self.processes if each.complete) or self.processes
 
 
 def measure(
@@ -195,19 +108,22 @@ def measure(
 def _together(
     done: tuple[ProcessMeasurement, ...], failed: str | None, interrupted: bool
 ) -> MeasureResult:
-    result = MeasureResult(done, "process", 0.0, None, None, failed, interrupted)
-    counted = result.replicates
+    counted = replicates_of(done)
     logs = np.log([process.period.median_ns for process in counted])
-    spread = float(np.std(logs, ddof=1)) if len(counted) > 1 else None
     if len(counted) == 1:
         claim, interval = "process", counted[0].period.median_ci_ns
     elif len(counted) < LEAST_PROCESSES:
         claim, interval = "process", None
     else:
         claim, interval = "machine", t_interval(logs)
-    median_ns = float(np.exp(logs.mean()))
-    return msgspec.structs.replace(
-        result, claim=claim, median_ns=median_ns, median_ci_ns=interval, spread=spread
+    return MeasureResult.of(
+        done,
+        claim=claim,
+        median_ns=float(np.exp(logs.mean())),
+        median_ci_ns=interval,
+        spread=float(np.std(logs, ddof=1)) if len(counted) > 1 else None,
+        failed=failed,
+        interrupted=interrupted,
     )
 
 

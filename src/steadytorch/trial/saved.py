@@ -13,7 +13,8 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import ALPHA, LEAST_PROCESSES, POWER, TIE, verdict_of
 from steadytorch.measure.statistics import detectable
 from steadytorch.results.compare import CompareResult, Effect, Side
-from steadytorch.results.saved import _decoded, content_of, kind_of, named
+from steadytorch.results.measure import MeasureResult
+from steadytorch.results.saved import content_of, decode, kind_of, named
 
 
 class SavedMeasure(msgspec.Struct, frozen=True):
@@ -30,21 +31,6 @@ class SavedMeasure(msgspec.Struct, frozen=True):
     process_medians_ns: tuple[float, ...]
 
 
-class _Period(msgspec.Struct):
-    median_ns: float
-
-
-class _Process(msgspec.Struct):
-    period: _Period
-    complete: bool = True
-
-
-class _Measure(msgspec.Struct):
-    workload: str
-    environment: DeviceFacts
-    processes: list[_Process]
-
-
 def read_measure(path: Path) -> SavedMeasure:
     """Reads what `steady measure --json` wrote.
 
@@ -57,12 +43,12 @@ def read_measure(path: Path) -> SavedMeasure:
         raise UsageError(
             f"{named(path)} holds a {kind!r} result: compare takes those of steady measure --json"
         )
-    saved = _decoded(path, content, _Measure)
-    whole = [process for process in saved.processes if process.complete] or saved.processes
-    medians = tuple(process.period.median_ns for process in whole)
+    saved = decode(path, content, kind)
+    result: MeasureResult = saved.result
+    medians = tuple(process.period.median_ns for process in result.replicates)
     if not medians or not all(0 < median < float("inf") for median in medians):
         raise UsageError(f"{named(path)} holds medians that are no times: {medians}")
-    return SavedMeasure(saved.workload, saved.environment, medians)
+    return SavedMeasure(saved.head.workload, saved.head.environment, medians)
 
 
 def compare_files(a: str | Path, b: str | Path) -> tuple[CompareResult, DeviceFacts]:

@@ -30,6 +30,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.measure import SetUp
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.trial.counting import counted_of, counting, noted
 from steadytorch.trial.ramp import DISCARD, ramp
@@ -70,22 +71,6 @@ def save_payload(workload: Workload, directory: Path) -> None:
             f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make what "
             f"{held} picklable"
         ) from error
-
-
-class SetUp(msgspec.Struct, frozen=True):
-    """How a candidate came to be ready.
-
-    Attributes:
-        setup_s: seconds to apply it and make the first call, compilation included; starting the
-            process and loading the model are not part of it.
-        warm_up: how it was brought to speed.
-        peak_memory_bytes: device memory allocated at the most (CUDA), or resident host memory at
-            the most (CPU), up to the end of the warm-up.
-    """
-
-    setup_s: float
-    warm_up: WarmUp
-    peak_memory_bytes: int
 
 
 class BrokenOff(msgspec.Struct, frozen=True):

@@ -14,14 +14,14 @@ import torch
 from steadytorch import transforms
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, Outcome, is_cold, variants
+from steadytorch.conv.choose import Options, is_cold, variants
 from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.plans import DTYPES
-from steadytorch.conv.problem import ConvProblem, Operation, parse
+from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.rewrite import left_out
-from steadytorch.conv.training import OPERATIONS, Recorder
+from steadytorch.conv.training import Recorder
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
@@ -29,6 +29,7 @@ from steadytorch.plan.store import Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.results.conv import ConvReport, Layer, LeftOut
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
 from steadytorch.trial.worker import WorkloadHandler, save_payload
@@ -41,49 +42,6 @@ GRACE = 0.1
 """Of the time for choosing, what is added to it for convolutions that were not reached."""
 
 
-class Layer(msgspec.Struct, frozen=True):
-    """A distinct convolution of a workload; for training one pass of it, forward or a gradient.
-
-    Attributes:
-        names: where it stands in the model.
-        problem: its key.
-        outcome: what was found for it; None where there is nothing, and without times where an
-            engine was taken untimed.
-        operations: multiplications and additions of one.
-        traffic_bytes: bytes it moves if each element moves once.
-        reason: why it was not timed; None where it was.
-    """
-
-    names: tuple[str, ...]
-    problem: str
-    outcome: Outcome | None
-    operations: int
-    traffic_bytes: int
-    reason: str | None = None
-
-    @property
-    def operation(self) -> Operation:
-        """The pass: forward (fprop), the gradient by the input (dgrad) or by the weight (wgrad)."""
-        return parse(self.problem).operation
-
-    @property
-    def deterministic(self) -> bool | None:
-        """Whether the chosen engine gives the same bits on every run; None where not known."""
-        return None if self.outcome is None else self.outcome.chosen.deterministic
-
-
-class LeftOut(msgspec.Struct, frozen=True):
-    """Convolutions that no engine can run: they run as PyTorch runs them.
-
-    Attributes:
-        names: where they stand in the model.
-        reason: why.
-    """
-
-    names: tuple[str, ...]
-    reason: str
-
-
 class Found(NamedTuple):
     """The convolutions of a workload, in order, each with the names of its layers.
 
@@ -94,36 +52,6 @@ class Found(NamedTuple):
 
     problems: dict[ConvProblem, list[str]]
     left_out: dict[str, list[str]]
-
-
-class ConvReport(msgspec.Struct, frozen=True):
-    """Every distinct convolution of a workload, and what was chosen.
-
-    Attributes:
-        layers: in the order of the network; for training the passes of a convolution side by side.
-        choices: the parameter of the transform `cudnn_engines`.
-        cold: whether the L2 cache was flushed before each run.
-        operations_per_s: of a matrix product here, in the type of the first convolution.
-        bytes_per_s: that memory moves here.
-        cudnn: its version, as it counts itself.
-        seconds: of choosing.
-        left_out: convolutions for which there was nothing to choose.
-    """
-
-    layers: tuple[Layer, ...]
-    choices: str
-    cold: bool
-    operations_per_s: float
-    bytes_per_s: float
-    cudnn: int
-    seconds: float
-    left_out: tuple[LeftOut, ...] = ()
-
-    @property
-    def passes(self) -> tuple[Operation, ...]:
-        """Which there are, in the order of a training step; the forward one alone for inference."""
-        found = {layer.operation for layer in self.layers}
-        return tuple(operation for operation in OPERATIONS if operation in found)
 
 
 class ConvHandler(WorkloadHandler):
@@ -217,7 +145,7 @@ def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
 
 def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
     size = (problem.operations, problem.traffic_bytes)
-    return Layer(tuple(names), problem.key, result.outcome, *size, result.reason)
+    return Layer.of(tuple(names), problem.key, result.outcome, *size, result.reason)
 
 
 def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:

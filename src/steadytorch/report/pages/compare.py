@@ -1,4 +1,4 @@
-"""The page of a comparison: the verdict, the pairs that it rests on, and the gate."""
+"""The page of a comparison: the verdict, its pairs, and the gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steadytorch.results.saved import Saved
 
 _MOST_NAMED = 8
 Pairs = Sequence[Sequence[tuple[float, float]]]
-"""Per process its pairs: a block of A and one of B, in ns."""
+"""Per process, its pairs: a block of A and one of B, in ns."""
 
 
 def contents(saved: Saved) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def contents(saved: Saved) -> dict[str, Any]:
 
 def _figures(document: CompareResult) -> Table:
     effect = document.interval
-    interval = "none may be claimed"
+    interval = "none: too little data"
     if effect.low is not None and effect.high is not None:
         interval = f"{_percent(effect.low)} to {_percent(effect.high)}"
     rows = [
@@ -60,10 +60,10 @@ def _figures(document: CompareResult) -> Table:
         ("pairs of blocks", f"{document.pairs:,}"),
         ("processes a side", f"{document.processes:,}"),
         (
-            "smallest effect it would have shown (MDE)",
+            "smallest detectable effect (MDE)",
             "unknown" if document.mde is None else f"{100 * document.mde:.2f} %",
         ),
-        ("gate", "failed" if document.gate_failed else "not failed, or not asked for"),
+        ("gate", "failed" if document.gate_failed else "passed, or not set"),
     ]
     return table(["figure", "value"], rows, (0, 1))
 
@@ -73,7 +73,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _differences(document: CompareResult) -> Plot:
-    """Each pair's difference, and the interval of the effect over them."""
+    """The difference of each pair, with the interval of the effect."""
     several = 1 < len(document.samples) <= _MOST_NAMED
     apart, names = [], []
     for number, pairs in enumerate(document.samples, 1):
@@ -113,7 +113,7 @@ def _differences(document: CompareResult) -> Plot:
 
 
 def _times(document: CompareResult) -> Plot:
-    """The blocks of both sides."""
+    """The blocks of both sides over time."""
     flat = [pair for process in document.samples for pair in process]
     unit, unit_ns = unit_of(flat[0][0])
     data, drawn = [], 0
@@ -154,4 +154,4 @@ def _dwells(dwells: Sequence[Dwell]) -> Table:
         )
         for each in dwells
     ]
-    return table(["side by itself", "for", "median", "SM clock"], rows)
+    return table(["side alone", "for", "median", "SM clock"], rows)
