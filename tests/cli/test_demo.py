@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
+from rich.console import Console
 
+from steadytorch.cli import options
 from steadytorch.tune.session import Session
 
 explaining = importlib.import_module("steadytorch.explain.session")
@@ -19,8 +22,10 @@ def scripted(monkeypatch):
     monkeypatch.setattr(Session, "search", lambda self, watcher: recorded.found())
 
 
-def test_the_story_takes_at_most_45_lines(steady, scripted, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_story_takes_at_most_45_lines(steady, scripted, monkeypatch, width):
+    narrow = functools.partial(Console, width=width, highlight=False)
+    monkeypatch.setattr(options, "console", lambda quiet: narrow(quiet=quiet))
     ended = steady("demo", "--device", "cpu")
     assert ended.code == 0
     lines = ended.out.splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,6 @@ def demo(
     from steadytorch.device.facts import resolve_device
     from steadytorch.explain.session import explain
     from steadytorch.quantities import parse_duration
-    from steadytorch.report.text import plain
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 
@@ -54,10 +52,8 @@ def demo(
     found = explain(loaded, device=resolve_device(device), budget=_EXPLAIN, progress=tell)
     show_explanation(console, found, everything)
     announce_search(console, budget)
-    plan = run(session, "tune", console, json_path, everything=everything, brief=not everything)
-    on = "" if device == "auto" else f" --device {device}"
-    at = "" if store is None else f" --store {shlex.quote(plain(store))}"
-    suggest(console, plan.id, on, at)
+    run(session, "tune", console, json_path, store, everything=everything, brief=not everything)
+    suggest(console, device, store)
 
 
 def introduce(console: Console) -> None:
@@ -77,25 +73,16 @@ def show_explanation(console: Console, found: Explanation, everything: bool) -> 
 
 
 def announce_search(console: Console, budget: str) -> None:
-    """Says how the search works and how long it takes."""
+    """Says that the search starts and how long it takes."""
     console.print(
-        f"\n2. What makes it faster? Searching for up to {budget}: each candidate runs in its own "
-        "process, is verified against float64 and raced in random order."
+        f"\n2. What makes it faster? Searching for up to {budget}, verified against float64."
     )
 
 
-def suggest(console: Console, plan_id: str, on: str, at: str) -> None:
-    """Prints the command that replays the plan.
-
-    Args:
-        console: where to print.
-        plan_id: of the plan.
-        on: the option for the device, or nothing.
-        at: the option for the store, or nothing.
-    """
+def suggest(console: Console, device: str, store: Path | None) -> None:
+    """Prints the command that replays the plan."""
     from rich.text import Text
 
-    replay = f"steady tune {_MODEL} --batch {_BATCH}{on}{at}"
+    on = "" if device == "auto" else f" --device {device}"
+    replay = f"steady tune {_MODEL} --batch {_BATCH}{on}{options.repeated(store)}"
     console.print(Text.assemble("\nReplay: ", (replay, "bold")), soft_wrap=True)
-    show = f"steady plans show {plan_id}{at}"
-    console.print(Text.assemble("Evidence: ", (show, "bold")), soft_wrap=True)

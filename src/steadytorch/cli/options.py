@@ -96,6 +96,15 @@ store = click.option(
 )
 
 
+def repeated(store: Path | None) -> str:
+    """The option `--store` for a suggested command; empty for the default store."""
+    import shlex
+
+    from steadytorch.report.text import plain
+
+    return "" if store is None else f" --store {shlex.quote(plain(store))}"
+
+
 def shaping(command: Command) -> Command:
     """The options that shape a workload."""
     for decorate in (

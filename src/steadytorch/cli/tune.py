@@ -95,7 +95,7 @@ def tune(
     loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
     session = Session(loaded, asked, device, store)
     console = options.console(quiet)
-    plan = run(session, mode, console, json_path, everything=everything)
+    plan = run(session, mode, console, json_path, store, everything=everything)
     if bundle:
         console.print("  keeping compiled code", style="dim")
         reason = session.keep_bundle(plan)
@@ -109,6 +109,7 @@ def run(
     mode: str,
     console: Console,
     json_path: Path | None,
+    store: Path | None,
     *,
     everything: bool = False,
     brief: bool = False,
@@ -120,6 +121,7 @@ def run(
         mode: `replay`, `tune` or `strict`.
         console: where to print.
         json_path: the file for the JSON, if one was asked for.
+        store: the option `--store`, for the suggested command.
         everything: print all candidates instead of the summary.
         brief: print no line per candidate while the search runs.
 
@@ -162,7 +164,7 @@ def run(
     result = found.as_result(plan, **of)
     kept = None if plan is None else as_result(plan)
     console.print()
-    _render(console, result, kept, everything)
+    _render(console, result, kept, store, everything)
     options.write_json(json_path, to_json(result, name, facts))
     if plan is None:
         click.echo("steady: interrupted; earlier measurements are above", err=True)
@@ -171,7 +173,11 @@ def run(
 
 
 def _render(
-    console: Console, result: TuneReport, kept: TuneReport | None, everything: bool
+    console: Console,
+    result: TuneReport,
+    kept: TuneReport | None,
+    store: Path | None,
+    everything: bool,
 ) -> None:
     from steadytorch.report.tune import render_interrupted, render_plan, render_summary
 
@@ -186,7 +192,7 @@ def _render(
     if everything:
         render_plan(console, kept, "Plan")
     else:
-        render_summary(console, result, kept)
+        render_summary(console, result, kept, options.repeated(store))
 
 
 def _render_all(console: Console, result: TuneReport) -> None:

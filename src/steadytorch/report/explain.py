@@ -18,7 +18,7 @@ from steadytorch.results.explain import Abstention, Explanation, Finding, Line, 
 MOST_FINDINGS = 5
 MOST_KERNELS = 5
 _MOST_SLOW = 2
-_BRIEF_SLICES = 4
+_BRIEF_SLICES = 3
 _BRIEF_FINDINGS = 2
 _DISTORTED = 1.1
 """Print a warning if profiling slowed the steps by this factor or more."""

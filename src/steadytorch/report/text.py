@@ -110,9 +110,9 @@ def print_indented(console: Console, text: Text, columns: int = 2, most: int | N
     lines = list(text.wrap(console, width))
     if most is not None and len(lines) > most:
         last = lines[most - 1].copy()
-        last.append(" ")
-        for line in lines[most:]:
-            last.append_text(line)
+        last.rstrip()
+        last.append(" ").append_text(lines[most])
+        last.append("…")
         last.truncate(width, overflow="ellipsis")
         lines = [*lines[: most - 1], last]
     for line in lines:

@@ -45,7 +45,7 @@ def short_hashes(text: str) -> str:
 # -- the summary --------------------------------------------------------------------------------
 
 
-def render_summary(console: Console, search: TuneReport, plan: TuneReport) -> None:
+def render_summary(console: Console, search: TuneReport, plan: TuneReport, store: str = "") -> None:
     """Prints the plan, its gain and costs, the runners-up and a line for the rest.
 
     At most 25 lines in 80 columns.
@@ -54,8 +54,9 @@ def render_summary(console: Console, search: TuneReport, plan: TuneReport) -> No
         console: where to print.
         search: the search.
         plan: the plan that was kept; another process may have stored a different one first.
+        store: the option that names the store, for the suggested command.
     """
-    _say(console, _titled("Plan", plan), 0)
+    _say(console, _titled("Plan", plan), 0, most=4)
     for line in _claims(plan):
         _say(console, Text(plain(line)))
     ranked = _runners_up(search)
@@ -63,9 +64,11 @@ def render_summary(console: Console, search: TuneReport, plan: TuneReport) -> No
         _say(console, Text("Runners-up, as screened", "bold"), 0)
     for each in ranked:
         _say(console, _runner_up(each, search), most=1)
-    _say(console, Text(_rest(search), "dim"), 0, most=1)
+    for line in _rest(search):
+        _say(console, Text(line, "dim"), 0, most=1)
     if plan.plan is not None:
-        _say(console, Text(f"All candidates: steady plans show {plain(plan.plan.id)}", "dim"), 0)
+        show = f"All candidates: steady plans show {plain(plan.plan.id)}{store}"
+        console.print(Text(show, "dim"), soft_wrap=True)
 
 
 def render_interrupted(console: Console, search: TuneReport) -> None:
@@ -75,7 +78,8 @@ def render_interrupted(console: Console, search: TuneReport) -> None:
         _say(console, Text("Fastest so far, as screened", "bold"), 0)
     for each in timed[:_MOST_INTERRUPTED]:
         _say(console, _runner_up(each, search), most=1)
-    _say(console, Text(_rest(search), "dim"), 0, most=1)
+    for line in _rest(search):
+        _say(console, Text(line, "dim"), 0, most=1)
     _say(console, Text("All candidates: run with --all", "dim"), 0)
 
 
@@ -107,20 +111,21 @@ def _runner_up(each: CandidateResult, search: TuneReport) -> Text:
     return Text(f"{gain:>6} {duration(median):>10}  {name_of(each.transforms)}")
 
 
-def _rest(search: TuneReport) -> str:
-    """How many candidates were timed, failed and were left out, in one line."""
+def _rest(search: TuneReport) -> list[str]:
+    """The number of candidates by outcome, and a line for those not tried."""
     timed = sum(each.median_ns is not None for each in search.candidates)
-    parts = [f"{timed} candidates timed"]
+    parts = [f"{counted(timed, 'candidate')} timed"]
     for status in ("rejected", "failed", "skipped"):
         found = sum(each.status == status for each in search.candidates)
         if found:
             parts.append(f"{found} {status}")
+    lines = [", ".join(parts)]
     left = {**search.not_applicable, **search.not_tried}
     if left:
         reasons = sorted(grouped(left).items(), key=lambda item: -len(item[1]))
-        told = ", ".join(f"{len(names)}: {reason}" for reason, names in reasons)
-        parts.append(f"{len(left)} not tried ({plain(told)})")
-    return ", ".join(parts)
+        told = "; ".join(f"{reason} ({len(names)})" for reason, names in reasons)
+        lines.append(f"{len(left)} not tried: {plain(told)}")
+    return lines
 
 
 # -- the table of candidates --------------------------------------------------------------------
