@@ -57,7 +57,7 @@ def demo(
 
 
 def introduce(console: Console) -> None:
-    """Says what runs first."""
+    """Announces the workload and the profiling."""
     console.print(f"{_MODEL}, batch {_BATCH}, random weights", style="bold")
     console.print(f"1. Where does its time go? Profiling for about {_EXPLAIN}.")
 
@@ -73,7 +73,7 @@ def show_explanation(console: Console, found: Explanation, everything: bool) -> 
 
 
 def announce_search(console: Console, budget: str) -> None:
-    """Says that the search starts and how long it takes."""
+    """Announces the search."""
     console.print(
         f"\n2. What makes it faster? Searching for up to {budget}, verified against float64."
     )

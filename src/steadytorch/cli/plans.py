@@ -175,9 +175,9 @@ def verify(
 
     _one_of("an ID", plan_id is not None, every)
     if every and workload is not None:
-        raise UsageError("--all and --workload exclude each other: a workload has its own plans")
+        raise UsageError("--all and --workload exclude each other: name a plan by its ID")
     if workload is None and (batch is not None or inputs or train):
-        raise UsageError("--batch, --input and --train say how to make --workload: name it as well")
+        raise UsageError("--batch, --input and --train shape --workload: name it as well")
     console, opened = options.console(quiet), _open(store)
 
     def run(plan: Plan) -> Reverified:
@@ -202,7 +202,7 @@ def verify(
 def _run_all(
     console: Console, opened: Store, run: Callable[[Plan], Reverified]
 ) -> Iterator[Reverified]:
-    """The results one by one; plans that cannot be looked at here are named and passed over."""
+    """Yields results one by one; prints and skips plans that cannot be verified here."""
     from steadytorch.plan.plan import Plan
     from steadytorch.report.plans import render_passed_over
 
@@ -216,11 +216,11 @@ def _run_all(
         done += 1
         yield result
     if not done:
-        raise UnsupportedError(f"none of the plans in {opened.root} can be verified here")
+        raise UnsupportedError(f"no plan in {opened.root} can be verified here")
 
 
 def _leave(console: Console, results: Iterable[Reverified]) -> None:
-    """Shows results as they come, and ends with 1 if any failed."""
+    """Prints results as they come, and exits with 1 if any failed."""
     from steadytorch.report.plans import render_reverified
     from steadytorch.report.text import plain
 
@@ -236,7 +236,7 @@ def _leave(console: Console, results: Iterable[Reverified]) -> None:
 
 
 def _open(store: Path | None) -> Store:
-    """The local store alone: what these commands show and change is on this machine."""
+    """Opens the local store, without the second one."""
     from steadytorch.plan.store import Store
 
     return Store(store, second="")
@@ -260,5 +260,5 @@ def _one_of(what: str, given: bool, every: bool) -> None:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("--all asks before it removes, and nobody can answer here: add --yes")
+        raise UsageError("--all asks first, but standard input is not a terminal: add --yes")
     return click.confirm(question)

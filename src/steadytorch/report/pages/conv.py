@@ -81,6 +81,6 @@ def _picture(layers: Sequence[Layer]) -> Plot:
     }
     note = "One run of each, with the fused epilogue. Numbers are rows of the table."
     if len(shown) < len(timed):
-        note += f" The first {len(shown)} of {len(timed)} are drawn."
+        note += f" Drawn: the first {len(shown)} of {len(timed)}."
     shape = figure(data, "time of one, us", "", height=130 + 30 * len(shown), layout=layout)
     return Plot("Chosen engines beside PyTorch's default", shape, note)

@@ -1,4 +1,4 @@
-"""The page of a machine's check-up: tables."""
+"""The page of a machine's check-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def contents(saved: Saved) -> dict[str, Any]:
     ]
     return {
         "title": facts.name or facts.device,
-        "headline": "the machine, and what cannot be observed on it",
+        "headline": "the machine, and what cannot be observed",
         "sections": [
             (section.title, table(["", ""], section.rows, (0, 1)), section.said)
             for section in doctor.sections(found)

@@ -1,4 +1,4 @@
-"""The page of a search, a replayed plan or a search that was cut short."""
+"""The page of a search, an interrupted search or a replayed plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "remark": _remark(document),
         "costs": _costs(document),
         "sides_title": (
-            "Untouched, as far as it was measured"
+            "Untouched, before the interruption"
             if document.plan is None
             else "Untouched and winner, in the round that confirmed the choice"
         ),
@@ -62,11 +62,11 @@ def _series(series: Sequence[Measurement]) -> Plot:
 def _headline(document: TuneReport) -> str:
     gain = document.speedup
     if document.interrupted or gain is None:
-        return "the search was cut short: nothing is claimed"
+        return "the search was interrupted: no claim"
     if not document.chosen:
         return f"no candidate was shown to be faster than {_untouched(document)}"
     if gain.estimate is None:
-        return "how much faster it is could not be told"
+        return "the speedup is not a number"
     objective = "latency" if document.plan is None else document.plan.objective
     told = tune.gain_told(gain, objective, _untouched(document))
     return f"{tune.name_of(document.chosen)}: {told}"
@@ -78,16 +78,14 @@ def _untouched(document: TuneReport) -> str:
 
 def _remark(document: TuneReport) -> str:
     if document.replayed:
-        return "A stored plan was replayed: what its search found is kept without samples."
+        return "A replayed plan: the store keeps the evidence of its search without samples."
     if document.interrupted:
-        return (
-            "The search was interrupted. What was measured until then is below; no plan was kept."
-        )
+        return "The search was interrupted: this page shows its measurements; no plan was kept."
     return ""
 
 
 def _costs(document: TuneReport) -> list[str]:
-    """What was searched for, and what the plan costs."""
+    """The inputs, and the costs of the plan."""
     step = "a training step on " if document.trains else ""
     return [f"{step}{document.inputs}", *tune.costs_told(document)]
 
@@ -125,7 +123,7 @@ def _candidates(document: TuneReport) -> Table:
     base = next((c.median_ns for c in document.candidates if not c.transforms), None)
     rows = [_row(n, each, document, base, unit_ns) for n, each in enumerate(_ranked(document), 1)]
     headings = ["#", "candidate", "status", f"median, {unit}", "±95 %", "gain", "tail", "error"]
-    plan = None if document.plan is None else "the plan's own figures stand above, taken afresh"
+    plan = None if document.plan is None else "the plan was timed again; see its figures above"
     note = tune.screened(plan)
     return table([*headings, "memory", "set-up", "reason"], rows, (1, 2, 10), note)
 
@@ -200,11 +198,11 @@ def _picture(timed: Sequence[CandidateResult], chosen: tuple[str, ...]) -> Plot:
         line = lines_at([(base, "", BLUE, "dot")])
         layout |= {"shapes": line["shapes"]}
     note = (
-        "Dots: screening medians; bars: their 95 % intervals where one may be claimed. Green: the "
-        "plan; blue: untouched; orange: not allowed or not in order."
+        "Dots: screening medians. Bars: their 95 % intervals, if any. Green: the plan. Blue: "
+        "untouched. Orange: rejected, failed or not allowed."
     )
     if len(shown) < len(ranked):
-        note += f" The fastest {len(shown)} of {len(ranked)} are drawn."
+        note += f" Drawn: the fastest {len(shown)} of {len(ranked)}."
     axis = f"median per iteration, {unit}"
     shape = figure([dots], axis, "", height=110 + 30 * len(shown), layout=layout)
     return Plot("Candidates", shape, note)
@@ -228,7 +226,7 @@ def _facts(document: TuneReport) -> Table:
     plan, paid = document.plan, document.break_even_calls
     kept = document.speedup is not None and bool(document.chosen)
     rows = [
-        ("plan", "none was kept" if plan is None else plan.id),
+        ("plan", "not kept" if plan is None else plan.id),
         ("its file", "in memory only" if plan and plan.path is None else plan and plan.path),
         ("objective", plan and plan.objective),
         ("regime of the untouched workload", document.regime),
