@@ -241,6 +241,13 @@ def test_the_summary_has_the_plan_its_gain_its_costs_and_two_runners_up():
     assert "transform_0" not in shown
 
 
+def test_a_plan_in_memory_cannot_be_shown_later(screen):
+    made = as_result(plan(path=None))
+    render_summary(screen.console, made, made)
+    assert "All candidates: run with --all" in screen.flat
+    assert "plans show" not in screen.flat
+
+
 def test_candidates_that_the_user_did_not_allow_are_no_runners_up(screen):
     made = searched()
     render_summary(screen.console, made, as_result(plan()))

@@ -66,9 +66,10 @@ def render_summary(console: Console, search: TuneReport, plan: TuneReport, store
         _say(console, _runner_up(each, search), most=1)
     for line in _rest(search):
         _say(console, Text(line, "dim"), 0, most=1)
-    if plan.plan is not None:
-        show = f"All candidates: steady plans show {plain(plan.plan.id)}{store}"
-        console.print(Text(show, "dim"), soft_wrap=True)
+    show = "run with --all"
+    if plan.plan is not None and plan.plan.path is not None:
+        show = f"steady plans show {plan.plan.id}{store}"
+    console.print(Text(f"All candidates: {plain(show)}", "dim"), soft_wrap=True)
 
 
 def render_interrupted(console: Console, search: TuneReport) -> None:
