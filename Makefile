@@ -8,12 +8,18 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/steady demo
 
-test: $(VENV)/installed-dev  # what must have the machine to itself, then a file per core
-	$(BIN)/python -m pytest -m alone
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile -m "not alone and not torture"
+# Tests that need the cores to themselves run first; then a file per core.
+PYTEST   := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+ALONE    := $$(grep -rl --include='*.py' mark.alone tests)
+SIDE     := -n auto --dist loadfile
 
-test-slow: $(VENV)/installed-dev  # thousands of combinations of models, plans and callers
-	$(BIN)/python -m pytest -n auto -m torture tests/torture
+test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick
+	$(PYTEST) -m "alone and not slow" $(ALONE)
+	$(PYTEST) $(SIDE) -m "not alone and not slow"
+
+test-slow: $(VENV)/installed-dev  # real compilations, many processes and whole sweeps
+	$(PYTEST) -m "alone and slow" $(ALONE)
+	$(PYTEST) -n auto -m "not alone and (slow or hypothesis)" --hypothesis-profile thorough
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
@@ -27,7 +33,8 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 
 gpu-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m "gpu and alone" tests/gpu
+	$(BIN)/python -m pytest -n auto -m "gpu and not alone" tests/gpu
 
 bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
 	$(BIN)/python benchmarks/rivals

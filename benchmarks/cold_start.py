@@ -1,14 +1,18 @@
-"""Seconds from a model that is built to its first tuned result, in fresh processes.
+"""Time from a built model to its first tuned result, in fresh processes.
 
     python benchmarks/cold_start.py --name amd-epyc --out benchmarks/results
     python benchmarks/cold_start.py --device cuda --batch 1 64 --seconds 220 --name h200 --out ...
     python benchmarks/cold_start.py --plan "channels_last + compile(max-autotune, freezing)"
 
-Four ways, whose processes take turns: the untouched model; a stored plan with an empty compiler
-cache; the same plan with its bundle, and an empty compiler cache; and `torch.compile` with the same
-options, written by hand, with a compiler cache that an earlier process has filled. The plan is
-given, not searched for: what is timed does not depend on how it was found. Time starts when the
-model, with random weights, is on its device, and ends when the first result is there.
+Four variants, whose processes alternate:
+
+- the untouched model;
+- a stored plan with an empty compiler cache;
+- the same plan with its bundle and an empty compiler cache;
+- `torch.compile` with the same options, by hand, with a warm compiler cache.
+
+The plan is given, not searched for. Time starts when the model, with random weights, is on its
+device, and ends with the first result.
 """
 
 from __future__ import annotations
@@ -34,17 +38,17 @@ WAYS = {
     "compile": "torch.compile, warm cache",
 }
 COMPILES = ("plan", "compile")
-"""The ways that trace or compile, and take seconds."""
+"""Variants that trace or compile, and take seconds."""
 PLANS = {
     "cpu": "compile(default, freezing)",
     "cuda": "fold_batch_norm + cast_weights(fp16) + channels_last + compile(default, freezing) "
     "+ cuda_graph",
 }
-"""What searches over ResNet-50 at batch 1 have chosen."""
+"""Plans that searches over ResNet-50 at batch 1 have chosen."""
 
 
 def candidate_of(text: str, device: str) -> tuple[Any, str]:
-    """The transforms that a text names, and the precision that they need."""
+    """Parse transforms, and find the precision that they need."""
     from steadytorch import transforms
     from steadytorch.device.facts import load_facts
     from steadytorch.transforms.precision import precision_of
@@ -54,20 +58,20 @@ def candidate_of(text: str, device: str) -> tuple[Any, str]:
 
 
 def built(device: str, workload: str, batch: int) -> tuple[Any, Any]:
-    """The model and its input, on the device."""
+    """Build the model and its input on the device."""
     import torch
 
     from steadytorch import load_workload
 
     loaded = load_workload(workload, batch=batch).to(device)
-    loaded.model(*loaded.inputs)  # what CUDA and cuDNN take to start is not what is asked here
+    loaded.model(*loaded.inputs)  # excludes the start-up of CUDA and cuDNN
     if device == "cuda":
         torch.cuda.synchronize()
     return loaded.model, loaded.inputs[0]
 
 
 def kept_unmeasured(session: Any, candidate: Any) -> Any:
-    """Stores a candidate as the plan of a session that has searched for nothing."""
+    """Store a candidate as the plan of a session, without a search."""
     from steadytorch.measure.measurement import summarize
     from steadytorch.plan.record import Speedup
     from steadytorch.tune.result import TuneResult
@@ -90,9 +94,9 @@ def kept_unmeasured(session: Any, candidate: Any) -> Any:
 
 
 def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
-    """Stores the plan under the key that `optimize` looks for, and makes its bundle."""
+    """Store the plan under the key that `optimize` looks up, and make its bundle."""
     from steadytorch import load_workload
-    from steadytorch.plan import bundle
+    from steadytorch.compiled import bundle
     from steadytorch.tune.select import Options
     from steadytorch.tune.session import Session
 
@@ -117,7 +121,7 @@ def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) 
 
 
 def tuned(way: str, text: str, device: str, model: Any, folder: Path) -> Any:
-    """What a way makes of the model."""
+    """Apply a variant to the model."""
     import torch
 
     import steadytorch as steady
@@ -143,7 +147,7 @@ def tuned(way: str, text: str, device: str, model: Any, folder: Path) -> Any:
 def timed(
     way: str, text: str, device: str, workload: str, batch: int, folder: Path
 ) -> dict[str, Any]:
-    """Seconds to the first result, in this process, and what the compiler's caches gave."""
+    """Measure the seconds to the first result in this process, and the compiler's cache hits."""
     import torch
 
     with torch.no_grad():
@@ -160,7 +164,7 @@ def timed(
 
 
 def caches() -> dict[str, int]:
-    """What this process's compiler found in its caches, and where it passed them by."""
+    """Count the hits and bypasses of the compiler's caches in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = {} if dynamo is None else dynamo.counters
     return {
@@ -172,7 +176,7 @@ def caches() -> dict[str, int]:
 
 
 def in_process(arguments: list[str], cache: Path) -> dict[str, Any]:
-    """Runs this file again, in a fresh process with its own compiler cache."""
+    """Run this file in a fresh process with its own compiler cache."""
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
@@ -184,7 +188,7 @@ def in_process(arguments: list[str], cache: Path) -> dict[str, Any]:
 
 
 def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) -> dict[str, Any]:
-    """One batch size: the plan and its bundle, then the ways in turns."""
+    """Measure one batch size: make the plan and its bundle, then alternate the variants."""
     common = ["--device", options.device, "--workload", options.workload, "--batch", str(batch)]
     common += ["--plan", options.plan]
     store, warm = folder / "plans", folder / "warm"
@@ -217,7 +221,7 @@ def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) 
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Format the figures as Markdown."""
     lines = [
         f"# First result in a fresh process: {found['workload']}, {found['device']}",
         "",
@@ -249,17 +253,21 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, prints and stores."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=tuple(PLANS))
-    parser.add_argument("--plan", help="its transforms; by default what searches have chosen")
+    parser.add_argument("--plan", help="transforms; default: chosen by earlier searches")
     parser.add_argument("--workload", default="resnet50")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cold-repeats", type=int, help="of the ways that compile; as --repeats")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no further repeat begins later")
-    parser.add_argument("--note", default="", help="what else is to be known of this run")
-    parser.add_argument("--name", default="here", help="of the machine, for the files' names")
+    parser.add_argument(
+        "--cold-repeats", type=int, help="for compiling variants; default: --repeats"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no repeat after this time"
+    )
+    parser.add_argument("--note", default="", help="note on this run")
+    parser.add_argument("--name", default="here", help="name of the machine in file names")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -1,16 +1,16 @@
-"""Chosen cuDNN engines beside PyTorch's own options, timed interleaved in one run.
+"""Chosen cuDNN engines against PyTorch's own options, timed interleaved in one run.
 
     python benchmarks/convolutions.py resnet50:64 resnet50:1 vgg16_bn:64 mobilenet_v3_large:64 \\
         densenet121:64 unet:4 --out benchmarks/results
     python benchmarks/convolutions.py resnet50:64 --repeat 10 --replay --no-arms --out ...
 
-For each network engines are chosen anew, in a process of their own; then every option is set up in
-a fresh process and timed block by block in random order. The input is fp16, channels last, on the
-device, for all alike. Results are written after each network.
+For each network, engines are chosen in a separate process. Then every option is set up in a fresh
+process and timed block by block in random order. All options get the same input: fp16, channels
+last, on the device. Results are written after each network.
 
-With --repeat engines are chosen again and again in fresh processes, each starting from the first
-one's choices. With --replay fresh processes are timed from a built model to its first result by the
-engines chosen, and by plain PyTorch.
+--repeat chooses engines several times in fresh processes, each starting from the first choices.
+--replay times fresh processes from a built model to its first result, with the chosen engines and
+with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 
 from engine_runs import repeat_lines, repeats, replay_lines, replays
 from steadytorch import __version__, load_workload
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.race import judge
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import ambient, order
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.conv import choose_engines
 from steadytorch.tune.trial import HANDLER
 from steadytorch.workload.workload import Workload
@@ -59,7 +59,7 @@ LOWER = (spec("cast_weights", dtype="fp16"), spec("channels_last"))
 
 
 def candidates(choices: str, lower: bool) -> dict[str, tuple[TransformSpec, ...]]:
-    """Every option; with `lower` from a network in float32, converted at each call."""
+    """All options; with `lower`, for a float32 network that is converted at each call."""
     engines, first = spec("cudnn_engines", choices=choices), spec("cudnn_engines", choices="")
     base, ours = (LOWER, (FOLD, *LOWER)) if lower else ((), ())
     return {
@@ -74,7 +74,7 @@ def candidates(choices: str, lower: bool) -> dict[str, tuple[TransformSpec, ...]
 
 
 def network(name: str, batch: int, lower: bool) -> Workload:
-    """Weights drawn with a seed; in fp16 and channels last unless these are to be made of it."""
+    """Build a network with seeded weights, in fp16 and channels last unless `lower`."""
     torch.manual_seed(0)
     try:
         workload = load_workload(name, batch=batch)
@@ -98,7 +98,7 @@ def network(name: str, batch: int, lower: bool) -> Workload:
 
 
 def set_up(arms: dict[str, Any], directory: Path, live: dict[str, Any]) -> None:
-    """Starts every arm, verified against float64 of the same weights; fills `live`."""
+    """Start and verify every arm against float64 of the same weights; fill `live`."""
     reference = Worker(HANDLER, directory, "reference")
     reference.send("load", device="cuda", ambient=ambient())
     for number, (name, candidate) in enumerate(arms.items()):
@@ -115,7 +115,7 @@ def set_up(arms: dict[str, Any], directory: Path, live: dict[str, Any]) -> None:
     reference.close()
     for name, arm in sorted(live.items(), key=lambda item: item[0] == BENCHMARK):
         try:
-            if name == BENCHMARK:  # it chooses by timing: the last, with the device to itself
+            if name == BENCHMARK:  # chooses by timing, so it runs last, with the device to itself
                 arm["worker"].send("set_up", candidate=msgspec.to_builtins(arm["candidate"]))
             found = arm["worker"].receive(SETUP_S)
             arm["setup_s"], arm["peak_memory_bytes"] = found["setup_s"], found["peak_memory_bytes"]
@@ -135,7 +135,7 @@ def time_all(live: dict[str, Any], rounds: int) -> None:
 
 
 def decided(live: dict[str, Any]) -> dict[str, Any]:
-    """The best option of PyTorch's, the best with engines, and what a search would take."""
+    """PyTorch's best option, the best with engines, and the one that a search would use."""
     medians = {
         name: np.median(arm["blocks"])
         for name, arm in live.items()
@@ -285,11 +285,11 @@ def main() -> None:
         "networks", nargs="+", help="NAME:BATCH, or NAME:BATCH:fp32 to convert at each call"
     )
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--deadline", type=float, default=40.0, help="seconds of choosing")
+    parser.add_argument("--deadline", type=float, default=40.0, help="seconds for choosing")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="choose N times")
     parser.add_argument("--replay", action="store_true", help="time replay in fresh processes")
-    parser.add_argument("--no-arms", action="store_true", help="leave the options out")
-    parser.add_argument("--name", default="", help="appended to the files' names")
+    parser.add_argument("--no-arms", action="store_true", help="skip timing the options")
+    parser.add_argument("--name", default="", help="suffix of file names")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     facts = load_facts("cuda")
@@ -298,11 +298,11 @@ def main() -> None:
         start = time.perf_counter()
         try:
             results.append(one(entry, asked))
-        except Exception as error:  # the other networks are still to be measured
+        except Exception as error:  # continue with the other networks
             results.append({"network": entry, "failed": f"{type(error).__name__}: {error}"})
         results[-1]["seconds"] = time.perf_counter() - start
         print(table(results[-1]), f"\n\n{results[-1]['seconds']:.0f} s in all\n", flush=True)
-        if asked.out is not None:  # after each: what was measured is kept if the next one fails
+        if asked.out is not None:  # after each network, so that a later failure loses nothing
             write(asked.out, asked.name, facts, asked.rounds, results)
 
 

@@ -1,23 +1,21 @@
-"""What a tuned module adds to a call: host time, against calling the executor directly.
+"""Host time that a tuned module adds to a call, compared with calling the executor directly.
 
-The executor is trivially cheap, so that what is timed is the dispatch, by compiled code and by the
-interpreter. All are timed in blocks that take turns, short enough to pass between interruptions,
-and medians over blocks are compared.
+Four parts:
 
-Then calls that nothing tuned serves: of known signatures, with arguments of several kinds, and of
-new ones, for models of several sizes. The store has no plan for the model (`bare`) or one for
-another signature (`stored`), or such a plan is applied (`applied`). The models return at once, and
-times are those of the thread's CPU.
+- **Dispatch.** The executor is trivially cheap. Compiled and interpreted dispatch are timed in
+  short alternating blocks, and medians over blocks are compared.
+- **Untuned calls**, in CPU time of the thread: known signatures with arguments of several kinds,
+  and new signatures for models of several sizes. The store has no plan for the model (`bare`) or
+  one for another signature (`stored`), or such a plan is applied (`applied`). The models return at
+  once.
+- **Weight check** of a ResNet-50, which executors with their own weights need after each call.
+- **CUDA graph** of a ResNet-50 at batch 1: tuned module against raw replay. Raw replay copies
+  neither input nor output, so the added time includes both copies. Times are latencies, with the
+  device idle before and after. A graph of one kernel shows the cost of launching and waiting alone.
 
-Then the look at the weights of a ResNet-50, which executors with weights of their own need after
-each call; and on CUDA a recorded graph at batch 1, tuned module against raw replay. A raw replay
-computes with what lies in its input, and leaves its output where the next one overwrites it: what
-is added contains the copies of both. Times are latencies, the device idle before and after; that of
-a graph of one kernel says what launching and waiting take, whatever is launched.
-
-Inputs are the same tensor at each call; two that take turns; one of sixteen, drawn at random, so
-that no address foretells the next; the static input itself. `host_us` says where a call spends its
-time until it returns, by medians of stamps taken on the way, each of which costs it some 0.1 us.
+Inputs of the graph are: the same tensor at each call; two alternating tensors; one of sixteen at
+random, so that addresses are unpredictable; the static input itself. `host_us` splits the host time
+of a call, by medians of timestamps, each of which costs about 0.1 us.
 
     python benchmarks/dispatch.py [--device cuda] [--out benchmarks/results]
 """
@@ -68,7 +66,7 @@ def interleaved(
     count: int,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, float]:
-    """Median over blocks of the time of one call, in us; the blocks of all calls take turns."""
+    """Median time of one call over blocks, in us; the blocks of all calls alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
         for name, call in calls.items():
@@ -80,7 +78,7 @@ def interleaved(
 
 
 class Small(nn.Module):
-    """One layer with a weight and a bias; what it computes does not matter here."""
+    """One layer with a weight and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ class Small(nn.Module):
 
 
 def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any) -> TunedModule:
-    """A tuned module after its first calls."""
+    """Make a tuned module and run its first calls."""
     tuned = TunedModule(model.eval(), lambda arrival: Resolution(candidate))
     for _ in range(3):
         tuned(*inputs)
@@ -101,7 +99,7 @@ def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """What is made within goes through the interpreter, whatever is compiled."""
+    """Make modules created within use interpreted dispatch, even if compiled code is available."""
     nothing = (None, "to be compared")
     with (
         patch("steadytorch.runtime.weights.load", lambda: nothing),
@@ -111,7 +109,7 @@ def interpreted() -> Iterator[None]:
 
 
 def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, float]:
-    """Added time for so many tensors, in us, by the compiled way and the interpreted one."""
+    """Added time for `number` tensors, in us, compiled and interpreted."""
     inputs = [torch.zeros(2, 4, device=device) for _ in range(number)]
     answer = torch.zeros(1)
 
@@ -134,18 +132,18 @@ def dispatch(number: int, frozen: bool, device: str, blocks: int) -> dict[str, f
 
 
 class Silent(nn.Module):
-    """A model that returns at once, whatever it is called with."""
+    """A model that returns at once for any arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], TunedModule]]:
-    """What makes a tuned module that has no plan for the calls to come."""
+    """Factories of tuned modules without a plan for the later calls."""
     workload = Workload(model, (torch.zeros(7, 7),))
     session = Session(workload, Options(), None, folder / "stored")
     plan = kept_unmeasured(session, (TransformSpec("inference_mode"),))
@@ -157,7 +155,7 @@ def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], Tuned
 
 
 def known_calls() -> dict[str, tuple[Any, ...]]:
-    """Arguments of calls by what they are."""
+    """Arguments of calls, by kind."""
     x = torch.zeros(2, 8)
     return {
         "tensor": (x,),
@@ -170,7 +168,7 @@ def known_calls() -> dict[str, tuple[Any, ...]]:
 
 
 def of_known_signatures(blocks: int, folder: Path) -> dict[str, dict[str, float]]:
-    """What an untuned call of a known signature adds, in us."""
+    """Time that an untuned call of a known signature adds, in us."""
     model = Silent(nn.Linear(8, 8)).eval()
     found = {}
     for way, make in untuned_ways(model, folder).items():
@@ -185,7 +183,7 @@ def of_known_signatures(blocks: int, folder: Path) -> dict[str, dict[str, float]
 
 
 def of_new_shapes(count: int, folder: Path) -> dict[str, dict[str, float]]:
-    """What the first call of a shape takes, in us, by the model's size."""
+    """Time of the first call of a shape, in us, by size of the model."""
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     models: dict[str, nn.Module] = {
         "MLP": nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
@@ -208,7 +206,7 @@ def of_new_shapes(count: int, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def untuned(blocks: int) -> dict[str, Any]:
-    """Calls that nothing tuned serves."""
+    """Measure untuned calls."""
     logging.getLogger("steadytorch").setLevel(logging.ERROR)
     with TemporaryDirectory() as folder:
         root = Path(folder)
@@ -223,7 +221,7 @@ def untuned(blocks: int) -> dict[str, Any]:
 
 
 def weights(blocks: int) -> dict[str, Any]:
-    """The look at the weights of a ResNet-50 in us: by itself, and after the model has run."""
+    """Time to check the weights of a ResNet-50, in us: alone, and after the model has run."""
     workload = load_workload("resnet50", batch=1)
     model = workload.model
     ways = {"compiled": Weights(model), "interpreted": Weights(model)}
@@ -235,7 +233,7 @@ def weights(blocks: int) -> dict[str, Any]:
     with torch.inference_mode():
         for _ in range(blocks):
             for name, way in ways.items():
-                model(*workload.inputs)  # on the host, whose caches it takes for itself
+                model(*workload.inputs)  # on the host, where it evicts the caches
                 start = time.perf_counter_ns()
                 way.changed()
                 times[name].append((time.perf_counter_ns() - start) / 1e3)
@@ -248,7 +246,7 @@ def weights(blocks: int) -> dict[str, Any]:
 
 
 def waited(call: Any) -> Any:
-    """The call, and the wait for the device."""
+    """Wrap a call so that it waits for the device."""
 
     def run() -> None:
         call()
@@ -258,7 +256,7 @@ def waited(call: Any) -> Any:
 
 
 def cases(tuned: Any, x: torch.Tensor, buffer: torch.Tensor) -> dict[str, Any]:
-    """Calls by what they are given; `buffer` is the static input."""
+    """Calls by kind of input; `buffer` is the static input."""
     two = itertools.cycle([x, x.clone()])
     many = [x.clone() for _ in range(16)]
     drawn = itertools.cycle(Random(0).choices(many, k=4096))
@@ -271,7 +269,7 @@ def cases(tuned: Any, x: torch.Tensor, buffer: torch.Tensor) -> dict[str, Any]:
 
 
 def raw_replay(model: nn.Module, x: torch.Tensor) -> torch.cuda.CUDAGraph:
-    """The model recorded by hand."""
+    """Record the model by hand."""
     raw, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(3):
@@ -282,7 +280,7 @@ def raw_replay(model: nn.Module, x: torch.Tensor) -> torch.cuda.CUDAGraph:
 
 
 def graph(blocks: int) -> dict[str, Any]:
-    """A recorded ResNet-50 at batch 1, in us: latency of raw replay, and what calls add to it."""
+    """Recorded ResNet-50 at batch 1, in us: latency of raw replay, and the time that calls add."""
     workload = load_workload("resnet50", batch=1, device="cuda")
     (x,) = workload.inputs
     raw, least = raw_replay(workload.model, x), raw_replay(nn.ReLU(), x[0, 0, 0, :1])
@@ -290,7 +288,7 @@ def graph(blocks: int) -> dict[str, Any]:
     (entry,) = tuned._found.values()
     (buffer,), _ = tuned.static_inputs(x)
     served = {"executor alone": lambda: entry.call(x), **cases(tuned, x, buffer)}
-    # Replays that choose an input as the calls do, and leave it alone.
+    # Replays that choose an input like the calls, but do not use it.
     replays = {
         f"replay, {name}": call for name, call in cases(lambda _: raw.replay(), x, x).items()
     }
@@ -305,7 +303,7 @@ def graph(blocks: int) -> dict[str, Any]:
 
 
 def stamped(model: nn.Module, x: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Where the host spends a call, in us, by what it is given."""
+    """Host time of a call by section, in us, by kind of input."""
     stamps: list[int] = []
     make = cuda_graph._exact_replayer
 
@@ -321,7 +319,7 @@ def stamped(model: nn.Module, x: torch.Tensor) -> dict[str, dict[str, float]]:
 
 
 def stamping(call: Any, stamps: list[int]) -> Any:
-    """The call, which notes when it began and ended."""
+    """Wrap a call so that it appends timestamps of its start and end."""
 
     def run(*args: Any) -> Any:
         stamps.append(time.perf_counter_ns())
@@ -333,7 +331,7 @@ def stamping(call: Any, stamps: list[int]) -> Any:
 
 
 def spent(call: Any, stamps: list[int], count: int = 200) -> dict[str, float]:
-    """Medians of the times between the stamps of a call, in us."""
+    """Medians of the times between a call's timestamps, in us."""
     rows = []
     for _ in range(count):
         stamps.clear()
@@ -349,7 +347,7 @@ def spent(call: Any, stamps: list[int], count: int = 200) -> dict[str, float]:
 
 
 def device_name(device: str) -> str:
-    """What was measured: the GPU, or the processor."""
+    """Name of the GPU or the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -358,13 +356,13 @@ def device_name(device: str) -> str:
 
 
 def short(name: str) -> str:
-    """A device as file names have it, such as h200 or amd-epyc."""
+    """Short device name for file names, such as h200 or amd-epyc."""
     words = [word.lower() for word in name.replace("(R)", "").split() if word != "NVIDIA"]
     return "-".join(words[:1] if name.startswith("NVIDIA") else words[:2])
 
 
 def main() -> None:
-    """Measures, prints and stores."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--blocks", type=int, default=60)

@@ -1,4 +1,4 @@
-"""Engines chosen again and again, and replayed in fresh processes; a part of `convolutions.py`."""
+"""Repeated choices of engines, and their replay in fresh processes; used by `convolutions.py`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.bench.worker import PAYLOAD
 from steadytorch.conv.choices import read_choices
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
 from steadytorch.transforms.base import applied_in_order
-from steadytorch.trial.worker import PAYLOAD
 from steadytorch.tune.conv import ConvReport, choose_engines
 from steadytorch.workload import travel
 from steadytorch.workload.workload import Workload
@@ -35,7 +35,7 @@ class ReplayHandler:
         torch.cuda.synchronize()
 
     def first(self, candidate: list[Any]) -> dict[str, Any]:
-        """Seconds of importing the frontend, of applying the candidate, and up to the result."""
+        """Time the import of the frontend, applying the candidate, and the first result."""
         from steadytorch.conv.handles import handle
         from steadytorch.conv.module import engine_convolutions
         from steadytorch.conv.plans import MISSES
@@ -68,7 +68,7 @@ class ReplayHandler:
             }
 
     def _plans_ms(self, convolutions: list[Any]) -> list[float]:
-        """Making each distinct plan once more, its kernel loaded."""
+        """Time to make each distinct plan again, with its kernel already loaded."""
         from steadytorch.conv.choices import ATEN
         from steadytorch.conv.plans import Plan
 
@@ -89,7 +89,7 @@ class ReplayHandler:
 
 
 def replays(directory: Path, ours: Any, plain: Any) -> dict[str, Any]:
-    """Fresh processes by turns: one that replays the engines, one of plain PyTorch."""
+    """Alternate fresh processes that replay the engines and that run plain PyTorch."""
     found: dict[str, list[Any]] = {"engines": [], "plain": []}
     for number in range(REPLAYS):
         for name, candidate in (("engines", ours), ("plain", plain)):
@@ -105,7 +105,7 @@ def replays(directory: Path, ours: Any, plain: Any) -> dict[str, Any]:
 def repeats(
     workload: Workload, first: ConvReport, count: int, first_s: float, **asked: Any
 ) -> dict[str, Any]:
-    """Choices of further processes that start from the first one's."""
+    """Choose again in further processes, each starting from the first choices."""
     known = read_choices(first.choices)
     found, seconds = [known], [first_s]
     for number in range(1, count):

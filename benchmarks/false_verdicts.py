@@ -1,10 +1,10 @@
-"""How often identical things are called different, and how often an injected delay is found.
+"""Rate of false verdicts on identical workloads, and of found verdicts with an injected delay.
 
     python benchmarks/false_verdicts.py resnet18 --batch 1 --comparisons 100 --delay 0.03
 
-Each comparison is `compare` as the package runs it, on blocks of a live worker. `same` compares it
-with itself; `delayed` compares it with itself after a busy wait of the given share of its median.
-`--neighbour` keeps a process beside it that multiplies matrices on one core.
+Each comparison runs the package's `compare` on blocks of a live worker. `same` compares the worker
+with itself. `delayed` compares it with itself after a busy wait of the given share of its median.
+`--neighbour` runs another process that multiplies matrices on one core.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 
 from steadytorch import __version__, load_workload
+from steadytorch.bench.measure import start
+from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts
 from steadytorch.measure.race import Judgement, compare
 from steadytorch.process.worker import Worker
 from steadytorch.transforms import parse
-from steadytorch.trial.measure import start
-from steadytorch.trial.worker import WorkloadHandler, save_payload
 
 COUNT = 7
 METRIC = "latency"
@@ -46,13 +46,13 @@ while os.getppid() == parent:  # it ends with whoever started it, however that e
 
 
 class DelayedHandler(WorkloadHandler):
-    """A workload, and the same after a busy wait; for latencies only."""
+    """A workload with and without a busy wait; for latencies only."""
 
     def delayed_block(self, metric: str, count: int, delay_ns: int) -> list[int]:
         plain = self._step
 
         def slower() -> None:
-            # Before the step: behind it, the wait would pass while a GPU still works.
+            # Before the step: after it, the wait would overlap with work of the GPU.
             end = time.perf_counter_ns() + delay_ns
             while time.perf_counter_ns() < end:
                 pass
@@ -72,7 +72,7 @@ def run(
     rng: Random,
     keep: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Takes the comparisons, the two sorts in turn, and hands over what there is after each."""
+    """Run both kinds of comparison alternately; report the results after each."""
 
     def block() -> float:
         return float(np.median(worker.call("block", 120, metric=METRIC, count=COUNT)))

@@ -1,9 +1,8 @@
-"""The fused kernels against eager, Inductor and the bandwidth floor; a matrix product in steps.
+"""Fused kernels against eager, Inductor and the bandwidth floor; a matrix product in steps.
 
-All options of a case run in one process, their blocks interleaved in random order. Each is timed
-twice: called from Python, and as part of a CUDA graph, where only the device counts. The floor is a
-copy that moves as many bytes, timed alongside. Inputs that fit the L2 cache stay in it, for every
-option alike.
+All options of a case run in one process, with their blocks interleaved in random order. Each is
+timed twice: called from Python, and in a CUDA graph, where only the device counts. The floor is a
+copy of as many bytes, timed alongside. Inputs that fit the L2 cache stay there for every option.
 
     python benchmarks/kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results]
 """
@@ -41,15 +40,15 @@ from steadytorch.tune.stem import fastest
 Call = Callable[[], Any]
 SAMPLES = 5
 DROPPED = 2
-"""Of each block, the first samples: they see what the option before left in the caches."""
+"""First samples of each block, dropped because the previous option affects the caches."""
 SMALL_BYTES = 64 << 20
-"""Below this, calls are recorded 20 at a time, so that a graph's own launch does not show."""
+"""Below this, a graph records 20 calls, so that its launch is negligible."""
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 MATMUL_SIDE = 2048
 
 
 class Case(NamedTuple):
-    """What to compute, and how many bytes it must move; `others` are further ways, by name."""
+    """A computation and the bytes that it must move; `others` are further variants, by name."""
 
     name: str
     eager: Callable[..., Any]
@@ -90,7 +89,7 @@ def epilogue(shape: tuple[int, ...], dtype: torch.dtype, layout: Any) -> Case:
 
 
 def stem(batch: int, dtype: torch.dtype, layout: Any, side: int) -> Case:
-    """A convolution of 64 channels with stride 2, ReLU and pooling, in the configuration chosen."""
+    """A convolution to 64 channels with stride 2, ReLU and pooling, in the chosen configuration."""
     x, weight = made((batch, 3, 224, 224), dtype, layout), made((64, 3, side, side), dtype, layout)
     weight *= (3 * side * side) ** -0.5
     bias, padding = torch.randn(64, device="cuda").to(dtype), side // 2
@@ -139,7 +138,7 @@ def pointwise(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
 
 
 def depthwise(shape: tuple[int, ...], side: int, stride: int) -> Case:
-    """A depthwise convolution with bias and hardswish; ours has its weight as a model would."""
+    """Depthwise convolution with bias and hardswish; our weight is laid out in advance."""
     x, weight = made(shape, torch.float16, LAST), made((shape[1], 1, side, side), torch.float16)
     bias, padding, inner = (
         torch.randn(shape[1]).cuda().half(),
@@ -162,7 +161,7 @@ def depthwise(shape: tuple[int, ...], side: int, stride: int) -> Case:
 
 
 def linear(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> Case:
-    """The first Linear of a block of ConvNeXt, whose channels lie innermost, with its GELU."""
+    """First Linear of a ConvNeXt block, with innermost channels and GELU."""
     x, weight, bias = made(shape, dtype), made((outputs, shape[-1]), dtype), made((outputs,), dtype)
     weight = weight * shape[-1] ** -0.5
 
@@ -204,7 +203,7 @@ def _kind(x: torch.Tensor) -> str:
 
 
 def cases() -> list[tuple[str, Callable[[], Case]]]:
-    """By kind, made one at a time: the large ones fill gigabytes."""
+    """Factories of cases by kind, to make one at a time: large ones need gigabytes."""
     single, half = torch.float32, torch.float16
     return [
         ("pooling", lambda: pooling((64, 64, 256, 256), single, FIRST, 2)),
@@ -240,7 +239,7 @@ KINDS = ("pooling", "sum", "stem", "pointwise", "depthwise", "linear", "thin", "
 
 
 def recorded(call: Call, repeats: int) -> Call:
-    """The call so many times in a CUDA graph."""
+    """Record `repeats` calls in a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -254,7 +253,7 @@ def recorded(call: Call, repeats: int) -> Call:
 
 
 def interleaved(calls: dict[str, tuple[Call, int]], rounds: int) -> dict[str, list[int]]:
-    """One median period per round and option, in ns per call; (call, how many it stands for)."""
+    """Median period of each round and option, in ns per call; `calls` gives (call, calls in it)."""
     sampler, draw = CudaSampler(), random.Random(0)
     groups = {
         name: warm_up(call, sampler, min_ns=20_000_000).group for name, (call, _) in calls.items()
@@ -338,14 +337,14 @@ def interval(row: dict[str, Any]) -> str:
 
 
 def effect(row: dict[str, Any]) -> str:
-    """What our pairs with this option say, in time."""
+    """Effect on time from our pairs with this option."""
     if (found := row["ours_against_it"]) is None:
         return ""
     return f"{found['estimate']:+.1%}, {found['verdict']}"
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables; intervals are of the median, at 95 %, where the series allows one."""
+    """Format the tables, with 95 % intervals of the median where the series allows one."""
     lines = [f"{found['device']}, {found['software']}, {found['date']}.", ""]
     copied = found["copy_bytes_per_s"] / 1e12
     lines += [f"Copy of far more than the L2 cache holds: {copied:.2f} TB/s.", ""]
@@ -370,7 +369,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, prints and stores."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)

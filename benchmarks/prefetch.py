@@ -1,11 +1,11 @@
-"""What prefetching gains on a loader whose batches come from pageable memory and are really copied.
+"""Gain of prefetching on a loader whose batches come from pageable memory.
 
-In a loop of the caller's: each option runs over the same batches with the same model; a run is
-timed from its first batch to the device's end. Options take turns in random order. `compute` is the
-model alone on a batch that is there already: the least that any option can take.
+In the caller's loop: each option runs over the same batches with the same model, in random order. A
+run is timed from its first batch until the device is idle. `compute` is the model alone on a batch
+that is already on the device: the lower bound for any option.
 
-As a transform: the steps of a workload that carries the loader, untouched and with `prefetch`, as
-`steady compare` times them, in fresh pairs of processes.
+As a transform: steps of a workload that carries the loader, untouched and with `prefetch`. They are
+timed as by `steady compare`, in fresh pairs of processes.
 
     python benchmarks/prefetch.py [--runs 70] [--processes 3]
                                   [--out benchmarks/results/prefetch_h200_DATE]
@@ -27,20 +27,20 @@ import torch
 from torch import nn
 
 import steadytorch as steady
+from steadytorch.bench.compare import compare_live
 from steadytorch.device.facts import load_facts
 from steadytorch.transforms.prefetch import Prefetch
-from steadytorch.trial.compare import compare_live
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 
 BATCH = 64
 BATCHES = 12
 SOURCES = 8
-"""Distinct batches in host memory: 38.5 MB each, more than any cache holds together."""
+"""Distinct batches in host memory, 38.5 MB each: together larger than any cache."""
 
 
 class Loader:
-    """Batches out of pageable memory, each a fresh tensor as a data loader's are."""
+    """Batches in pageable memory, each a new tensor, as from a data loader."""
 
     def __init__(self) -> None:
         self._sources = [torch.randn(BATCH, 3, 224, 224) for _ in range(SOURCES)]
@@ -51,7 +51,7 @@ class Loader:
 
 
 class Model(nn.Module):
-    """ResNet-50 in float16 and channels last, of batches in float32."""
+    """ResNet-50 in float16 and channels last, for float32 batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def options(loader: Loader) -> dict[str, Callable[[], Any]]:
 
 
 def seconds(batches: Callable[[], Any], model: Any, waits: bool) -> float:
-    """Of one run over all batches; a consumer that waits looks at each result, as a loss is."""
+    """Time one run over all batches; if `waits`, the consumer reads each result, like a loss."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for batch in batches():
@@ -94,7 +94,7 @@ def measured(runs: int, waits: bool, model: Any) -> dict[str, Any]:
     for run in range(runs + 2):
         for name in draw.sample(list(arms), len(arms)):
             took = seconds(arms[name], model, waits)
-            if run >= 2:  # the first fill the allocators' caches
+            if run >= 2:  # the first runs fill the allocators' caches
                 times[name].append(round(took / BATCHES * 1e9))
     rows = []
     for name, samples in times.items():
@@ -113,7 +113,7 @@ def measured(runs: int, waits: bool, model: Any) -> dict[str, Any]:
 
 
 def as_transform(metric: str, processes: int) -> dict[str, Any]:
-    """Steps with the transform against steps without."""
+    """Compare steps with and without the transform."""
     workload = Workload.from_loader(Model().eval(), Loader())
     sides = (workload, (), "untouched"), (workload, (Prefetch().spec,), "prefetch")
     taken = compare_live(*sides, metric=metric, processes=processes, device="cuda")
@@ -128,7 +128,7 @@ def as_transform(metric: str, processes: int) -> dict[str, Any]:
 
 
 def interval(effect: dict[str, Any]) -> str:
-    """An effect on time with its interval, where there is one."""
+    """Format an effect on time with its interval, if any."""
     if effect["low"] is None:
         return f"{effect['estimate']:+.1%}"
     return f"{effect['estimate']:+.1%} ({effect['low']:+.1%} to {effect['high']:+.1%})"
@@ -157,7 +157,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures, prints and stores."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=70)
     parser.add_argument("--processes", type=int, default=3)

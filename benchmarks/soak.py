@@ -1,8 +1,8 @@
-"""Many calls with random shapes from several threads: results equal, memory flat.
+"""Soak test: many calls with random shapes from several threads; checks results and memory.
 
-Shapes are drawn from a fixed set. A third of them has plans that call the model as it is, a third
-has plans with converted weights, the rest has none. Every result is compared with the untouched
-model's for the same input; memory is sampled from the first tenth on.
+Shapes come from a fixed set. A third of them has plans that call the model itself, a third has
+plans with converted weights, the rest has none. Every result is compared with the untouched
+model's. Memory is sampled after the first tenth of the calls.
 
     python benchmarks/soak.py [--calls 1000000] [--shapes 200] [--threads 4] [--json FILE]
 """
@@ -28,7 +28,7 @@ from steadytorch.runtime.module import TunedModule
 LIVE = (TransformSpec("inference_mode"),)
 COPIED = (TransformSpec("fold_batch_norm"), TransformSpec("inference_mode"))
 MOST_GROWTH = 0.02
-"""Share by which memory may grow after the first tenth of the calls, and 8 MiB besides."""
+"""Maximum relative growth of memory after the first tenth of the calls, plus 8 MiB."""
 
 
 def network() -> nn.Module:
@@ -44,7 +44,7 @@ def serve(arrival: Arrival) -> Resolution:
 
 
 def soak(calls: int, shapes: int, threads: int, device: str = "cpu") -> dict[str, Any]:
-    """Runs the calls and returns what was found; `wrong` lists the first results that differ."""
+    """Run the calls and return the findings; `wrong` lists the first results that differ."""
     model = network().to(device)
     tuned = TunedModule(model, serve)
     inputs = [torch.randn(1, 1, 2 + i // 20, 1 + i % 20, device=device) for i in range(shapes)]
@@ -89,7 +89,7 @@ def soak(calls: int, shapes: int, threads: int, device: str = "cpu") -> dict[str
 
 
 def _watch(workers: list[threading.Thread], done: list[int], calls: int) -> list[int]:
-    """Resident memory at each tenth of the calls, from the first tenth on."""
+    """Sample resident memory at each tenth of the calls."""
     process, memory = psutil.Process(), []
     while any(worker.is_alive() for worker in workers):
         if sum(done) >= (len(memory) + 1) * calls // 10:
@@ -99,7 +99,7 @@ def _watch(workers: list[threading.Thread], done: list[int], calls: int) -> list
 
 
 def main() -> None:
-    """Soaks, prints and stores; fails where a result differs or memory grows."""
+    """Soak, print and store; fail if a result differs or memory grows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--shapes", type=int, default=200)

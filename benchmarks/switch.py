@@ -1,15 +1,15 @@
-"""cuDNN's benchmark switch beside engines chosen beforehand: first calls, period, memory, shapes.
+"""cuDNN's benchmark switch against engines chosen in advance: first calls, period, memory, shapes.
 
     python benchmarks/switch.py --shapes --out benchmarks/results
 
-Every way runs in a fresh process of its own. `off` and `on` are PyTorch with
-`torch.backends.cudnn.benchmark`; engines are chosen before, in another process, whose seconds are
-told apart. The first call is timed alone, from a model that is on its device to a finished output:
-what cuDNN takes to start is in it. Periods are timed block by block, the processes in random order.
+Every variant runs in a fresh process. `off` and `on` set `torch.backends.cudnn.benchmark`. Engines
+are chosen before, in another process, whose time is reported separately. The first call is timed
+alone, from a model on its device to a finished output, including the start-up of cuDNN. Periods are
+timed block by block, with the processes in random order.
 
-`--shapes` adds calls of ten input sizes in random order. There the engines are served as a user
-would have them: a stored plan for each size, replayed by `optimize`, all with one text of choices.
-`--device cpu` only shows that the script runs: nothing is chosen there, and no graph recorded.
+`--shapes` adds calls of ten input sizes in random order. There, engines are served as for a user: a
+stored plan for each size, all with the same choices, replayed by `optimize`. `--device cpu` only
+tests the script: it chooses no engines and records no graphs.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from torch import nn
 
 from cold_start import kept_unmeasured
 from steadytorch import __version__, load_workload, optimize
+from steadytorch.bench.worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms import ambient, order
-from steadytorch.trial.worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.tune.conv import choose_engines
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
 HANDLER = "switch:SwitchHandler"
-"""Workers find this file by the folder of the script that started them."""
+"""Workers import this file from the folder of the main script."""
 PATIENCE_S, COUNT = 300, 12
 SIZES = list(range(160, 305, 16))
 SHAPES_BATCH = 8
 TOLERANCE = 1e-2
-"""Relative L2 error that the package allows in fp16."""
+"""Maximum relative L2 error that the package accepts in fp16."""
 GRAPH = TransformSpec("cuda_graph")
 TYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 class SwitchHandler(WorkloadHandler):
-    """One way to run, alone in its process."""
+    """Runs one variant in a process of its own."""
 
     def memory(self) -> dict[str, Any]:
-        """Device memory that PyTorch's allocator gave out, and held, at the most; bytes."""
+        """Peak device memory allocated and reserved by PyTorch's allocator, in bytes."""
         cuda = torch.cuda if self._workload.device.type == "cuda" else None
         return {
             "peak_allocated_bytes": cuda and cuda.max_memory_allocated(),
@@ -64,11 +64,11 @@ class SwitchHandler(WorkloadHandler):
 
     @own_errors()
     def serve(self, sizes: list[int], store: str, outputs: str) -> dict[str, Any]:
-        """Calls the model with images of these sizes, one after another; seconds of each call.
+        """Call the model with images of these sizes and return the seconds of each call.
 
         Args:
-            sizes: of the images, a call each.
-            store: folder of the plans to replay; empty for the model as it is.
+            sizes: image size of each call.
+            store: folder of the plans to replay; empty for the untouched model.
             outputs: file for the results, in the worker's directory.
         """
         device, (given,) = self._workload.device, self._workload.inputs
@@ -91,7 +91,7 @@ class SwitchHandler(WorkloadHandler):
 
 
 class AllSizes(nn.Module):
-    """A network on images of several sizes: one workload that holds the convolutions of all."""
+    """A network on images of several sizes, as one workload with all their convolutions."""
 
     def __init__(self, network: nn.Module, count: int) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class AllSizes(nn.Module):
 
 
 def images(batch: int, size: int, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
-    """The same images for the same arguments; in 16 bits with channels last."""
+    """Make seeded images; channels last in 16 bits."""
     drawn = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(size))
     layout = torch.contiguous_format if dtype == torch.float32 else torch.channels_last
     return drawn.to(device, dtype).contiguous(memory_format=layout)
 
 
 def network(name: str, dtype: torch.dtype) -> nn.Module:
-    """Weights drawn with a seed, and statistics as a trained network has them."""
+    """Build a network with seeded weights and realistic batch norm statistics."""
     torch.manual_seed(0)
     model = load_workload(name).model
     for module in model.modules():
@@ -121,7 +121,7 @@ def network(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def chosen(workload: Workload, device: str, deadline_s: float) -> tuple[str, dict[str, Any]]:
-    """Choices of engines, made in a process of its own, and what that took."""
+    """Choose engines in a separate process; return the choices and their cost."""
     if device == "cpu":
         return "", {"choosing_s": 0.0, "problems": 0, "problems_measured": 0}
     start = time.perf_counter()
@@ -135,7 +135,7 @@ def chosen(workload: Workload, device: str, deadline_s: float) -> tuple[str, dic
 
 
 def started(directory: Path, device: str, benchmarks: dict[str, bool]) -> dict[str, Worker]:
-    """A fresh process for each way, the workload loaded, the switch as asked for."""
+    """Start a fresh process for each variant, load the workload and set the switch."""
     live = {}
     for number, (name, benchmark) in enumerate(benchmarks.items()):
         worker = live[name] = Worker(HANDLER, directory, f"way-{number}")
@@ -147,7 +147,7 @@ def started(directory: Path, device: str, benchmarks: dict[str, bool]) -> dict[s
 
 
 def candidates(choices: str, device: str) -> dict[str, tuple[bool, Candidate]]:
-    """Every way: whether PyTorch's switch is on, and the transforms."""
+    """All variants: the state of PyTorch's switch, and the transforms."""
     engines = TransformSpec("cudnn_engines", (("choices", choices),))
     ways = {
         "off": (False, ()),
@@ -160,7 +160,7 @@ def candidates(choices: str, device: str) -> dict[str, tuple[bool, Candidate]]:
 
 
 def attempted(live: dict[str, Worker], name: str, method: str, **arguments: Any) -> dict[str, Any]:
-    """What a process answers; one that fails is out, and the others go on."""
+    """Call a process; one that fails is dropped, and the others go on."""
     try:
         return live[name].call(method, PATIENCE_S, **arguments)
     except WorkerFault as fault:
@@ -169,7 +169,7 @@ def attempted(live: dict[str, Worker], name: str, method: str, **arguments: Any)
 
 
 def one_shape(asked: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """First call, period and memory of every way, for one network and element type."""
+    """Measure first call, period and memory of every variant, for one network and dtype."""
     workload = Workload(network(asked.workload, TYPES[kind]), images(asked.batch, 224, TYPES[kind]))
     choices, choosing = chosen(workload, asked.device, asked.deadline)
     ways = candidates(choices, asked.device)
@@ -177,7 +177,7 @@ def one_shape(asked: argparse.Namespace, kind: str) -> dict[str, Any]:
         save_payload(workload, Path(folder))
         live = started(Path(folder), asked.device, {n: way[0] for n, way in ways.items()})
         rows: dict[str, dict[str, Any]] = {}
-        for name in ways:  # one after another: each has the machine to itself
+        for name in ways:  # one after another, so that each has the machine to itself
             candidate = msgspec.to_builtins(ways[name][1])
             rows[name] = attempted(live, name, "set_up", candidate=candidate)
         blocks, rng = {name: list[float]() for name in live}, Random(0)
@@ -195,7 +195,7 @@ def one_shape(asked: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def store_plans(model: nn.Module, pictures: list[Any], candidate: Candidate, asked: Any) -> str:
-    """A store with a plan for images of each size; none for no transforms."""
+    """Make a store with a plan for each image size; empty path without transforms."""
     if not candidate:
         return ""
     folder = tempfile.mkdtemp(prefix="plans-", dir=asked.scratch)
@@ -206,13 +206,13 @@ def store_plans(model: nn.Module, pictures: list[Any], candidate: Candidate, ask
 
 
 def many_shapes(asked: argparse.Namespace) -> dict[str, Any]:
-    """Calls of several sizes in random order, by every way."""
+    """Time calls of several sizes in random order, for every variant."""
     model, dtype = network(asked.workload, TYPES["fp16"]), TYPES["fp16"]
     pictures = [images(SHAPES_BATCH, size, dtype) for size in asked.sizes]
     together = Workload(AllSizes(model, len(pictures)).eval(), (pictures,))
     choices, choosing = chosen(together, asked.device, 2 * asked.deadline)
     ways = candidates(choices, asked.device)
-    ways.pop("on, CUDA graph", None)  # plans are kept for the switch as it stood: off
+    ways.pop("on, CUDA graph", None)  # plans are keyed by the switch, which was off
     sizes = Random(0).choices(asked.sizes, k=asked.calls)
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +236,7 @@ def many_shapes(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(sizes: list[int], seconds: list[float]) -> dict[str, Any]:
-    """Total, slowest, first calls of each size and later ones."""
+    """Summarise: total, slowest, first call of each size, and later calls."""
     seen = [size in sizes[:place] for place, size in enumerate(sizes)]
     return {
         "total_s": sum(seconds),
@@ -247,13 +247,13 @@ def summary(sizes: list[int], seconds: list[float]) -> dict[str, Any]:
 
 
 def difference(found: Path, expected: Path) -> float:
-    """The largest relative L2 error of one call's result against that of another run."""
+    """Largest relative L2 error between the results of two runs, over their calls."""
     pairs = zip(torch.load(found), torch.load(expected), strict=True)
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 def mebibytes(count: int | None) -> str:
-    """Bytes in MiB; nothing where they were not counted."""
+    """Format bytes in MiB; empty for None."""
     return "" if count is None else f"{count / 2**20:.0f}"
 
 
@@ -280,7 +280,7 @@ MANY_SHAPES = {
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Format the figures as Markdown."""
     columns, off = MANY_SHAPES if "sizes" in found else ONE_SHAPE, found["ways"]["off"]
     rows = [["way", *columns], ["---"] * (1 + len(columns))]
     for name, way in found["ways"].items():
@@ -297,7 +297,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write(folder: Path, facts: Any, asked: argparse.Namespace, results: list[Any]) -> None:
-    """The results so far as JSON and Markdown."""
+    """Write the results so far as JSON and Markdown."""
     now, left_out = datetime.datetime.now(datetime.UTC), ("out", "scratch")
     document = {
         "created": now.isoformat(timespec="seconds"),
@@ -319,15 +319,17 @@ def write(folder: Path, facts: Any, asked: argparse.Namespace, results: list[Any
 
 
 def main() -> None:
-    """Measures, prints and stores."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--workload", default="resnet50")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--types", nargs="*", default=list(TYPES), choices=tuple(TYPES))
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--deadline", type=float, default=25.0, help="of choosing; twice for sizes")
-    parser.add_argument("--shapes", action="store_true", help="calls of many sizes as well")
+    parser.add_argument(
+        "--deadline", type=float, default=25.0, help="seconds to choose; --shapes: x2"
+    )
+    parser.add_argument("--shapes", action="store_true", help="also time calls of many sizes")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--out", type=Path)
@@ -337,7 +339,7 @@ def main() -> None:
     for part in [*parts, *([lambda: many_shapes(asked)] if asked.shapes else [])]:
         try:
             found = part()
-        except WorkerFault as fault:  # the other parts are worth having
+        except WorkerFault as fault:  # continue with the other parts
             print(f"failed: {fault.reason}\n{fault.detail[-1500:]}", flush=True)
             continue
         results.append(found)

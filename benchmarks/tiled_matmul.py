@@ -1,9 +1,9 @@
-"""A matrix product in four steps: naive, coalesced, tiled, pipelined; worked through in the guide.
+"""A matrix product in four steps: naive, coalesced, tiled, pipelined; see docs/kernels.md.
 
-The programs take float16 matrices whose sizes are multiples of their blocks, and add up in float32.
+The kernels take float16 matrices whose sizes are multiples of the blocks, and sum in float32.
 """
 
-# ruff: noqa: N803 - constants of a program are written in capitals, as Triton's users know them
+# ruff: noqa: N803 - by Triton's convention, compile-time constants are in capitals
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64
 
 @triton.jit
 def by_element(a, b, c, n, k, DOWN: tl.constexpr, BLOCK: tl.constexpr):
-    """Each thread computes one element; neighbours lie below one another if DOWN, else aside."""
+    """Each thread computes one element; neighbours share a column if DOWN, else a row."""
     if DOWN:
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         column = tl.program_id(1)
@@ -36,7 +36,7 @@ def by_element(a, b, c, n, k, DOWN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def by_tile(a, b, c, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Each program computes a tile from strips of tiles, which wait in shared memory."""
+    """Each program computes a tile from strips of A and B in shared memory."""
     row = tl.program_id(0) * M + tl.arange(0, M)[:, None]
     column = tl.program_id(1) * N + tl.arange(0, N)[None, :]
     inner = tl.arange(0, K)
@@ -51,7 +51,7 @@ def by_tile(a, b, c, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
 
 
 def steps(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """The steps by name, each a call that computes `a @ b` anew; a is (m, k), b is (k, n)."""
+    """The steps by name, each a function that computes `a @ b`; a is (m, k), b is (k, n)."""
     (m, k), n = a.shape, b.shape[1]
 
     def elements(down: bool) -> torch.Tensor:

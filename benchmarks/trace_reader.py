@@ -1,8 +1,8 @@
-"""Time and peak memory of reading a large trace: a real one, repeated with times moved on.
+"""Time and peak memory of reading a large trace: a real one, repeated with shifted times.
 
     python benchmarks/trace_reader.py TRACE.json.gz --megabytes 650 --folder /tmp/trace_reader
 
-Each reading runs in a process of its own, so that its peak resident memory is its own.
+Each reading runs in its own process, which gives its own peak resident memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from steadytorch import __version__
 RESULTS = Path(__file__).parent / "results"
 MOVED = re.compile(rb'("ts": |"correlation": |"External id": )(\d+)')
 MOVE = 10_000_000
-"""Microseconds from one copy to the next, and what sets its correlation ids apart."""
+"""Offset between copies: microseconds of time stamps, and of correlation IDs."""
 
 READ = """
 import json, resource, sys, time
-from steadytorch.explain.trace import read_trace
+from steadytorch.traces.reader import read_trace
 start = time.perf_counter()
 trace = read_trace(sys.argv[1])
 seconds, cpu = time.perf_counter() - start, time.process_time()
@@ -44,9 +44,9 @@ print(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "peak_memory_bytes": p
 
 
 def copies(text: bytes, size: int) -> Iterator[bytes]:
-    """The trace's text, its events repeated until the text is that long."""
+    """Yield the trace's text, with events repeated until it has `size` bytes."""
     start = text.index(b"[", text.index(b'"traceEvents"')) + 1
-    # Latin 1 keeps every byte one character.
+    # Latin-1 maps every byte to one character.
     end = json.JSONDecoder().raw_decode(text.decode("latin-1"), start - 1)[1] - 1
     yield text[:start]
     for number in range(max(1, round(size / (end - start)))):
@@ -60,7 +60,7 @@ def copies(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def make(source: Path, folder: Path, size: int) -> tuple[Path, Path]:
-    """The large trace, plain and gzipped."""
+    """Write the large trace, plain and gzipped."""
     folder.mkdir(parents=True, exist_ok=True)
     plain, gzipped = folder / "large.json", folder / "large.json.gz"
     text = source.read_bytes()
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--megabytes", type=int, default=650)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, required=True, help="for the large files")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the large files")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     created = datetime.datetime.now(datetime.UTC)

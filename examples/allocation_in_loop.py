@@ -1,8 +1,8 @@
-"""Provokes allocation-in-loop on a CPU: a large result is allocated anew in every step.
+"""Provokes allocation-in-loop on a CPU: every step allocates a large result.
 
-The C library hands blocks of this size (64 MB) back to the system at once, so that each step has
-the kernel clear every page again. `mended` writes into a buffer that it keeps. Where the system
-backs memory with huge pages by itself there are few faults, and rightly no finding.
+The C library returns blocks of this size (64 MB) to the system at once, so the kernel clears all
+pages again in each step. `mended` reuses a buffer. With transparent huge pages there are few page
+faults, and correctly no finding.
 
     steady explain examples/allocation_in_loop.py:slow --device cpu
 """
@@ -16,7 +16,7 @@ ELEMENTS = 1 << 24
 
 
 class Scale(nn.Module):
-    """Doubles its input, into new memory or into a buffer."""
+    """Doubles its input, into new memory or a buffer."""
 
     def __init__(self, keep: bool) -> None:
         super().__init__()

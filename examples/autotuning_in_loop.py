@@ -1,8 +1,8 @@
-"""Provokes autotuning-in-loop: cuDNN's benchmark mode, and images of ever new sizes.
+"""Provokes autotuning-in-loop: cuDNN's benchmark mode with images of ever new sizes.
 
-For every size that it has not met, that mode times up to ten algorithms, which takes many times as
-long as the convolution. `mended` pads all images to one size, which is timed once. What tuning does
-besides is found as well: it loads kernels, asks for workspace, waits, and gives the workspace back.
+For each new size the mode times up to ten algorithms, which takes many times as long as the
+convolution. `mended` pads all images to one size, which is timed once. Tuning also loads kernels,
+allocates and frees workspace, and synchronises, so other findings may appear.
 
     steady explain examples/autotuning_in_loop.py:slow --device cuda
 """
@@ -17,7 +17,7 @@ LARGEST = 160
 
 
 class AnySize(nn.Module):
-    """A convolution of images whose height and width differ from call to call."""
+    """A convolution of images whose height and width change with each call."""
 
     def __init__(self, padded: bool) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class AnySize(nn.Module):
         images = images[..., :height, :width]
         if self.padded:
             images = pad(images, (0, LARGEST - width, 0, LARGEST - height))
-        # Imported here: cudnn is no ordinary module and could not travel to a worker.
+        # Imported here, because cudnn's module object cannot be pickled for the worker.
         from torch.backends import cudnn
 
         cudnn.benchmark = True

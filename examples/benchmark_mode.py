@@ -1,7 +1,7 @@
-"""Provokes benchmark-mode: cuDNN's benchmark mode is on, and there is no convolution to choose for.
+"""Provokes benchmark-mode: cuDNN's benchmark mode is on, but the model has no convolutions.
 
-The mode times engines of cuDNN for convolutions on a GPU, and does nothing for other layers, or on
-a CPU. `mended` leaves it alone.
+The mode times cuDNN engines for convolutions on a GPU. It does nothing for other layers or on a
+CPU. `mended` leaves it off.
 
     steady explain examples/benchmark_mode.py:slow
 """
@@ -22,7 +22,7 @@ class Products(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.switched:
-            # Imported here: cudnn is no ordinary module and could not travel to a worker.
+            # Imported here, because cudnn's module object cannot be pickled for the worker.
             from torch.backends import cudnn
 
             cudnn.benchmark = True

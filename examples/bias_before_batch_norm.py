@@ -1,7 +1,7 @@
-"""Provokes bias-before-batch-norm: convolutions add what the batch norm takes away again.
+"""Provokes bias-before-batch-norm: convolutions add a bias that the batch norm removes.
 
-A batch norm subtracts the mean, and with it any bias. `mended` makes the convolutions without one;
-with trained weights the bias would have to be moved into the batch norm first.
+A batch norm subtracts the mean, including any bias. `mended` creates the convolutions without bias.
+With trained weights, move the bias into the batch norm first.
 
     steady explain examples/bias_before_batch_norm.py:slow --device cpu
 """

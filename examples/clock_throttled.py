@@ -1,10 +1,9 @@
-"""Provokes clock-throttled: large products draw more power than the GPU may.
+"""Provokes clock-throttled: large matrix products reach the GPU's power limit.
 
-Random numbers switch as many transistors as there are, and the driver lowers the clock to stay
-below the power limit. `mended` multiplies matrices that fill a small part of the GPU, which draw
-far less: it shows that power is the cause, and not the program. Where the limit is the machine's to
-set, there is no more to mend. A GPU that can cool what its largest products draw does not show the
-finding.
+Random data toggles many transistors, so the driver lowers the clock to stay below the limit.
+`mended` multiplies small matrices, which draw far less power. It shows that power is the cause and
+not the program. If the limit is fixed, there is nothing else to fix. A GPU whose largest products
+stay below its limit does not show the finding.
 
     steady explain examples/clock_throttled.py:slow --device cuda
 """
@@ -18,7 +17,7 @@ LARGE, SMALL = 8192, 512
 
 
 class Products(nn.Module):
-    """Multiplies a large matrix by itself, again and again."""
+    """Multiplies a matrix by itself several times."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(8):

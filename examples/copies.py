@@ -1,7 +1,7 @@
-"""Provokes copies: what one transfer could bring comes to the GPU in 64 small ones.
+"""Provokes copies: 64 small transfers to the GPU instead of one.
 
-Each transfer costs the host a call and the GPU a gap, whatever its size. `mended` keeps the pieces
-in one block of memory and copies that.
+Each transfer costs the host a call and the GPU a gap, regardless of its size. `mended` keeps the
+data in one block and copies that.
 
     steady explain examples/copies.py:slow --device cuda
 """
@@ -13,11 +13,13 @@ from torch import nn
 
 
 class Fed(nn.Module):
-    """Copies settings to the device, in pieces or as a whole, then multiplies matrices there."""
+    """Copies data to the device, in pieces or as a whole, then multiplies matrices."""
 
     def __init__(self, pieces: int) -> None:
         super().__init__()
-        self.pieces = list(torch.randn(64, 256).chunk(pieces))  # no buffers: they stay on the host
+        self.pieces = list(
+            torch.randn(64, 256).chunk(pieces)
+        )  # not buffers, so they stay on the host
 
     def forward(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         if not self.pieces[0].is_pinned():

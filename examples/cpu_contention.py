@@ -1,8 +1,7 @@
-"""Provokes cpu-contention: other programs want the same cores.
+"""Provokes cpu-contention: other programs compete for the cores.
 
-`slow` starts two busy processes for every core and keeps them until it ends itself, or for a minute
-at the most. `mended` is the same work without them; on a machine that others keep busy it will
-rightly show the finding too.
+`slow` starts two busy processes per core and keeps them until it ends, for at most a minute.
+`mended` does the same work without them. On a busy machine it correctly shows the finding too.
 
     steady explain examples/cpu_contention.py:slow --device cpu
 """
@@ -16,7 +15,7 @@ import sys
 import torch
 from torch import nn
 
-# The pipe to a child closes when its parent ends, however that comes about.
+# The child's stdin pipe closes when the parent ends, even if it is killed.
 BUSY = """
 import select, sys, time
 until = time.monotonic() + 60
@@ -26,7 +25,7 @@ while time.monotonic() < until and not select.select([sys.stdin], [], [], 0)[0]:
 
 
 class Crowded(nn.Module):
-    """Multiplies matrices, in company or alone."""
+    """Multiplies matrices, with or without competing processes."""
 
     def __init__(self, company: bool) -> None:
         super().__init__()

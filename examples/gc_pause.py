@@ -1,8 +1,8 @@
-"""Provokes gc-pause: a search links its hypotheses both ways, and the cycles are garbage.
+"""Provokes gc-pause: a search links its nodes both ways, which creates garbage cycles.
 
-`slow` makes thousands of objects a step that refer to each other in circles. Python's counting of
-references cannot free them, so the collector runs within the step. `mended` keeps the same tree in
-one list of indices, in which there is nothing to collect.
+`slow` makes thousands of objects per step in reference cycles. Reference counting cannot free them,
+so the garbage collector runs within the step. `mended` stores the same tree as a list of indices,
+without cycles.
 
     steady explain examples/gc_pause.py:slow --device cpu
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Hypothesis:
-    """A node that knows its parent and its children."""
+    """A node with references to its parent and children."""
 
     def __init__(self, parent: Hypothesis | None) -> None:
         self.parent = parent
@@ -24,7 +24,7 @@ class Hypothesis:
 
 
 class Search(nn.Module):
-    """Grows a binary tree beside a little work on tensors."""
+    """Builds a binary tree and does a little work on tensors."""
 
     def __init__(self, linked: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Provokes graph-break: a branch on a value, which the compiler cannot follow.
+"""Provokes graph-break: a branch on a tensor's value, which the compiler cannot trace.
 
-`slow` asks for a number in the middle of the compiled function, so that it falls into two graphs
-with Python between them. `mended` chooses between both results on the device instead.
+`slow` calls `.item()` in the middle of the compiled function, which splits it into two graphs with
+Python between them. `mended` selects between both results on the device.
 
     steady explain examples/graph_break.py:slow --device cpu
 """
@@ -25,7 +25,7 @@ def choosing(x: torch.Tensor) -> torch.Tensor:
 
 
 class Compiled(nn.Module):
-    """Compiles its function in the process that runs it."""
+    """Compiles its function at the first call."""
 
     def __init__(self, branches: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Provokes idle-ramp: a call after a pause is slower than one after another call.
+"""Provokes idle-ramp: a call after a pause is slower than a call after another call.
 
-On a GPU the clock falls while there is nothing to do. A connection that is closed when it is not
-used stands for it here, so that any machine shows the finding: `slow` has to open it anew after
-10 ms. `mended` keeps it open. Calls with pauses between them are what `--pause` asks about.
+On a GPU, the clock falls when idle. Here a connection with an idle timeout simulates that, so that
+any machine shows the finding. `slow` has to reopen it after 10 ms. `mended` keeps it open.
+`--pause` measures calls with pauses between them.
 
     steady explain examples/idle_ramp.py:slow --device cpu --pause 25ms
 """
@@ -19,7 +19,7 @@ OPENING_S, ANSWERING_S = 0.04, 0.02
 
 
 class Remote(nn.Module):
-    """Multiplies a matrix somewhere else, as far as time goes."""
+    """Simulates a matrix product on a remote machine."""
 
     def __init__(self, closes_after_s: float) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Provokes input-pipeline: each step waits for its batch to be made.
+"""Provokes input-pipeline: each step waits for its batch.
 
-`slow` reads through a `DataLoader` whose samples take 5 ms each, as images do that must be
-decoded. In `mended` that was done ahead of time, and the loader only hands out what is there.
-Worker processes (`num_workers`) would mend it as well where there are cores to spare.
+`slow` reads through a `DataLoader` whose samples take 5 ms each, like decoding images. `mended`
+prepares the samples in advance. With spare cores, worker processes (`num_workers`) would also help.
 
     steady explain examples/input_pipeline.py:slow --device cpu
 """
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset):
-    """Random samples, made when they are asked for."""
+    """Random samples, generated on access."""
 
     def __len__(self) -> int:
         return 64
@@ -28,7 +27,7 @@ class Samples(Dataset):
 
 
 class Fed(nn.Module):
-    """A step that fetches its own batch, so that the wait for it is part of the step."""
+    """A step that fetches its own batch, so that the wait is part of the step."""
 
     def __init__(self, ready: bool) -> None:
         super().__init__()

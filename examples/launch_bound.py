@@ -1,8 +1,8 @@
-"""Provokes launch-bound: a batch is worked through row by row.
+"""Provokes launch-bound: a batch is processed row by row.
 
-Each kernel of `slow` is over long before the host has launched the next. `mended` gives the whole
-batch to the same four operators. Where the work cannot be joined, a CUDA graph launches many
-kernels at once.
+Each kernel of `slow` ends long before the host has launched the next. `mended` applies the same
+operators to the whole batch. If work cannot be batched, a CUDA graph launches many kernels at
+once.
 
     steady explain examples/launch_bound.py:slow --device cuda
 """
@@ -20,14 +20,14 @@ def squashed(x: torch.Tensor) -> torch.Tensor:
 
 
 class RowByRow(nn.Module):
-    """Treats the rows of a batch one after the other."""
+    """Processes the rows of a batch one by one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([squashed(row) for row in x])
 
 
 class AllAtOnce(nn.Module):
-    """Treats them together."""
+    """Processes the whole batch at once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return squashed(x)

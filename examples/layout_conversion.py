@@ -1,7 +1,7 @@
-"""Provokes layout-conversion: images come as NCHW, and tensor cores want NHWC.
+"""Provokes layout-conversion: images are NCHW, but tensor cores need NHWC.
 
-cuDNN turns every input and every result of `slow` around. `mended` has both the weights and the
-input in `torch.channels_last`, and nothing is left to be turned.
+In `slow`, cuDNN converts every input and every result. `mended` has weights and input in
+`torch.channels_last`, so no conversion is needed.
 
     steady explain examples/layout_conversion.py:slow --device cuda
 """

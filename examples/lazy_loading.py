@@ -1,8 +1,8 @@
-"""Provokes lazy-loading: again and again a step needs a kernel that has not run before.
+"""Provokes lazy-loading: many steps need a kernel that has not run before.
 
-CUDA loads a kernel when it is first launched. `slow` meets a new combination of operator and type
-in every call, as a server does whose rare branches come late. `mended` goes through all of them in
-its first call. There are enough for two seconds; after that `slow` has met them all.
+CUDA loads a kernel at its first launch. Each call of `slow` uses a new combination of operator and
+type, like a server with rare branches. `mended` runs all combinations in its first call. They last
+for two seconds; after that, `slow` has also run them all.
 
     steady explain examples/lazy_loading.py:slow --device cuda --budget 2s
 """
@@ -25,7 +25,7 @@ BRANCHES = tuple(product(OPERATORS, TYPES))
 
 
 class Rare(nn.Module):
-    """Takes the next branch, then multiplies matrices for some 50 ms."""
+    """Takes the next branch, then multiplies matrices for about 50 ms."""
 
     def __init__(self, warmed: bool) -> None:
         super().__init__()

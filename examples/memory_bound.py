@@ -1,8 +1,8 @@
-"""Provokes memory-bound: passes over a large tensor that do next to nothing with each element.
+"""Provokes memory-bound: passes over a large tensor with little work per element.
 
-`slow` scales its input in three passes before it multiplies. `mended` has folded them into the
-matrix, once, and reads the input a single time. Where passes cannot be folded away,
-`torch.compile` makes one of them.
+`slow` scales its input in three passes before the matrix product. `mended` folds the factors into
+the matrix once and reads the input a single time. If passes cannot be folded, `torch.compile` fuses
+them into one.
 
     steady explain examples/memory_bound.py:slow
 """
@@ -16,7 +16,7 @@ ROWS, WIDTH = 1 << 17, 128
 
 
 class Scaled(nn.Module):
-    """x / deviation * gain * temperature, times a matrix."""
+    """Computes (x / deviation * gain * temperature) @ weight."""
 
     def __init__(self, folded: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Provokes neighbour-process: another program computes on the same GPU.
+"""Provokes neighbour-process: another program uses the same GPU.
 
-`slow` starts a process that multiplies matrices there and keeps it until it ends itself, or for
-two minutes at the most; what the company does to single kernels may be found as slow-kernels.
-`mended` is the same work alone.
+`slow` starts a process that multiplies matrices on the GPU and keeps it until `slow` ends, for at
+most two minutes. The effect on single kernels may also be found as slow-kernels. `mended` does the
+same work alone.
 
     steady explain examples/neighbour_process.py:slow --device cuda
 """
@@ -16,7 +16,7 @@ from typing import IO
 import torch
 from torch import nn
 
-# The pipe closes when whoever started it ends, however that comes about.
+# The stdin pipe closes when the starting process ends, even if it is killed.
 BUSY = """
 import select, sys, time, torch
 x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -31,7 +31,7 @@ while time.monotonic() < until and not select.select([sys.stdin], [], [], 0)[0]:
 
 
 class Crowded(nn.Module):
-    """Multiplies matrices, in company or alone."""
+    """Multiplies matrices, with or without a neighbour process."""
 
     def __init__(self, company: bool) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class Crowded(nn.Module):
 
 
 def start_neighbour() -> IO[bytes] | None:
-    """Starts it as a stranger: a child of the measured process would count as its own.
+    """Start the neighbour detached, because children of the measured process are not counted.
 
     Returns:
-        The pipe that keeps it alive.
+        The pipe that keeps the neighbour alive.
     """
     command = ["sh", "-c", 'exec 3<&0; "$0" -c "$1" <&3 &', sys.executable, BUSY]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,8 +1,7 @@
-"""Provokes pageable-copy: each step sends a batch to the GPU from ordinary host memory.
+"""Provokes pageable-copy: each step sends a batch to the GPU from pageable host memory.
 
-The driver has to stage such memory, so the copy waits although it is asked not to (`non_blocking`).
-`mended` pins the batch once. It is small beside the step here; a copy that takes more than 5 % of a
-step would also be found by `copies`.
+The driver must stage pageable memory, so the copy blocks despite `non_blocking=True`. `mended` pins
+the batch once. The copy is short here; above 5 % of a step, it would also be found as copies.
 
     steady explain examples/pageable_copy.py:slow --device cuda
 """
@@ -14,12 +13,12 @@ from torch import nn
 
 
 class Fed(nn.Module):
-    """Copies its batch to the device, then multiplies matrices there."""
+    """Copies its batch to the device, then multiplies matrices."""
 
     def __init__(self, pinned: bool) -> None:
         super().__init__()
         self.pinned = pinned
-        self.batch = torch.randn(512, 1024)  # an attribute, no buffer: it stays with the host
+        self.batch = torch.randn(512, 1024)  # not a buffer, so it stays on the host
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.pinned and not self.batch.is_pinned():

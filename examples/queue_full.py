@@ -1,8 +1,8 @@
 """Provokes queue-full: the host is a thousand launches ahead of the GPU.
 
-`slow` launches 2,000 tiny operators behind products that take tens of milliseconds. This is for
-information: the GPU has work all the time, and time in launching calls is waiting for room. In
-`mended` one operator takes the place of the many, and the queue stays short.
+`slow` launches 2,000 tiny operators behind matrix products of tens of milliseconds. The finding is
+informational: the GPU is always busy, and launching calls only wait for space in the queue.
+`mended` replaces them with one operator, so the queue stays short.
 
     steady explain examples/queue_full.py:slow --device cuda
 """
@@ -16,7 +16,7 @@ COUNTERS = 2000
 
 
 class Ahead(nn.Module):
-    """Long products, then an addition to every counter: one by one, or to all at once."""
+    """Long products, then an addition to all counters, one by one or at once."""
 
     def __init__(self, at_once: bool) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Provokes recompilation: every request has another length, and each is compiled anew.
+"""Provokes recompilation: every request has a new length and is compiled again.
 
-`slow` compiles for the very sizes that it meets (`dynamic=False`), and no limit stops it. `mended`
-compiles once for sizes that vary (`dynamic=True`). The backend that runs the graph as it is keeps
-the example short. A compiler makes many objects and leaves them to be collected, so gc-pause and
-allocation-in-loop may be found as well.
+`slow` compiles for exact sizes (`dynamic=False`), without a recompilation limit. `mended` compiles
+once for dynamic sizes (`dynamic=True`). The backend `eager` keeps the example fast. Compiling
+creates many objects, so gc-pause and allocation-in-loop may be found too.
 
     steady explain examples/recompilation.py:slow --device cpu
 """
@@ -17,7 +16,7 @@ LONGEST = 4096
 
 
 class Requests(nn.Module):
-    """Takes one element less of its input at each call, down to two."""
+    """Uses one element less of its input at each call, down to two."""
 
     def __init__(self, dynamic: bool) -> None:
         super().__init__()

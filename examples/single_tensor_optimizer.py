@@ -1,7 +1,7 @@
-"""Provokes single-tensor-optimizer: Adam goes through the parameters one by one.
+"""Provokes single-tensor-optimizer: Adam updates the parameters one by one.
 
-`slow` asks for the loop that is the default on a CPU: a dozen operators for every parameter.
-`mended` gives the optimizer `fused=True`: one for all.
+`slow` uses the default loop on a CPU, a dozen operators per parameter. `mended` passes
+`fused=True`, which needs one operator for all.
 
     steady explain examples/single_tensor_optimizer.py:slow --device cpu
 """

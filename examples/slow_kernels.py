@@ -1,9 +1,8 @@
-"""Provokes slow-kernels: the same kernel on the same shapes, now fast and now slow.
+"""Provokes slow-kernels: the same kernel on the same shapes is sometimes fast, sometimes slow.
 
-Of two batches that `slow` takes in turns, one has a key of its own for every value and the other a
-single key, so that millions of additions queue up for one address. `mended` shuffles them together.
-The usual cause of this finding is a clock or a neighbour; here it is the data, so that any GPU
-shows it.
+`slow` alternates two batches. In one, every value has its own key; in the other, all share a key,
+so millions of atomic additions contend for one address. `mended` shuffles the batches together. The
+usual causes of this finding are clocks or neighbours. Here it is the data, so any GPU shows it.
 
     steady explain examples/slow_kernels.py:slow --device cuda
 """
@@ -17,7 +16,7 @@ VALUES = 1 << 22
 
 
 class Sums(nn.Module):
-    """Adds values up by key, two batches of keys in turns."""
+    """Sums values by key, alternating between two batches of keys."""
 
     def __init__(self, shuffled: bool) -> None:
         super().__init__()

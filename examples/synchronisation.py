@@ -1,7 +1,7 @@
-"""Provokes synchronisation: the host asks for a number and waits for the GPU to have it.
+"""Provokes synchronisation: the host reads a number and waits for the GPU.
 
-While the host waits it launches nothing, so that the GPU runs dry after every `.item()`. `mended`
-adds the numbers up on the GPU, and nobody waits.
+While the host waits, it launches nothing, so the GPU idles after every `.item()`. `mended` sums the
+numbers on the GPU without waiting.
 
     steady explain examples/synchronisation.py:slow --device cuda
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Watched(nn.Module):
-    """Multiplies matrices and keeps a sum of one element of each, on the host or on the GPU."""
+    """Multiplies matrices and sums one element of each, on the host or on the GPU."""
 
     def __init__(self, on_host: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Provokes synchronous-copy: an extension copies with `cudaMemcpy`, which returns when it is done.
+"""Provokes synchronous-copy: an extension copies with `cudaMemcpy`, which blocks the host.
 
-PyTorch itself always copies by `cudaMemcpyAsync`; extensions and bindings often do not. `mended`
-copies the same pinned memory through PyTorch.
+PyTorch itself always uses `cudaMemcpyAsync`; extensions and bindings often do not. `mended` copies
+the same pinned memory through PyTorch.
 
     steady explain examples/synchronous_copy.py:slow --device cuda
 """
@@ -17,12 +17,12 @@ HOST_TO_DEVICE = 1
 
 
 class Fed(nn.Module):
-    """Copies its batch to the device in one way or the other, then multiplies matrices there."""
+    """Copies its batch to the device, synchronously or not, then multiplies matrices."""
 
     def __init__(self, synchronous: bool) -> None:
         super().__init__()
         self.synchronous = synchronous
-        self.batch = torch.randn(512, 1024)  # an attribute, no buffer: it stays with the host
+        self.batch = torch.randn(512, 1024)  # not a buffer, so it stays on the host
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.batch.is_pinned():
@@ -37,7 +37,7 @@ class Fed(nn.Module):
 
 
 def copied(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy as an extension makes it: by CUDA's runtime library, which PyTorch has loaded."""
+    """Copy as an extension would, with the CUDA runtime library that PyTorch has loaded."""
     runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
     result = torch.empty_like(host, device=device)
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (result, host))

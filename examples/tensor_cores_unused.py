@@ -1,7 +1,7 @@
-"""Provokes tensor-cores-unused: products in float32, for which PyTorch uses ordinary cores.
+"""Provokes tensor-cores-unused: products in float32, for which PyTorch uses CUDA cores.
 
-`mended` multiplies in bfloat16. `torch.set_float32_matmul_precision("high")` would keep float32
-weights and use tensor cores through TF32.
+`mended` multiplies in bfloat16. `torch.set_float32_matmul_precision("high")` would use tensor cores
+through TF32 and keep float32 weights.
 
     steady explain examples/tensor_cores_unused.py:slow --device cuda
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Products(nn.Module):
-    """Multiplies a matrix by itself a few times, in IEEE precision where it is float32."""
+    """Multiplies a matrix by itself a few times."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):

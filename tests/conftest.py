@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +20,9 @@ from torch import nn
 
 from steadytorch.device.host import usable_logical_cores
 from steadytorch.native import host
-from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.runtime import module as tuned_module
 from steadytorch.runtime import weights
+from steadytorch.serve.plan import Plan, load_plan
 
 if TYPE_CHECKING:
     from steadytorch.results.candidate import Candidate
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
 
 
 # How long an example takes says nothing here: other tests share the cores.
-settings.register_profile(
-    "without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("without a clock")
+settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("thorough"), max_examples=20)
+settings.load_profile("fast")
 
 
 class Kept(NamedTuple):
@@ -63,6 +63,18 @@ if _CONTRACT not in sys.modules:
     assert _spec.loader is not None
     sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[_CONTRACT])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `sampled(every=n)`, all cases but every n-th are marked slow."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            if cases[function] % mark.kwargs["every"]:
+                item.add_marker(pytest.mark.slow)
+            cases[function] += 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,19 +1,22 @@
-"""steadytorch beside every option that engineers try by hand, workload after workload.
+"""steadytorch against every option that engineers try by hand, workload by workload.
 
-    python benchmarks/rivals --seconds 560                      # as many as end in time
-    python benchmarks/rivals --seconds 560 --only vit_b_16 bert # further ones, same files
+    python benchmarks/rivals --seconds 560                      # as many as fit
+    python benchmarks/rivals --seconds 560 --only vit_b_16 bert # more workloads, same files
     python benchmarks/rivals --device cpu
-    python benchmarks/rivals --device cpu --processes 5         # a verdict over fresh processes
+    python benchmarks/rivals --device cpu --processes 5         # verdict over fresh processes
+    python benchmarks/rivals --train --only resnet50:64         # training steps, see train.py
 
-Per workload: `tune` searches within its budget; then its plan and the options of `rival_options`
-are set up in fresh processes, all at once; then they are timed block by block in random order, one
-process at a time. The figure of the plan is therefore not the one it was chosen by. With
-`--processes N` the plan and the best by hand are then set up and timed N more times.
+For each workload:
 
-Results go into the files of the device and the day the run began, `rivals_DEVICE_DATE.json` and
-`.md`: what is run again replaces what they said of it, all else stays. On a machine with several
-GPUs each can run its own part of the list (CUDA_VISIBLE_DEVICES, and `taskset` for a part of the
-cores).
+1. `tune` searches within its budget.
+2. Its plan and the options of `rival_options` are set up in fresh processes, in parallel.
+3. They are timed block by block in random order, one process at a time. The plan's figure is
+   therefore independent of its choice.
+4. With `--processes N`, the plan and the best option by hand are set up and timed N more times.
+
+Results go to `rivals_DEVICE_DATE.json` and `.md`, with the day on which the run began. New results
+of a workload replace its old ones; others stay. Each of several GPUs can run its own part of the
+list (CUDA_VISIBLE_DEVICES, and `taskset` for a part of the cores).
 """
 
 from __future__ import annotations
@@ -56,13 +59,13 @@ from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
+from steadytorch.bench.ramp import RAMP_NS
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.trial.ramp import RAMP_NS
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.moves import describe
 from steadytorch.tune.prepare import Silent
 from steadytorch.tune.select import Options
@@ -72,22 +75,22 @@ from steadytorch.workload.workload import Workload
 RESULTS = Path(__file__).parents[1] / "results"
 METRICS = {"cuda": ("period", "latency"), "cpu": ("period",)}
 BUDGET_S = {"cuda": 45.0, "cpu": 90.0}
-"""Of a search, where the case has none of its own."""
+"""Default search budget of a case, by device."""
 BEYOND = 1.06
-"""Cap on autotuned set-ups, over what the search took."""
+"""Cap on autotuned set-ups, as a multiple of the search time."""
 START_S = 40.0
-"""Of a workload, beside search, set-ups and timing: to load it and to start processes."""
+"""Time per workload to load it and to start processes, beyond search, set-ups and timing."""
 PROTOCOL = {
     "dropped_ms": (RAMP_NS + SETTLING_NS) / 1e6,
     "alone_s": ALONE_S,
     "explained_s": EXPLAINED_S,
     "cv_limit": CV_LIMIT,
 }
-"""How long is timed, kept with each workload: what is said of older ones shall stay true."""
+"""Timing parameters, stored with each workload so that old results stay described correctly."""
 
 
 class Timeline(Silent):
-    """Keeps when the search turned to what, in seconds since it began."""
+    """Records the phases of a search, in seconds since its start."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, str]] = []
@@ -103,14 +106,14 @@ class Timeline(Silent):
 def searched(
     case: Case, workload: Workload, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
-    """What the search found, for the record, and the file of its plan; None where it failed."""
+    """Search; return a record of the findings, and the plan's file or None if it failed."""
     options = Options(precision=case.precision, budget_s=budget_of(case, args.device))
     timeline = Timeline()
     try:
         session = Session(workload, options, args.device, folder / "store")
         result = session.search(timeline)
         plan = session.keep(result)
-    except Exception as error:  # the rivals are worth timing all the same
+    except Exception as error:  # time the rivals anyway
         reason = f"{type(error).__name__}: {error}"[:500]
         return {"search_failed": reason, "timeline": timeline.events}, None
     found = {
@@ -126,7 +129,7 @@ def searched(
 
 
 def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Document:
-    """One workload: its rows and what is to be known beside them."""
+    """Measure one workload; return its rows and metadata."""
     began, environment = time.monotonic(), {**msgspec.to_builtins(load_facts(args.device))}
     entry: dict[str, Any] = {
         "spec": case.spec,
@@ -142,7 +145,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
     try:
         with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
             rows = _rows(case, args, entry, Path(folder), tell)
-    except Exception as error:  # the other workloads are worth having
+    except Exception as error:  # continue with the other workloads
         reason = error.reason if isinstance(error, WorkerFault) else str(error)
         tell(f"failed: {reason}")
         rows = [failed_row(case.name, OURS, f"{type(error).__name__}: {reason}"[:500])]
@@ -206,12 +209,12 @@ def _rows(
 
 
 def budget_of(case: Case, device: str) -> float:
-    """Seconds of its search."""
+    """Search budget of a case in seconds."""
     return case.budget_s or BUDGET_S[device.partition(":")[0]]
 
 
 def processes(text: str) -> int:
-    """How many, of a text; `argparse` shows what is wrong with it."""
+    """Parse a number of processes for `argparse`."""
     if not text.isdecimal() or 0 < int(text) < LEAST_PROCESSES:
         raise argparse.ArgumentTypeError(f"{text!r}: give {LEAST_PROCESSES} or more, or 0 for none")
     return int(text)
@@ -222,7 +225,7 @@ def now() -> str:
 
 
 def stem(device_name: str | None, begun: str) -> str:
-    """Name of the files of a device and a day, such as `rivals_h200_2026-11-21`."""
+    """File name for a device and a day, such as `rivals_h200_2026-11-21`."""
     words = (device_name or "unknown").lower().replace("nvidia ", "")
     short = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
     return f"rivals_{short}_{begun[:10]}"
@@ -230,7 +233,7 @@ def stem(device_name: str | None, begun: str) -> str:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """No two processes write into this folder at once."""
+    """Lock a folder, so that only one process writes to it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -245,30 +248,46 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="as resnet50, gpt2:4x256, SPEC:BATCH"
-    )
-    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="parts of options")
-    parser.add_argument("--precision", help="of the searches; by default that of the list")
-    parser.add_argument(
-        "--budget", type=parse_duration, help="of each search; by default that of the list"
-    )
-    parser.add_argument(
-        "--cap", type=parse_duration, help="of autotuned set-ups; a little over the search's time"
-    )
-    parser.add_argument("--timing", type=parse_duration, default=25.0, help="of each workload")
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="no workload is begun that would end later"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="e.g. resnet50, gpt2:4x256, SPEC:BATCH",
     )
     parser.add_argument(
-        "--processes", type=processes, default=0, help="fresh ones, of ours and of the best"
+        "--skip", nargs="+", default=[], metavar="TEXT", help="skip options with TEXT"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
+    parser.add_argument("--precision", help="of the searches; default: by workload")
+    parser.add_argument(
+        "--budget", type=parse_duration, help="of each search; default: by workload"
+    )
+    parser.add_argument(
+        "--cap", type=parse_duration, help="of autotuned set-ups; default: 1.06 x search time"
+    )
+    parser.add_argument("--timing", type=parse_duration, default=25.0, help="time per workload")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="start no workload that would end after this time",
+    )
+    parser.add_argument(
+        "--processes", type=processes, default=0, help="further processes of ours and of the best"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the block order")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--train", action="store_true", help="training steps, see train.py")
+    parser.add_argument("--steps", type=int, default=1000, help="timed, of each option of --train")
     return parser.parse_args()
 
 
 def main() -> None:
     began, begun, args = time.monotonic(), now(), arguments()
+    if args.train:
+        import train
+
+        train.main(args)
+        return
     args.device = resolve_device(args.device)
     kind = args.device.partition(":")[0]
     known = CASES[kind]

@@ -1,4 +1,4 @@
-"""Writes the comparison with hand-written options from the committed results.
+"""Write the comparison tables of README and docs from the committed results.
 
 The README gets a row per machine, docs/benchmarks.md a row per workload.
 
@@ -24,12 +24,12 @@ def newest(results: Path) -> list[Path]:
     """The latest results of each device, GPUs first."""
     latest: dict[str, Path] = {}
     for path in sorted(results.glob("rivals_*_*.json")):
-        latest[path.stem.rpartition("_")[0]] = path  # dates sort as they should
+        latest[path.stem.rpartition("_")[0]] = path  # ISO dates sort by time
     return sorted(latest.values(), key=lambda path: read(path)["environment"]["device"] == "cpu")
 
 
 def blocks(results: Path) -> dict[Path, str]:
-    """The text between the marks of each file; empty without results."""
+    """Make the text between the marks of each file; empty without results."""
     documents = [read(path) for path in newest(results)]
     return {
         ROOT / "README.md": brief(documents) if documents else "",
@@ -38,7 +38,7 @@ def blocks(results: Path) -> dict[Path, str]:
 
 
 def rewritten(text: str, inner: str) -> str:
-    """The text with another block.
+    """Replace the block between the marks.
 
     Raises:
         SystemExit: a mark is missing.

@@ -1,4 +1,4 @@
-"""Options live side by side in processes of their own, all set up at once and checked."""
+"""Options in separate worker processes, set up in parallel and checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from rival_options import AUTOTUNED, compiles
 from rival_worker import SetUp
 
+from steadytorch.bench.series import Series
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.transforms import ambient
-from steadytorch.trial.series import Series
 from steadytorch.tune.trial import HANDLER as TUNING_HANDLER
 
 OURS, REFERENCE = "steadytorch", "reference"
 HANDLER = "rival_worker:RivalHandler"
 PREPARED, ENDED = "prepared", ("ready", "failed")
-"""Stages: waits for the reference to be checked against; is set up or out of the running."""
+"""Stages in which an arm waits for the reference; stages in which its set-up has ended."""
 LOAD_S = 180.0
 
 
@@ -33,13 +33,13 @@ class Arm:
         option: its name.
         worker: its process.
         stage: load, prepare, prepared, check, ready or failed.
-        failed: why it is out of the running, None if it is not.
-        detail: the end of its log or traceback.
-        set_up: how it came to be ready.
-        typical_ns: period of an iteration, from a first block while nothing else ran.
-        blocks: per metric, its blocks in the order taken, each a list of iterations in ns.
-        alone: per metric, a series from after the others had ended.
-        spans: when its period blocks were under way, on the host's clock, in ns.
+        failed: why it failed, or None.
+        detail: end of its log or traceback.
+        set_up: result of the set-up.
+        typical_ns: period of an iteration, from a first block with nothing else running.
+        blocks: blocks in order by metric, each a list of iterations in ns.
+        alone: series by metric, timed after the others had ended.
+        spans: start and end of its period blocks on the host's clock, in ns.
     """
 
     option: str
@@ -59,15 +59,15 @@ class Arm:
         return self.failed is None
 
     def samples(self, metric: str) -> list[int]:
-        """All its samples in the order taken, in ns."""
+        """All samples in order, in ns."""
         return [t for block in self.blocks.get(metric, []) for t in block]
 
     def medians(self, metric: str) -> list[float]:
-        """Of its blocks, in ns."""
+        """Medians of its blocks, in ns."""
         return [float(np.median(block)) for block in self.blocks.get(metric, [])]
 
     def reject(self, reason: str, detail: str = "") -> None:
-        """Takes it out of the running and ends its process."""
+        """Mark it as failed and end its process."""
         self.stage, self.failed, self.detail = "failed", reason, detail[-1500:]
         self.worker.kill()
 
@@ -80,20 +80,20 @@ def start_all(
     cap_s: float,
     tell: Callable[[str], None],
 ) -> list[Arm]:
-    """Sets up ours, if there is a plan, and every option; all at once, sharing the cores.
+    """Set up ours, if there is a plan, and every option, in parallel on shared cores.
 
-    Beside them another process makes the reference in float64 that all are checked against.
+    Another process computes the float64 reference for their checks.
 
     Args:
         plan: file of the plan.
         options: names of hand-written options.
-        device: where they run.
-        directory: holds the payload.
-        cap_s: seconds for what is autotuned; twice as many for all others.
-        tell: is told what became of each.
+        device: device to run on.
+        directory: folder of the payload.
+        cap_s: time limit of autotuned options in seconds; others get twice as much.
+        tell: called with the outcome of each option.
 
     Raises:
-        WorkerFault: there is no reference, because the workload itself fails.
+        WorkerFault: the workload itself fails, so that there is no reference.
     """
     names = [*([OURS] if plan is not None else []), *options]
     reference = Arm(REFERENCE, Worker(TUNING_HANDLER, directory, REFERENCE))
@@ -121,10 +121,10 @@ def start_all(
 
 
 def _environment(name: str, options: Sequence[str], directory: Path) -> dict[str, str]:
-    """A compiler cache of the option's own, and its part of the cores."""
+    """Environment with the option's own compiler cache and its share of the cores."""
     cores = len(os.sched_getaffinity(0))
     compiled = sum(map(compiles, options)) + 1
-    # Twice as many as there are cores: compilers wait for each other's results most of the time.
+    # Twice the number of cores, because compilers mostly wait.
     threads = cores // 2 if AUTOTUNED in name else 2 * cores // compiled
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(directory / f"cache-{name.replace(' ', '-')}"),
@@ -139,7 +139,7 @@ def _wait(waiting: Sequence[Arm]) -> None:
 
 
 def _moved(arm: Arm, plan: str | None, cap_s: float, has_reference: bool) -> bool:
-    """Takes what an arm's worker has answered, and asks for its next stage."""
+    """Process the answer of an arm's worker and request its next stage."""
     if arm.stage == PREPARED:
         if has_reference:
             arm.stage = "check"
@@ -166,7 +166,7 @@ def _moved(arm: Arm, plan: str | None, cap_s: float, has_reference: bool) -> boo
 
 
 def _ask(arm: Arm, plan: str | None) -> None:
-    """The first request to a loaded workload."""
+    """Send the first request to a loaded workload."""
     if arm.option == REFERENCE:
         arm.stage = REFERENCE
         arm.worker.send("reference", seed=0)
@@ -177,7 +177,7 @@ def _ask(arm: Arm, plan: str | None) -> None:
 
 
 def _accept(arm: Arm, reply: Any) -> None:
-    """The last answer before an arm may be timed."""
+    """Process the last answer before an arm may be timed."""
     if arm.stage == "check":
         arm.set_up = msgspec.convert(reply, SetUp)
         if arm.set_up.fault is not None:
@@ -187,7 +187,7 @@ def _accept(arm: Arm, reply: Any) -> None:
 
 
 def deadline(arm: Arm, cap_s: float) -> float:
-    """Seconds that its stage may take."""
+    """Time limit of its stage in seconds."""
     if arm.stage != "prepare":
         return LOAD_S
     return cap_s if AUTOTUNED in arm.option else 2 * cap_s

@@ -1,4 +1,4 @@
-"""The workloads of the list, by device, and those that the user names."""
+"""Benchmark workloads by device, and those that the user names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from steadytorch.workload.workload import Workload
 
 
 class Case(NamedTuple):
-    """A workload of the list.
+    """A benchmark workload.
 
     Attributes:
-        spec: what `load_workload` resolves.
+        spec: name for `load_workload`.
         size: a batch size, or the shape of its first input, such as `4x256`.
-        precision: that the search may go down to.
-        budget_s: seconds of the search; None for as many as most workloads on that device get.
+        precision: lowest precision that the search may use.
+        budget_s: search budget in seconds; None for the device's default.
     """
 
     spec: str
@@ -28,11 +28,11 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What results call it: without the library it comes from."""
+        """Name in results, without the library prefix."""
         return f"{self.spec.rpartition(':')[2]}:{self.size}"
 
     def load(self) -> Workload:
-        """The workload on the CPU, with random weights."""
+        """Load the workload on the CPU, with random weights."""
         if "x" in self.size:
             return load_workload(self.spec, inputs=[self.size])
         return load_workload(self.spec, batch=int(self.size))
@@ -42,18 +42,18 @@ CASES: dict[str, tuple[Case, ...]] = {
     "cuda": (
         Case("resnet50", "1", "fp16"),
         Case("resnet50", "64", "fp16", 48.0),
-        # With random weights their values shrink from layer to layer, below what fp16 resolves.
+        # With random weights, values shrink from layer to layer below the resolution of fp16.
         Case("mobilenet_v3_large", "1", "bf16"),
-        Case("torchvision:densenet121", "1", "fp16", 75.0),  # 120 convolutions: it compiles long
+        Case("torchvision:densenet121", "1", "fp16", 75.0),  # 120 convolutions: long compilation
         Case("torchvision:efficientnet_b0", "64", "bf16", 56.0),
         Case("torchvision:convnext_tiny", "32", "fp16", 48.0),
         Case("torchvision:vgg16_bn", "64", "fp16"),
         Case("vit_b_16", "1", "fp16"),
-        # Held by the power limit, of which fp16 takes more.
+        # Limited by power, of which fp16 needs more.
         Case("vit_b_16", "64", "bf16", 60.0),
-        # The nearest to 256x256 that its four poolings admit.
+        # The size nearest to 256x256 that fits its four poolings.
         Case("unet", "4x1x252x252", "fp16", 48.0),
-        Case("transformers:bert", "8x128", "fp16", 60.0),  # each process imports for seconds
+        Case("transformers:bert", "8x128", "fp16", 60.0),  # imports take seconds in each process
         Case("gpt2", "4x256", "fp16"),
     ),
     "cpu": (Case("resnet50", "1"), Case("mobilenet_v3_large", "1"), Case("vit_b_16", "1")),
@@ -66,10 +66,10 @@ def chosen(
     precision: str | None = None,
     budget_s: float | None = None,
 ) -> list[Case]:
-    """The cases whose names begin with one of `only`; a text that fits none is a case itself.
+    """Select cases whose names begin with one of `only`; other texts define a case, SPEC:SIZE.
 
     Raises:
-        UsageError: it fits none, and is not of the form SPEC:SIZE.
+        UsageError: a text matches no case and does not have the form SPEC:SIZE.
     """
     found = [] if only else list(cases)
     for text in only:

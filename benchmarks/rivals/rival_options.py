@@ -1,9 +1,9 @@
-"""What engineers write by hand, in plain PyTorch: no code of steadytorch takes part in it.
+"""Options that engineers write by hand in plain PyTorch, without steadytorch.
 
-Each option is a function of (model, example), where `example` is the arguments of a call, `(args,
-kwargs)`; it may convert the model in place, and returns a callable with the model's signature. All
-do the same job: take the model's own inputs, and return float32 results, nested as the model nests
-them, which a later call does not overwrite.
+Each option is a function of (model, example), where `example` is the `(args, kwargs)` of a call. It
+may convert the model in place, and returns a callable with the model's signature. All do the same
+job: they take the model's own inputs and return float32 results, nested as the model nests them,
+which later calls do not overwrite.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 Option = Callable[[torch.nn.Module, Example], Call]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOTUNED = "max-autotune"
-"""Part of the name of what a cap on the set-up time is for."""
+"""Substring of the names of options with a cap on the set-up time."""
 
 
 def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Applies `function` to each tensor in containers and dataclasses, nested at will."""
+    """Apply `function` to each tensor in nested containers and dataclasses."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -40,7 +40,7 @@ def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, in a fixed order."""
+    """Yield the tensors in arguments, in a fixed order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -52,7 +52,7 @@ def leaves(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def lowered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating-point inputs converted, images channels last; indices and masks as they are."""
+    """Convert floating-point inputs, images to channels last; keep indices and masks."""
     if not x.is_floating_point():
         return x
     layout = torch.channels_last if x.dim() == 4 else torch.preserve_format
@@ -64,12 +64,12 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def own(x: torch.Tensor) -> torch.Tensor:
-    """A float32 copy, whatever the type was."""
+    """Copy to float32."""
     return x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True)
 
 
 class Lowered(torch.nn.Module):
-    """A model in another element type that takes and returns what the original does."""
+    """A model in another element type, with the original's input and output types."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def half(model: torch.nn.Module, example: Example, dtype: torch.dtype) -> Call:
 
 
 def raw_graph(model: Call, example: Example) -> Call:
-    """One CUDA graph over a callable whose inputs have the element types and layouts of these."""
+    """Capture one CUDA graph of a callable for inputs with these dtypes and layouts."""
     static = mapped(torch.clone, example)
     buffers = tuple(leaves(static))
     side = torch.cuda.Stream()
@@ -138,7 +138,7 @@ def raw_graph(model: Call, example: Example) -> Call:
         graph.replay()
         return mapped(torch.clone, out)
 
-    # The short form is what one writes for one tensor in and one out.
+    # The short form that users write for a single input and output.
     plain = len(example[0]) == len(buffers) == 1 and isinstance(out, torch.Tensor)
     chosen = one if plain and isinstance(example[0][0], torch.Tensor) else call
     chosen.weights = model  # type: ignore[attr-defined] - a graph holds addresses, not tensors
@@ -174,7 +174,7 @@ def reduce_overhead(
     def call(*args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         args, kwargs = mapped(lower, (args, kwargs))
-        return mapped(own, inner(*args, **kwargs))  # the conversion is also the copy out
+        return mapped(own, inner(*args, **kwargs))  # the conversion also copies the output
 
     return inferring(call)
 
@@ -202,7 +202,7 @@ def compiled_as_is(model: torch.nn.Module, example: Example, freezing: bool) -> 
 
 
 def _inductor() -> Any:
-    import torch._inductor.config as settings  # takes a second, and most options need none of it
+    import torch._inductor.config as settings  # a slow import; few options need it
 
     return settings
 
@@ -227,7 +227,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "eager TF32, cudnn.benchmark": benchmark_mode,
         **_lower("bf16", HALF["bf16"]),
         **_lower("fp16", HALF["fp16"]),
-        # In one element type: it takes minutes, and what it finds is mostly the same in the other.
+        # In one element type only: it takes minutes and mostly finds the same in the other.
         f"fp16 compile {AUTOTUNED}, freezing, CUDA graph": partial(
             frozen_graph, dtype=HALF["fp16"], mode=f"{AUTOTUNED}-no-cudagraphs"
         ),
@@ -239,9 +239,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "compile freezing": partial(compiled_as_is, freezing=True),
     },
 }
-"""By device type; the first is what the summary calls eager."""
+"""Options by device type; the first is "eager" in the summary."""
 
 
 def compiles(name: str) -> bool:
-    """Whether an option of this name needs the compiler."""
+    """Whether an option needs the compiler."""
     return "compile" in name

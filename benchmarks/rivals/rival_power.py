@@ -1,4 +1,4 @@
-"""What the GPU's clock did while options were timed, and what `explain` makes of it."""
+"""The GPU's clock while options were timed, and its analysis by `explain`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import numpy as np
 
+from steadytorch.bench.series import Series
+from steadytorch.bench.sustained_runs import POWER
 from steadytorch.device.recorder import Recorder
 from steadytorch.device.recording import READ_EVERY, Recording, reasons
-from steadytorch.explain.finding import Abstention, Case, Finding
-from steadytorch.explain.rules.clock_throttled import followed, rule
-from steadytorch.trial.dwell import POWER
-from steadytorch.trial.series import Series
+from steadytorch.findings.finding import Abstention, Case, Finding
+from steadytorch.rules.clock_throttled import followed, rule
 
 CHANNELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask")
-"""Of the recording: those that say something of the clock."""
+"""Fields of a recording that concern the clock."""
 
 
 def recorded(device: str, body: Callable[[], None]) -> Recording | None:
-    """Runs `body` and says what the GPU did meanwhile; None on the CPU."""
+    """Run `body` and record the GPU meanwhile; None on the CPU."""
     if not device.startswith("cuda"):
         body()
         return None
-    # In this process, which only waits: beside the samples and not within them.
+    # In this process, which only waits, so that recording does not disturb the samples.
     with Recorder(device) as recorder:
         body()
     return recorder.recording
@@ -35,20 +35,19 @@ def power_of(
     blocks: Sequence[Sequence[int]],
     clocks_mhz: Sequence[float],
 ) -> dict[str, Any]:
-    """What held the clock within the spans; readings of other turns do not count.
+    """Summarise the clock within the spans of one option.
 
     Args:
-        recording: of all the time; None where there is none.
-        spans: a beginning and an end in ns for each block.
-        blocks: what was timed, in ns per iteration.
-        clocks_mhz: counted over each iteration, NaN where unknown; or none.
+        recording: recording of the whole run, or None.
+        spans: start and end of each block, in ns.
+        blocks: timed blocks, in ns per iteration.
+        clocks_mhz: clock counted over each iteration, NaN where unknown; or empty.
 
     Returns:
-        `clock_share`, the share of the variance by which iterations follow the clock that was
-        counted, None where they do not. By NVML's readings: `held`, the share of these at which the
-        power limit held the clock; medians of `sm_clock_mhz` and `power_watts`; `finding` and
-        `variance_share`, what `explain` says of the clock over these samples. Each is None where it
-        could not be observed, the last two also where there is nothing to say.
+        `clock_share`: share of the variance explained by the counted clock; None if iterations do
+        not follow it. From NVML readings: `held`, the share with the clock held by the power limit;
+        medians `sm_clock_mhz` and `power_watts`; `finding` and `variance_share` of `explain` for
+        the clock. Each is None if not observed, the last two also if nothing was found.
     """
     names = ("clock_share", "held", "sm_clock_mhz", "power_watts", "finding", "variance_share")
     found: dict[str, Any] = dict.fromkeys(names)
@@ -74,9 +73,9 @@ def power_of(
 def in_turns(
     recording: Recording | None, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[int]]
 ) -> Series | None:
-    """Those blocks within which the clock was read, as one series, and these readings.
+    """Series of the blocks that contain clock readings, with these readings.
 
-    A block ends when its span does. None where the clock was read within none.
+    A block ends with its span. None if no block contains a reading.
     """
     if recording is None or not spans:
         return None
@@ -102,13 +101,13 @@ def in_turns(
 
 
 def clock_finding(series: Series) -> Finding | None:
-    """What `explain` says of the clock beside these samples; None where it says nothing."""
+    """Finding of `explain` on the clock for these samples, or None."""
     verdict = rule(Case(series=series))
     return None if isinstance(verdict, Abstention) else next(iter(verdict), None)
 
 
 def _ticks(recording: Recording, span: tuple[int, int]) -> np.ndarray:
-    """The ticks of which all that they hold of the clock was read within a span."""
+    """Ticks whose clock readings were all taken within a span."""
     at, (begun, ended) = np.asarray(recording.at_ns), span
     oldest = max(READ_EVERY[name] for name in CHANNELS) - 1
     first, last = np.searchsorted(at, begun, "left"), np.searchsorted(at, ended, "right")

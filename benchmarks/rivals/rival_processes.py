@@ -1,4 +1,4 @@
-"""Ours and the best rivals once more in fresh processes: two processes may differ by luck alone."""
+"""Repeat ours and the best rivals in fresh processes, because processes differ by chance."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from steadytorch.measure.race import machine_claim
 from steadytorch.process.worker import WorkerFault
 
 CLOSE = 1.1
-"""Rivals within this factor of the best are set up again: any of them may be the best."""
+"""Rivals within this factor of the best are repeated, because any of them may be the best."""
 
 
 def close(rows: Sequence[Row]) -> list[str]:
-    """The rivals that may be the best by either figure, by name; none where none was timed."""
+    """Names of the rivals that may be the best by either figure; empty if none was timed."""
     timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
     found = [
         row["option"]
@@ -40,17 +40,17 @@ def anew(
     rng: Random,
     tell: Callable[[str], None],
 ) -> list[list[Arm]]:
-    """Options set up and timed in so many sets of fresh processes, one set after the other.
+    """Set up and time options in several sets of fresh processes, one set after the other.
 
-    A set that cannot be set up is left out.
+    A set whose set-up fails is left out.
 
     Args:
-        started: sets up each option in a process of its own.
-        processes: how many sets.
-        metrics: what to time.
-        seconds: for timing one set.
-        rng: decides the order of blocks.
-        tell: is told what was left out.
+        started: sets up each option in a separate process.
+        processes: number of sets.
+        metrics: metrics to time.
+        seconds: time limit for timing one set.
+        rng: randomises the order of blocks.
+        tell: called with sets that were left out.
     """
     sets: list[list[Arm]] = []
     for number in range(processes):
@@ -69,11 +69,11 @@ def anew(
 
 
 def over_processes(rows: Sequence[Row], sets: Sequence[Sequence[Arm]]) -> None:
-    """Puts into the rows what fresh processes say, in place of the one that was timed before.
+    """Replace the figures of the first process in the rows by those of fresh processes.
 
-    A row of the best was chosen for its time, so that process does not count. The period is the
-    median of the processes' medians, the verdict `machine_claim` over an estimate per process. What
-    the first process said stays, as `first`; the medians of blocks that all rests on are kept.
+    The best rival was chosen by its first time, so that process does not count. The period is the
+    median of the processes' medians. The verdict is `machine_claim` over one estimate per process.
+    The first figures are kept as `first`, and so are the block medians.
     """
     found = [{arm.option: arm for arm in arms if arm.is_live and arm.blocks} for arms in sets]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the benchmark found, as one document: rows, their merging, and what follows from them."""
+"""Results of the benchmark as one document: rows, merging and derived figures."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rival_arms import OURS, Arm
 from rival_options import AUTOTUNED
 from rival_power import clock_finding
 
+from steadytorch.bench.series import Series
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import judge
 from steadytorch.measure.statistics import order_interval
 from steadytorch.runtime.agreement import TOLERANCES
-from steadytorch.trial.series import Series
 
 SCHEMA = 1
 P99_LIMIT, CV_LIMIT = 1.02, 0.005
-"""Of our own period, p99 over median and CV from which on the cause is asked for."""
+"""Limits of our period's p99 over median and CV, above which a cause is reported."""
 
 WRONG = max(TOLERANCES.values())
-"""Relative L2 error from which on a result is none: more than a search accepts in any precision."""
+"""Relative L2 error of an unusable result: more than a search accepts in any precision."""
 
 Row = dict[str, Any]
 Document = dict[str, Any]
@@ -36,7 +36,7 @@ Document = dict[str, Any]
 
 
 def failed_row(workload: str, option: str, reason: str, detail: str = "") -> Row:
-    """A row of what could not be timed."""
+    """Make the row of an option that could not be timed."""
     figures = dict.fromkeys(
         ("period_ms", "p99_over_median", "cv", "latency_ms", "setup_s", "peak_mb", "error")
     )
@@ -44,10 +44,10 @@ def failed_row(workload: str, option: str, reason: str, detail: str = "") -> Row
 
 
 def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
-    """The figures of one option, and the verdicts on ours against it."""
+    """Make the row of one option: its figures, and the verdicts on ours against it."""
     if arm.failed is not None or arm.set_up is None or not arm.blocks:
         return failed_row(workload, arm.option, arm.failed or "was not timed", arm.detail)
-    # On the CPU, where a call returns with its result, the period is the latency.
+    # On the CPU, calls are synchronous, so the period is the latency.
     latency = "latency" if "latency" in arm.blocks else "period"
     period = np.asarray(arm.samples("period"), dtype=np.float64)
     interval = order_interval(np.asarray(arm.medians("period")))
@@ -74,11 +74,11 @@ def row_of(workload: str, arm: Arm, ours: Arm | None) -> Row:
 
 
 def alone(series: dict[str, Series]) -> dict[str, Any]:
-    """The figures of an option that had the machine for itself, by metric, as `steady measure` has.
+    """Figures by metric, as in `steady measure`, of an option timed alone.
 
-    Its outliers are `[time over the median, cause]`, in the order taken; `finding` is what
-    `explain` says of the clock and `variance_share` what it makes of the variance, None where it
-    says nothing; `host_ms` is what a call takes to enqueue, None where it was not taken.
+    Outliers are `[time over median, cause]`, in order. `finding` and `variance_share` are the
+    finding of `explain` on the clock and its share of the variance, or None. `host_ms` is the time
+    to enqueue a call; None if not measured.
     """
     found = {metric: each.summary(metric) for metric, each in series.items()}
     period, latency = found["period"], found.get("latency", found["period"])
@@ -104,9 +104,9 @@ def _ms(nanoseconds: float) -> float:
 
 
 def tail(samples: np.ndarray) -> float | None:
-    """p99 over the median of all samples; None where they are worth too few independent ones.
+    """p99 over median of all samples; None with too few effective samples.
 
-    Nothing is left out as warm-up: every process was warm before the first block.
+    No warm-up is dropped, because every process was warm before the first block.
     """
     if effective_size(samples, 0.99) < P99_NEEDS:
         return None
@@ -114,7 +114,7 @@ def tail(samples: np.ndarray) -> float | None:
 
 
 def verdict(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """What `judge` says of ours against theirs; block `i` of both is of the same round."""
+    """Judge ours against theirs; block `i` of both is from the same round."""
     return msgspec.to_builtins(judge(list(zip(theirs, ours, strict=False))))
 
 
@@ -122,19 +122,19 @@ def verdict(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Document:
-    """The document of a file, or an empty one where there is none."""
+    """Read the document of a file; empty if the file does not exist."""
     if not path.exists():
         return {"schema": SCHEMA, "kind": "rivals", "environment": {}, "rows": [], "workloads": {}}
     return json.loads(path.read_text())
 
 
 def merge(document: Document, fresh: Document, order: Sequence[str]) -> Document:
-    """The document with every workload of `fresh` in place of what it said of that before.
+    """Replace workloads of a document by those in `fresh`.
 
     Args:
-        document: what there is.
-        fresh: what was found now; environment and date are taken from it.
-        order: names of workloads, in the order to show them; others follow.
+        document: the earlier results.
+        fresh: new results; also provides environment and date.
+        order: names of workloads in display order; others follow.
     """
     workloads = {**document["workloads"], **fresh["workloads"]}
     names = sorted(workloads, key=lambda name: order.index(name) if name in order else len(order))
@@ -149,7 +149,7 @@ def merge(document: Document, fresh: Document, order: Sequence[str]) -> Document
     }
 
 
-# -- what follows ---------------------------------------------------------------------------------
+# -- derived figures ------------------------------------------------------------------------------
 
 
 def rows_of(document: Document, workload: str) -> list[Row]:
@@ -157,26 +157,23 @@ def rows_of(document: Document, workload: str) -> list[Row]:
 
 
 def ours_of(rows: Sequence[Row]) -> Row | None:
-    """Our own row, where it was timed."""
+    """Our own row, or None if it was not timed."""
     return next((row for row in rows if row["option"] == OURS and not row["failed"]), None)
 
 
 def best_of(rows: Sequence[Row], figure: str) -> Row | None:
-    """The fastest of the rivals by `period_ms` or `latency_ms`; None where none was timed.
-
-    One whose results are wrong is none.
-    """
+    """The fastest rival by `period_ms` or `latency_ms`, without wrong results; None if none."""
     timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
     return min((r for r in timed if not is_wrong(r)), key=lambda row: row[figure], default=None)
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether its results are too far from the reference to be used."""
+    """Whether the error is too large for the results to be used."""
     return row["error"] is None or not row["error"] <= WRONG
 
 
 def against(row: Row | None, metric: str) -> dict[str, Any] | None:
-    """The verdict on ours against a row; the period's where there is no latency of its own."""
+    """Verdict on ours against a row; that of the period if there is no separate latency."""
     found = (row or {}).get("ours_against_it")
     return None if found is None else found.get(metric, found["period"])
 
@@ -189,21 +186,21 @@ def ratio(judgement: dict[str, Any] | None) -> float | None:
 
 
 def told(clocks_mhz: Sequence[float] | None) -> list[float | None] | None:
-    """Clocks as JSON has them, to a tenth of a MHz; None for what is unknown, and for none."""
+    """Round clocks to 0.1 MHz for JSON; unknown values and an empty list become None."""
     return [round(c, 1) if c == c else None for c in clocks_mhz] if clocks_mhz else None
 
 
 def scatters(samples_ns: Sequence[int]) -> bool:
-    """Whether the CV of what was timed, if anything was, is one to be explained."""
+    """Whether the CV of the samples, if any, exceeds the limit."""
     return len(samples_ns) > 0 and float(np.std(samples_ns) / np.mean(samples_ns)) > CV_LIMIT
 
 
 def cause(ours: Row, power: dict[str, Any]) -> str:
-    """What our variability is put down to, where it is over a limit; else empty.
+    """Cause of our variability if it exceeds a limit; else empty.
 
-    In turns the clock is counted, and what holds it is read too seldom to be known: that is taken
-    from what was timed alone. Where the clock that was counted says nothing either, a share of the
-    variance that it explains alone says what it can do.
+    In alternating blocks the clock is counted, but its limits are read too rarely; these come from
+    the series timed alone. If the counted clock explains nothing in alternating blocks, its share
+    of the variance in the series timed alone is given.
     """
     tail = ours["p99_over_median"]
     if ours["cv"] <= CV_LIMIT and (tail is None or tail <= P99_LIMIT):
@@ -225,11 +222,11 @@ UNITS = {"sm_clock_mhz": "MHz", "power_watts": "W"}
 
 
 def totals(document: Document) -> dict[str, Any]:
-    """Figures over all workloads; a workload without ours or without a rival is left out.
+    """Figures over all workloads that have both ours and a rival.
 
     Returns:
-        Per metric the geometric mean and the worst of the ratios of ours to the best rival's;
-        the median of the search's seconds, and the set-ups of what is autotuned.
+        Geometric mean and worst ratio of ours to the best rival by metric, the median search time
+        in seconds, and the set-up times of autotuned options.
     """
     found: dict[str, Any] = {}
     for metric in ("period", "latency"):

@@ -1,4 +1,4 @@
-"""The benchmark's document as Markdown: every row, a summary, and the table of the README."""
+"""Format the benchmark's document as Markdown: all rows, a summary, and the README's table."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ PAGE = (
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Format a Markdown table as lines."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in lines]
 
 
 def figure(value: float | None, form: str, unit: str = "") -> str:
-    """A figure, or nothing where there is none."""
+    """Format a figure; empty for None."""
     return NONE if value is None else f"{value:{form}}{unit}"
 
 
 def effect(judgement: dict[str, Any] | None) -> str:
-    """An effect on time with its interval, such as `-9.2 % (-11.0 to -8.6)`."""
+    """Format an effect on time with its interval, such as `-9.2 % (-11.0 to -8.6)`."""
     if judgement is None or judgement["estimate"] is None:
         return NONE
     text = f"{100 * judgement['estimate']:+.1f} %"
@@ -87,7 +87,7 @@ def effect(judgement: dict[str, Any] | None) -> str:
 
 
 def told(judgement: dict[str, Any] | None) -> str:
-    """The same with the verdict."""
+    """Format an effect with its verdict."""
     return f"{effect(judgement)}, {judgement['verdict']}" if judgement else NONE
 
 
@@ -111,7 +111,7 @@ def heading(document: Document) -> str:
 
 
 def row_cells(row: Row) -> list[str]:
-    """One row of the table of everything."""
+    """Cells of one row of the full table."""
     head = [row["workload"], row["option"]]
     if row["failed"]:
         return [*head, f"failed: {row['failed']}", *[NONE] * (len(ROWS) - 3)]
@@ -132,7 +132,7 @@ def row_cells(row: Row) -> list[str]:
 
 
 def autotuned(rows: Sequence[Row]) -> str:
-    """Seconds that autotuning took, or why it did not end."""
+    """Seconds that autotuning took, or the reason why it failed."""
     row = next((row for row in rows if AUTOTUNED in row["option"]), None)
     if row is None:
         return NONE
@@ -140,7 +140,7 @@ def autotuned(rows: Sequence[Row]) -> str:
 
 
 def summary_cells(document: Document, name: str) -> list[str]:
-    """One workload of the summary."""
+    """Cells of one workload in the summary."""
     rows, entry = rows_of(document, name), document["workloads"][name]
     ours, best = ours_of(rows), best_of(rows, "period_ms")
     search, plan = figure(entry.get("search_s"), ".0f"), entry.get("plan") or NONE
@@ -166,7 +166,7 @@ def summary_cells(document: Document, name: str) -> list[str]:
 
 
 def scattered(alone: dict[str, Any] | None) -> str:
-    """The CV of what was timed alone; where it is over the limit, with its causes."""
+    """CV of the series timed alone, with its causes if it exceeds the limit."""
     if alone is None or alone["cv"] <= CV_LIMIT:
         return figure((alone or {}).get("cv"), ".2%")
     causes = Counter(cause for _, cause in alone.get("outliers", ())).most_common()
@@ -175,12 +175,12 @@ def scattered(alone: dict[str, Any] | None) -> str:
 
 
 def beyond(alone: dict[str, Any] | None) -> float | None:
-    """Latency over period of what had the machine for itself; None where it had not."""
+    """Latency over period of the series timed alone, or None."""
     return None if alone is None else alone["latency_ms"] / alone["period_ms"]
 
 
 def over_all(document: Document) -> list[str]:
-    """Sentences over all workloads."""
+    """Summary sentences over all workloads."""
     found, lines = totals(document), []
     for metric in ("period", "latency"):
         each = found[metric]
@@ -202,7 +202,7 @@ def over_all(document: Document) -> list[str]:
 
 
 def protocol(entry: dict[str, Any]) -> str:
-    """How long one workload was timed; nothing where its entry does not say it."""
+    """Describe how long one workload was timed; empty if unknown."""
     kept = entry.get("protocol")
     if kept is None:
         return NONE
@@ -214,7 +214,7 @@ def protocol(entry: dict[str, Any]) -> str:
 
 
 def protocols(document: Document) -> list[str]:
-    """A paragraph for each way of timing, with its workloads where it is not that of all."""
+    """A paragraph per timing protocol, with its workloads unless it applies to all."""
     ways: dict[str, list[str]] = {}
     for name, entry in document["workloads"].items():
         ways.setdefault(protocol(entry), []).append(name)
@@ -226,7 +226,7 @@ def protocols(document: Document) -> list[str]:
 
 
 def markdown(document: Document) -> str:
-    """The whole document."""
+    """Format the whole document."""
     names = list(document["workloads"])
     lines = [
         "# steadytorch beside what engineers write by hand",
@@ -259,7 +259,7 @@ BRIEF = ("machine", "workloads", "time per step, best by hand = 1", "worst", "me
 
 
 def page_cells(document: Document, name: str) -> list[str] | None:
-    """One workload of the page's table; None where there is nothing to compare."""
+    """Cells of one workload in the page's table; None without a rival."""
     rows, entry = rows_of(document, name), document["workloads"][name]
     ours, best = ours_of(rows), best_of(rows, "period_ms")
     if ours is None or best is None:
@@ -278,7 +278,7 @@ def page_cells(document: Document, name: str) -> list[str] | None:
 
 
 def page(document: Document) -> str:
-    """The table of one machine for `docs/benchmarks.md`, with its versions."""
+    """Format the table of one machine for `docs/benchmarks.md`, with its versions."""
     cells = [page_cells(document, name) for name in document["workloads"]]
     shown = [each for each in cells if each is not None]
     lines = [f"{heading(document)}:", "", *table(PAGE, shown), "", *over_all(document)]
@@ -286,7 +286,7 @@ def page(document: Document) -> str:
 
 
 def brief(documents: Iterable[Document]) -> str:
-    """The table for the README: a row per machine."""
+    """Format the table for the README, a row per machine."""
     return "\n".join(table(BRIEF, map(_brief_cells, documents))) + "\n"
 
 

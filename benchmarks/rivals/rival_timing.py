@@ -1,4 +1,4 @@
-"""Options timed one block at a time, in random order, while every other process waits."""
+"""Time options one block at a time in random order, while all other processes wait."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import numpy as np
 from rival_arms import OURS, Arm
 from rival_results import scatters
 
+from steadytorch.bench.series import Series
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.measurement import P99_NEEDS
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import WorkerFault
-from steadytorch.trial.series import Series
 
 NEAR = 1.5
-"""Rivals within this factor of ours are timed as often as ours, others just often enough."""
+"""Rivals within this factor of ours get as many samples as ours, others the minimum."""
 BLOCK_NS = 10e6
-"""Least time of a block."""
+"""Minimum time of a block."""
 ENOUGH, MOST = 1500, 4000
-"""Samples to take for p99 where that can be afforded, and at the most."""
+"""Samples for p99: the target if time allows, and the maximum."""
 ALONE_S, LEAST_ALONE = 1.0, 20
-"""Of each option that is timed by itself, per metric: seconds, or the time of so many calls."""
+"""Limits per metric for an option timed alone: seconds, and number of calls."""
 EXPLAINED_S = 3.0
-"""Of ours where it scatters: `explain` asks for ten different readings of the clock in a row before
-it says what follows it, and the clock is read every 45 ms or more rarely."""
+"""Time for ours if its CV exceeds the limit. `explain` needs ten consecutive different readings of
+the clock, which is read every 45 ms or more rarely."""
 BLOCK_S = 120.0
 
 
 def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: Random) -> None:
-    """Fills the arms' blocks: paired rounds within half of the time, then samples for p99.
+    """Fill the arms' blocks: paired rounds in the first half of the time, then samples for p99.
 
-    Where the other half is too short for the p99 of any, it goes to further rounds.
+    If the second half is too short for any p99, it goes to further rounds.
 
     Args:
-        arms: those that failed are passed by, and one that fails meanwhile is out from there on.
-        metrics: the first is the one whose p99 is asked for.
-        seconds: for all of it; the fewest rounds that support a verdict are taken in any case.
-        rng: decides the order within each round.
+        arms: failed ones are skipped, and those that fail meanwhile drop out.
+        metrics: metrics to time; p99 is for the first.
+        seconds: time limit; the minimum number of rounds for a verdict is always taken.
+        rng: randomises the order within each round.
     """
     for arm in arms:
         if arm.is_live:
@@ -65,16 +65,16 @@ def time_all(arms: Sequence[Arm], metrics: Sequence[str], seconds: float, rng: R
 def time_alone(
     arms: Sequence[Arm], chosen: Sequence[str], metrics: Sequence[str], rng: Random
 ) -> None:
-    """Times some options once more, one after the other and without changing between them.
+    """Time some options again, one after the other without alternating.
 
-    A process that shares the host with a dozen others finds its caches taken at each turn, which
-    compares options fairly, and is not how one of them is served. The others end first.
+    With a dozen alternating processes, each finds its caches evicted. This is a fair comparison,
+    but not how one option is served. The other processes are ended first.
 
     Args:
-        arms: all of them.
-        chosen: which options to time.
-        metrics: of what.
-        rng: decides who is first.
+        arms: all arms.
+        chosen: options to time.
+        metrics: metrics to time.
+        rng: randomises the order.
     """
     for arm in arms:
         if arm.option not in chosen:
@@ -95,13 +95,13 @@ def time_alone(
 
 
 def clocks(arm: Arm) -> list[float]:
-    """MHz over each of an arm's periods in turns, NaN where unknown; empty where it has failed."""
+    """Clock in MHz over each of an arm's periods, NaN where unknown; empty if it failed."""
     found = _asked(arm, "clocks") if arm.is_live else None
     return [] if found is None else found[len(found) - len(arm.samples("period")) :]
 
 
 def block_count(typical_ns: float, base_ns: float) -> int:
-    """Iterations of one block: at least `BLOCK_NS` of them, 5 to 10 of near arms, 3 of others."""
+    """Iterations of one block: at least `BLOCK_NS` long, 5 to 10 for near arms, 3 for others."""
     least = int(np.ceil(BLOCK_NS / max(typical_ns, 1.0)))
     if typical_ns > NEAR * base_ns:
         return max(3, least)
@@ -109,11 +109,11 @@ def block_count(typical_ns: float, base_ns: float) -> int:
 
 
 def affordable(arms: Sequence[Arm], metric: str, seconds: float) -> list[Arm]:
-    """Ours, then the fastest, as long as the samples they lack for p99 fit into the time."""
+    """Ours, then the fastest arms, while the samples missing for p99 fit in the time."""
     chosen: list[Arm] = []
     for arm in sorted(arms, key=lambda arm: (arm.option != OURS, arm.typical_ns)):
         lacking = max(0, ENOUGH - len(arm.samples(metric)))
-        seconds -= 1.3e-9 * lacking * arm.typical_ns  # what is discarded at each switch included
+        seconds -= 1.3e-9 * lacking * arm.typical_ns  # including samples discarded at each switch
         if seconds < 0:
             break
         chosen.append(arm)
@@ -121,14 +121,14 @@ def affordable(arms: Sequence[Arm], metric: str, seconds: float) -> list[Arm]:
 
 
 def _top_up(arms: list[Arm], metric: str, base_ns: float, rng: Random, seconds: float) -> None:
-    """More rounds among arms until each has samples enough for its p99."""
+    """Take more rounds until each arm has enough samples for its p99."""
     end = time.monotonic() + 1.5 * seconds
     while (arms := [arm for arm in arms if lacks(arm, metric)]) and time.monotonic() < end:
         _round(arms, metric, base_ns, rng)
 
 
 def lacks(arm: Arm, metric: str) -> bool:
-    """Whether more samples are wanted before something is said of its p99."""
+    """Whether an arm needs more samples for its p99."""
     samples = arm.samples(metric)
     if not arm.is_live or len(samples) >= MOST:
         return False
@@ -152,7 +152,7 @@ def _block(arm: Arm, metric: str, count: int) -> list[int] | None:
 
 
 def _asked(arm: Arm, method: str, **arguments: Any) -> Any:
-    """The answer of an arm's process; None, and it is out, where there is none."""
+    """Call an arm's process; on failure, reject the arm and return None."""
     try:
         return arm.worker.call(method, BLOCK_S, **arguments)
     except WorkerFault as fault:

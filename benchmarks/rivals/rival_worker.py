@@ -12,24 +12,24 @@ import torch
 from rival_options import OPTIONS, Call
 
 import steadytorch as steady
+from steadytorch.bench.counting import counted_of, counting
+from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.measure.sampler import warm_up
-from steadytorch.trial.counting import counted_of, counting
-from steadytorch.trial.worker import WorkloadHandler, own_errors
-from steadytorch.tune.verify import verify
 from steadytorch.tune.worker import REFERENCE
+from steadytorch.verification.verify import verify
 
 SETTLING_NS = 4e6
-"""Of each turn, beside its ramp, not kept: a dozen processes have had the caches since the last."""
+"""Time dropped at each turn, after the ramp: other processes have evicted the caches."""
 
 
 class SetUp(msgspec.Struct, frozen=True):
-    """How an option came to be ready, and how right it is.
+    """Cost of an option's set-up, and its error.
 
     Attributes:
-        setup_s: seconds from the loaded model to its first result, compilation included.
-        peak_memory_bytes: allocated on the device (CUDA), or resident (CPU), at the most.
+        setup_s: seconds from the loaded model to its first result, including compilation.
+        peak_memory_bytes: peak memory allocated on the device (CUDA) or resident (CPU).
         error: relative L2 error against float64, the worst of three inputs.
-        fault: why its results cannot be used, None where they can.
+        fault: why its results cannot be used, or None.
     """
 
     setup_s: float
@@ -39,7 +39,7 @@ class SetUp(msgspec.Struct, frozen=True):
 
 
 class RivalHandler(WorkloadHandler):
-    """Answers the benchmark. Methods take and return msgpack types."""
+    """Worker of the benchmark. Methods take and return msgpack types."""
 
     counts_cycles = True
 
@@ -48,7 +48,7 @@ class RivalHandler(WorkloadHandler):
         self._clocks_mhz: list[float] = []
 
     def prepare(self, option: str, plan: str | None) -> float:
-        """Makes a hand-written option, or with `plan` what steadytorch serves; seconds it took."""
+        """Set up a hand-written option, or steadytorch with `plan`; return the seconds taken."""
         device = self._workload.device.type
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -65,7 +65,7 @@ class RivalHandler(WorkloadHandler):
         return self._setup_s
 
     def check(self) -> dict[str, Any]:
-        """What verification says of it, after its peak of memory was read; returns a `SetUp`."""
+        """Read the peak memory, then verify the option; return a `SetUp`."""
         peak = self._peak_memory()
         data = torch.load(
             self._directory / REFERENCE, map_location=self._workload.device, weights_only=True
@@ -75,7 +75,7 @@ class RivalHandler(WorkloadHandler):
         return msgspec.to_builtins(SetUp(self._setup_s, peak, error, found.fault))
 
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block after the ramp and `SETTLING_NS` more that are not kept."""
+        """Time a block after dropping the ramp and `SETTLING_NS` more."""
         settling = math.ceil(SETTLING_NS / max(self._iteration_ns * self._group, 1))
         if metric != "period":
             return super().block(metric, settling + count)[settling:]
@@ -86,7 +86,7 @@ class RivalHandler(WorkloadHandler):
         return times
 
     def clocks(self) -> list[float]:
-        """MHz over every period of the blocks so far, NaN where that was not counted."""
+        """Clock in MHz over every period of the blocks so far, NaN where not counted."""
         return self._clocks_mhz
 
     def _by_hand(self, device: str, option: str) -> Call:
@@ -94,7 +94,7 @@ class RivalHandler(WorkloadHandler):
         return OPTIONS[device][option](self._workload.model, example)
 
     def _served(self, plan: str) -> Call:
-        """What a user of the plan calls: `plan.apply`, look-up and checks at each call included."""
+        """Serve the plan as a user would: `plan.apply`, with look-up and checks at each call."""
         loaded = steady.load_plan(plan)
         self._transforms = len(loaded.candidate)
         self._tuned = loaded.apply(self._workload.model)

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Plan": "plan.plan",
+    "Plan": "serve.plan",
     "PlanError": "errors",
     "SteadyError": "errors",
     "UnsupportedError": "errors",
     "UsageError": "errors",
     "Workload": "workload.workload",
     "benchmark_mode": "runtime.benchmark_mode",
-    "compare": "trial.compare",
+    "compare": "bench.compare",
     "conv": "tune.engines",
     "doctor": "doctor",
     "explain": "explain.session",
-    "export_plans": "plan.exchange",
-    "import_plans": "plan.exchange",
+    "export_plans": "serve.exchange",
+    "import_plans": "serve.exchange",
     "judge": "measure.race",
-    "load_plan": "plan.plan",
+    "load_plan": "serve.plan",
     "load_workload": "workload.loading",
-    "measure": "trial.measure",
+    "measure": "bench.measure",
     "optimize": "tune.optimize",
     "prefetch": "runtime.prefetch",
     "report": "report.html",
@@ -61,18 +61,18 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
 ]
 
 if TYPE_CHECKING:
+    from steadytorch.bench.compare import compare
+    from steadytorch.bench.measure import measure
     from steadytorch.doctor import doctor
     from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
     from steadytorch.explain.session import explain
     from steadytorch.measure.measurement import summarize
     from steadytorch.measure.race import judge
-    from steadytorch.plan.exchange import export_plans, import_plans
-    from steadytorch.plan.plan import Plan, load_plan
     from steadytorch.report.html import report
     from steadytorch.runtime.benchmark_mode import benchmark_mode
     from steadytorch.runtime.prefetch import prefetch
-    from steadytorch.trial.compare import compare
-    from steadytorch.trial.measure import measure
+    from steadytorch.serve.exchange import export_plans, import_plans
+    from steadytorch.serve.plan import Plan, load_plan
     from steadytorch.tune.engines import conv
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports public names on first use: PyTorch takes seconds to load, `--help` must not."""
+    """Imports public names on first use, because importing PyTorch takes seconds."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'steadytorch' has no attribute {name!r}")
     value = getattr(import_module(f"steadytorch.{_EXPORTS[name]}"), name)
@@ -95,10 +95,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps public functions in front of the rooms that share their names.
+    """Keeps the import system from replacing public functions by subpackages of the same name.
 
-    Importing `steadytorch.tune.session` would otherwise put the room in the place of the function
-    `steadytorch.tune`.
+    Importing `steadytorch.tune.session` would otherwise replace the function `steadytorch.tune`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

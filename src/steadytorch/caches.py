@@ -1,4 +1,4 @@
-"""Where this user's caches lie, and what may be taken from there."""
+"""Locations of this user's caches, and checks that they are private."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path | None:
-    """A folder for one kind of cached files; it need not be there. None without a home for it.
+    """Path of a cache folder, present or not; None without a home directory.
 
     Args:
-        name: of the folder, within that of this package.
+        name: name of the folder within this package's cache.
     """
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG base directory specification.
+    # The XDG base directory specification says to ignore a relative path.
     if os.path.isabs(caches):
         return Path(caches, "steadytorch", name)
     try:
@@ -25,14 +25,14 @@ def cache_folder(name: str) -> Path | None:
 
 
 def why_not_private(seen: os.stat_result, what: str) -> str | None:
-    """What speaks against running code from a file: others than this user and root may write to it.
+    """Returns why users other than this one and root may write to a file or folder.
 
     Args:
-        seen: its state, or that of the folder that it lies in.
-        what: it is called.
+        seen: status of the file or folder.
+        what: its name in the reason.
 
     Returns:
-        None where nothing does.
+        The reason, or None if it is private.
     """
     if seen.st_uid not in (os.geteuid(), 0):
         return f"{what} belongs to user {seen.st_uid}"
@@ -42,10 +42,10 @@ def why_not_private(seen: os.stat_result, what: str) -> str | None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a directory and its missing parents, for this user alone.
+    """Creates a directory and its missing parents, accessible to this user alone.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: a directory cannot be created.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):

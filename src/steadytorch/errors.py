@@ -1,19 +1,19 @@
-"""The one exception tree of the project.
+"""The exception tree of the project.
 
-Expected outcomes (a transform that does not apply, a candidate that fails verification) are values
-with a reason, not exceptions. Exceptions are for misuse and for faults; each message says what
-happened, the value seen, and what to do.
+Exceptions are for misuse and faults; each message says what happened, the value seen, and what to
+do. Expected outcomes (a transform that does not apply, a candidate that fails verification) are
+values with a reason instead.
 """
 
 
 class SteadyError(Exception):
-    """Base of every error raised on purpose; `exit_code` is what the command line ends with."""
+    """Base of all errors raised on purpose; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(SteadyError):
-    """The request or its input is wrong: bad option, unknown model, inputs that do not fit."""
+    """The request or its input is wrong: a bad option, an unknown model, inputs that do not fit."""
 
     exit_code = 2
 
@@ -31,10 +31,9 @@ class PlanError(SteadyError):
 
 
 class TraceError(UsageError):
-    """A trace could not be read: missing, cut short, malformed, or no trace of PyTorch's profiler.
+    """A trace could not be read: missing, truncated, malformed, or not from PyTorch's profiler.
 
-    `offset` is the byte at which it breaks, counted in the JSON text (after decompression); None
-    where no single byte is to blame.
+    `offset` is the byte of the error in the decompressed JSON text; None without a single position.
     """
 
     def __init__(self, message: str, offset: int | None = None) -> None:
@@ -43,14 +42,14 @@ class TraceError(UsageError):
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first line of what an exception says, or its type where it says nothing."""
+    """The first line of an exception's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception as one printable line, with its type unless it is one of this project."""
+    """Formats an exception as one printable line, with its type unless it is a `SteadyError`."""
     lines = str(error).strip().splitlines()
-    # Compilers announce the cause in one line and name it in the next.
+    # Compilers introduce the cause with a colon and name it on the next line.
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     first = "".join(c if c.isprintable() else "?" for c in text)[:most]
     return first if isinstance(error, SteadyError) else f"{type(error).__name__}: {first}"

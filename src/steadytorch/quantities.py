@@ -1,4 +1,4 @@
-"""Times, sizes and counts as people read and write them."""
+"""Parses and formats times, sizes and counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds from `90`, `90s`, `3m`, `1.5h` or `500ms`.
+    """Parses `90`, `90s`, `3m`, `1.5h` or `500ms` to seconds.
 
     Raises:
         UsageError: not a positive time.
@@ -23,7 +23,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from `8GiB`, `500MB` or a plain number.
+    """Parses `8GiB`, `500MB` or a plain number to bytes.
 
     Raises:
         UsageError: not a positive size.
@@ -32,7 +32,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def size(byte_count: float) -> str:
-    """A size such as `1.23 GiB`."""
+    """Formats a size, such as `1.23 GiB`."""
     for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if byte_count >= factor:
             digits = 2 if byte_count < 10 * factor else 1 if byte_count < 100 * factor else 0
@@ -41,7 +41,7 @@ def size(byte_count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun, such as `1,234 calls`."""
+    """Formats a count with its noun, such as `1,234 calls`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

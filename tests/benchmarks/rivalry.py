@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import nn
-
+from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording
-from steadytorch.trial.series import Series
 
 ENVIRONMENT = {
     "device": "cuda",
@@ -18,31 +15,6 @@ ENVIRONMENT = {
     "driver": "580.1",
     "cores_logical": 16,
 }
-
-
-class Pair(NamedTuple):
-    scores: torch.Tensor
-    ids: torch.Tensor
-
-
-class Nested(nn.Module):
-    """Takes token ids and an image, returns containers within containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(11, 4)
-        self.pixels = nn.Conv2d(3, 4, 3)
-
-    def forward(self, ids: torch.Tensor, image: torch.Tensor) -> dict[str, Any]:
-        mixed = self.words(ids).mean(1) + self.pixels(image).mean((2, 3))
-        return {"pair": Pair(mixed, ids + 1), "twice": [2 * mixed]}
-
-
-def inputs(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(11, (2, 5), generator=generator)
-    return ids, torch.randn(2, 3, 8, 8, generator=generator)
 
 
 def series(durations_ns: list[int], failed: str | None = None, **seen: Any) -> Series:

@@ -25,7 +25,7 @@ def test_readings_count_that_were_taken_within_the_spans():
         power_milliwatts=(200_000,) * 2 + (699_000,) * 4 + (200_000,) * 4,
     )
     found = rival_power.power_of(given, [(150, 550)], [[70, 70]], [])
-    assert found.pop("finding").startswith("the power limit holds the GPU's clock for 100 %")
+    assert found.pop("finding").startswith("the power limit holds the GPU clock down for 100 %")
     assert found == {
         "clock_share": None,
         "held": 1.0,
@@ -78,7 +78,7 @@ def turns(ours_mask, slow_mhz, others_mask, others_mhz):
 
 def test_what_follows_the_clock_of_its_own_turns_is_put_down_to_the_limit():
     found = turns(POWER, 1920, 0, 1980)
-    assert found["finding"].startswith("the power limit holds the GPU's clock for ")
+    assert found["finding"].startswith("the power limit holds the GPU clock down for ")
     assert found["variance_share"] > 0.6  # the first of a block have the reading of the one before
     assert found["held"] == pytest.approx(1 / 3, abs=0.02)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from rival_arms import Arm
 from rival_processes import anew, close, over_processes
-
-from steadytorch.process.worker import Fault, WorkerFault
 
 from .rivalry import judgement, row
 
@@ -59,39 +56,6 @@ def test_those_that_may_be_the_best_are_close_to_it_and_right():
 def test_the_best_by_latency_counts_as_well():
     given = [*rows(), row("net", "graph", 12.0, latency_ms=9.0)]
     assert close(given) == ["freezing", "graph"]
-
-
-def test_each_set_ends_before_the_next_begins():
-    alive = []
-
-    def started():
-        assert not any(arm.worker.alive for arm in alive)
-        alive[:] = [Arm("steadytorch", Scripted(5e6), stage="ready")]
-        return list(alive)
-
-    assert len(anew(started, 3, ("period",), 0.0, Random(0), told.append)) == 3
-    assert not alive[0].worker.alive
-
-
-def test_a_set_ends_where_timing_is_broken_off():
-    arm = Arm("steadytorch", Scripted(5e6), stage="ready")
-    arm.worker.call = SimpleNamespace  # takes no such arguments
-    with pytest.raises(TypeError):
-        anew(lambda: [arm], 1, ("period",), 0.0, Random(0), told.append)
-    assert not arm.worker.alive
-
-
-def test_a_set_that_cannot_be_set_up_is_told_and_left_out():
-    turns = iter([WorkerFault(Fault.RAISED, "no memory"), None])
-
-    def started():
-        if (fault := next(turns)) is not None:
-            raise fault
-        return [Arm("steadytorch", Scripted(5e6), stage="ready")]
-
-    told.clear()
-    assert len(anew(started, 2, ("period",), 0.0, Random(0), told.append)) == 1
-    assert told == ["set 1 of 2 failed: no memory"]
 
 
 def test_the_verdict_is_of_one_estimate_per_process_and_not_of_the_first():

@@ -117,4 +117,4 @@ def test_a_bundled_network_is_trained_where_asked_for(steady):
 def test_transforms_that_decide_no_engines_are_no_part_of_a_training_step(steady, transform):
     shown = steady("conv", f"net.py:trained@{transform}", "--train")
     assert shown.code == 2
-    assert "engines of a training step depend on its element type" in only_line(shown.err)
+    assert "does not apply to choosing engines for the training step" in only_line(shown.err)

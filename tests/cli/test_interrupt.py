@@ -131,12 +131,13 @@ def _check_aftermath(terminal):
     ("moment", "budget", "timed"),
     [
         (r"the untouched workload", "5m", 0),
-        (r"known-strong combinations", "5m", 0),
+        (r"known strong combinations", "5m", 0),
         # Too little for a compiler, whose candidates would be waited for before any is timed.
         (r"[\d.]+ (us|ms)\b", "30s", 2),
     ],
     ids=["baseline", "candidates being set up", "first result"],
 )
+@pytest.mark.sampled(every=3)
 def test_an_interrupted_search_keeps_what_it_has(terminal, folder, moment, budget, timed):
     running = terminal("tune", "tiny.py:small", "--budget", budget, "--json", "out.json")
     running.wait_for(moment)
@@ -167,6 +168,7 @@ def test_an_impatient_user_is_obeyed(terminal):
     assert running.text.rfind(SHOW) > running.text.rfind(HIDE)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_the_workload_loads(terminal, folder):
     (folder / "endless.py").write_text(
         "import time\ndef factory():\n    print('loading now', flush=True)\n    time.sleep(600)\n"
@@ -190,7 +192,8 @@ def _check_end_by_signal(terminal, code=143, said="terminated"):
     assert terminal.text.count(f"steady: {said}") == 1
 
 
-@pytest.mark.parametrize("moment", ["the untouched workload", "known-strong combinations"])
+@pytest.mark.parametrize("moment", ["the untouched workload", "known strong combinations"])
+@pytest.mark.sampled(every=2)
 def test_a_search_that_is_terminated_leaves_nothing(terminal, folder, moment):
     running = terminal("tune", "tiny.py:small", "--budget", "5m", "--json", "out.json")
     running.wait_for(moment)
@@ -202,6 +205,7 @@ def test_a_search_that_is_terminated_leaves_nothing(terminal, folder, moment):
     assert not (folder / "out.json").exists()
 
 
+@pytest.mark.slow
 def test_so_does_one_whose_workload_loads(terminal, folder):
     (folder / "endless.py").write_text(
         "import time\ndef factory():\n    print('loading now', flush=True)\n    time.sleep(600)\n"
@@ -216,6 +220,7 @@ def test_so_does_one_whose_workload_loads(terminal, folder):
     ("number", "code", "said"),
     [(signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
 )
+@pytest.mark.sampled(every=2)
 def test_a_measurement_that_is_ended_leaves_nothing(terminal, number, code, said):
     running = terminal("measure", "tiny.py:small", "--budget", "10m")
     running.wait_for("process 1 of 1")
@@ -223,6 +228,7 @@ def test_a_measurement_that_is_ended_leaves_nothing(terminal, number, code, said
     _check_end_by_signal(running, code, said)
 
 
+@pytest.mark.slow
 def test_a_search_whose_terminal_is_closed_leaves_nothing(terminal):
     running = terminal("tune", "tiny.py:small", "--budget", "5m", "--store", "plans")
     running.wait_for("the untouched workload")
@@ -295,6 +301,7 @@ def test_an_interrupted_series_keeps_its_samples(terminal, folder):
     assert (found["interrupted"], found["failed"]) == (True, None)
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_second_process_keeps_the_first(terminal, folder):
     running = terminal(
         *("measure", "tiny.py:small", "--processes", "2", "--budget", "1s"),
@@ -309,6 +316,7 @@ def test_an_interrupt_in_the_second_process_keeps_the_first(terminal, folder):
     assert "over time, medians from" in running.text
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_anything_was_timed_leaves_nothing(terminal, folder):
     running = terminal("measure", "tiny.py:small", "--json", "out.json")
     running.wait_for("process 1 of 1")

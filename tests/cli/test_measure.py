@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from steadytorch.bench import measure as module
+from steadytorch.bench.measure import HostBlock, MeasureResult, ProcessMeasurement
+from steadytorch.bench.worker import SetUp
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp
-from steadytorch.trial import measure as module
-from steadytorch.trial.measure import HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.trial.worker import SetUp
 
 from .conftest import only_line
 
@@ -94,6 +94,7 @@ def test_a_measurement_from_end_to_end(steady, folder):
     assert (found["failed"], found["interrupted"]) == (None, False)
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_late_ends_with_1_and_keeps_its_samples(steady, factories):
     ended = steady("measure", "failing.py:late", "--json", "out.json", "--quiet")
     assert (ended.code, ended.out) == (1, "")
@@ -168,6 +169,7 @@ def test_a_hostile_name_that_is_wrong_is_shown_as_text(steady):
     assert "\\x1b[2J" in only_line(ended.err)
 
 
+@pytest.mark.slow
 def test_who_reads_no_further_gets_the_file_all_the_same(folder):
     """As `steady measure ... | head -1`; 1 would be the answer of a gate."""
     words = ["measure", "tiny.py:small", "--budget", "200ms", "--json", "out.json"]
@@ -198,8 +200,8 @@ def test_a_full_disk_is_one_line_and_no_failed_gate(folder):
     ("option", "said"),
     [
         (["--seed", "99999999999999999999"], "seed 99999999999999999999 does not fit"),
-        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be made"),
-        (["--batch", "99999999999"], "a batch of 99999999999 cannot be made"),
+        (["--input", "99999999999999999999x3"], "input '99999999999999999999x3' cannot be created"),
+        (["--batch", "99999999999"], "a batch of 99999999999 cannot be created"),
     ],
 )
 def test_numbers_that_are_too_large_are_one_line(steady, option, said):

@@ -298,22 +298,22 @@ def test_transforms_that_may_do_nothing_are_told(monkeypatch, capsys):
     for quiet in (False, True):
         options.load_with_transforms("small@prefetch", CPU, quiet=quiet)
     assert capsys.readouterr().err.splitlines() == [
-        "steady: note: a search would leave out prefetch here: the workload carries no loader "
-        "(Workload.from_loader)"
+        "steady: note: a search would leave out prefetch here: the workload has no loader: "
+        "create it with Workload.from_loader"
     ]
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("", "'' is not a transform such as channels_last"),
+        ("", "'' is not a transform: write a name"),
         ("sorcery", "unknown transform 'sorcery': use one of fold_batch_norm"),
         ("inference_mode+", "'' is not a transform"),
-        ("compile(fastest)", "'compile(fastest)' is no variant of compile: use one of compile("),
+        ("compile(fastest)", "'compile(fastest)' is not a variant of compile; available: compile("),
         ("compile(", "'compile(' is not a transform"),
-        ("cuda_graph(warp)", "is no variant of cuda_graph"),
-        ("inference_mode+inference_mode", "inference_mode occurs twice"),
-        ("cast_weights+autocast", "cast_weights and autocast both claim the element type"),
+        ("cuda_graph(warp)", "is not a variant of cuda_graph"),
+        ("inference_mode+inference_mode", "inference_mode is listed twice"),
+        ("cast_weights+autocast", "cast_weights and autocast both control the dtype"),
     ],
 )
 def test_wrong_transforms_are_refused(settings, said):

@@ -13,10 +13,10 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import MachineClaim
 from steadytorch.plan.engines import Kept, store_of_engines
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.plan import Plan, load_plan
 from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan, load_plan
 from steadytorch.tune import reverify as engine
 from steadytorch.tune.reverify import Reverified
 from steadytorch.tune.select import Options
@@ -319,7 +319,7 @@ def test_all_bundled_plans_are_verified_and_others_passed_over(steady, store, ke
     assert ended.code == 1
     assert [(name, workload) for name, workload, _ in asked] == [(bundled.id, "resnet18")]
     assert ended.out.count("skipped: ") == 2
-    assert "name its workload with --workload" in " ".join(ended.out.split())
+    assert "pass it with --workload" in " ".join(ended.out.split())
 
 
 def test_where_no_plan_can_be_verified_all_ends_with_3(steady, kept, reverified):
@@ -339,7 +339,7 @@ def test_a_plan_of_another_machine_ends_with_3(steady, kept):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MINE"], "name its workload with --workload"),
+        (["MINE"], "pass it with --workload"),
         (["MINE", "--workload", "tiny.py:small", "--batch", "5"], "does not fit here: signature"),
         (["MINE", "--workload", "tiny.py:small", "--train"], "train"),
         (["MINE", "--workload", "tiny.py:unfit"], "does not fit here: workload"),
@@ -377,5 +377,5 @@ def test_a_verification_from_end_to_end(steady, store):
     line = only_line(ended.err)
     assert line.startswith(f"plan {plan.id} failed: relative error ")
     assert line.endswith("exceeds 1.0e-09")
-    assert "processes 1 of 5" in ended.out
+    assert "round 1 of 5" in ended.out
     assert "tune again, or remove it with steady plans rm" in " ".join(ended.out.split())

@@ -72,7 +72,7 @@ def test_plans_go_to_standard_output(steady, folder, monkeypatch):
         path.write_bytes(b"plans")
         return []
 
-    monkeypatch.setattr("steadytorch.plan.exchange.export_plans", export)
+    monkeypatch.setattr("steadytorch.serve.exchange.export_plans", export)
     ended = steady("plans", "export", "-")
     assert (ended.code, ended.out) == (0, "plans")
     assert ended.err == "0 plans in -\n"

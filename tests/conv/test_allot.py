@@ -193,6 +193,6 @@ def test_a_device_that_is_lost_ends_choosing_and_what_was_chosen_stays(bench):
     found = bench.run(before={PROBLEMS[3].key: Choice("eng3")})
     assert [one.choice for one in found] == [Choice("eng1"), None, None, None]
     assert found[1].reason == "RuntimeError: illegal memory access"
-    assert [one.reason for one in found[2:]] == ["the device failed at another before"] * 2
+    assert [one.reason for one in found[2:]] == ["the device failed at an earlier problem"] * 2
     assert list(bench.asked_s) == PROBLEMS[:2]
     assert bench.sound == []

@@ -29,7 +29,7 @@ def test_a_choice_reads_back(choice):
     "text", ["", "eng", "eng1;rm", "c0:eng1", "fp64:eng1", "c4:c4:eng1", "eng1_k2", "__import__"]
 )
 def test_what_is_no_choice_is_refused(text):
-    with pytest.raises(UsageError, match="is no choice"):
+    with pytest.raises(UsageError, match="is not an engine choice"):
         read_choice(text)
 
 

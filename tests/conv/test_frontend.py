@@ -59,7 +59,7 @@ def test_a_frontend_that_is_missing_is_refused_with_what_to_install(monkeypatch)
 
 def test_another_cudnn_than_pytorchs_is_refused_with_both_versions(cudnn):
     cudnn.backend_version = lambda: 92300
-    with pytest.raises(UnsupportedError, match="loads cuDNN 92300, PyTorch has 91900"):
+    with pytest.raises(UnsupportedError, match="loads cuDNN 92300, but PyTorch uses 91900"):
         frontend.frontend()
 
 

@@ -43,6 +43,7 @@ def test_without_a_gpu_it_is_pytorchs_convolution(layout):
 
 
 @LAYOUTS
+@pytest.mark.sampled(every=2)
 def test_gradients_are_right(layout):
     x, w, b, z, *rest = arguments(layout, dtype=torch.float64)
     # Away from the kink of the ReLU, where differences are no gradient.
@@ -285,7 +286,6 @@ def test_a_convolution_as_a_module_runs_its_engine(cudnn, choice):
     assert plans.MISSES == {}
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")
 def test_a_convolution_as_a_module_passes_through_the_compiler_whole():
     x, w, b, z = posed()

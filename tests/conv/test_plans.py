@@ -234,7 +234,7 @@ def test_where_no_engine_can_run_at_all_one_line_says_so(cudnn, monkeypatch, cap
     (record,) = caplog.records
     assert record.getMessage() == (
         "PyTorch runs every convolution in place of its engine: choosing cuDNN engines needs it: "
-        "pip install 'it'; results are right, the gain is lost"
+        "pip install 'it'; results are correct, but the speedup is lost"
     )
 
 

@@ -152,7 +152,7 @@ def test_nothing_more_is_recorded_on_a_device_that_is_lost(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     arms = [Recorded("eng1", RuntimeError("illegal")), Recorded("eng2")]
-    with pytest.raises(UnsupportedError, match="eng1 ended all work on the device"):
+    with pytest.raises(UnsupportedError, match="eng1 made the device unusable"):
         record_all(arms)
     assert arms[1].place == ()
 

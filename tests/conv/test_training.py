@@ -275,7 +275,6 @@ def test_without_gradients_the_forward_pass_alone_is_noted():
     assert {problem.operation for problem in recorder.found} == {"fprop"}
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")
 def test_sixteen_bits_pass_through_the_compiler_whole():
     model, x = equip(net(), Engines({})), image()

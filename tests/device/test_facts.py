@@ -163,12 +163,13 @@ def test_a_missing_driver_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(facts_module, "_driver", no_driver)
-    with pytest.raises(UnsupportedError, match="no NVIDIA driver was found"):
+    with pytest.raises(UnsupportedError, match="no NVIDIA driver found"):
         resolve_device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("visible", "reason"), [("-1", "CUDA_VISIBLE_DEVICES='-1' leaves no GPU"), (None, "no device")]
+    ("visible", "reason"),
+    [("-1", "CUDA_VISIBLE_DEVICES='-1' leaves no GPU"), (None, "no usable device")],
 )
 def test_a_hidden_or_absent_device_is_named(monkeypatch, visible, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -31,7 +31,7 @@ def test_cpu_model_is_read_from_cpuinfo(tree):
 
 
 def test_cpu_model_says_when_cpuinfo_names_none(tree):
-    with pytest.raises(NotObservable, match="names no model"):
+    with pytest.raises(NotObservable, match="does not name the processor model"):
         host.cpu_model(tree(**{"proc|cpuinfo": "CPU implementer : 0x41\n"}))
 
 
@@ -86,7 +86,7 @@ def test_a_path_of_the_host_falls_back_to_what_is_mounted(tree):
 
 
 def test_without_cgroups_the_quota_is_not_observable(tree):
-    with pytest.raises(NotObservable, match="no cgroup"):
+    with pytest.raises(NotObservable, match="cannot read a cgroup"):
         host.cpu_quota(tree(**{"proc|self|cgroup": ""}))
 
 

@@ -18,7 +18,7 @@ def _find(name, **kwargs):
 
 @pytest.fixture
 def root(tmp_path):
-    """A stand-in for a root file system with everything observable and no quota."""
+    """A fake root file system with everything observable and no quota."""
     files = {
         "proc/stat": "cpu 100 0 50 800 10 0 0 40 0 0\n",
         "proc/sys/kernel/perf_event_paranoid": "2\n",
@@ -34,7 +34,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """An empty PATH on which a test puts programs."""
+    """An empty PATH to which a test adds programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -167,7 +167,8 @@ def test_a_frontend_of_another_version_is_not_usable(monkeypatch, version):
     monkeypatch.setattr(probes, "find_spec", lambda name: object())
     monkeypatch.setattr(metadata, "version", lambda package: version)
     found = _find("cuDNN frontend")
-    assert (found.ok, found.detail) == (False, f"version {version} is not usable, 1.26 is")
+    expected = f"version {version} is not supported; 1.26 is required"
+    assert (found.ok, found.detail) == (False, expected)
     assert found.remedy is not None
     assert found.remedy.startswith("pip install 'steadytorch[cudnn]'")
 

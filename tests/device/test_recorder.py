@@ -128,10 +128,13 @@ def test_callbacks_are_restored_and_those_of_others_stay():
 def test_a_body_that_clears_the_callbacks_does_no_harm():
     before = list(gc.callbacks)
     try:
-        with Recorder("cpu", SELDOM_S):
+        with Recorder("cpu", SELDOM_S) as recorder:
             gc.callbacks.clear()
+        assert gc.callbacks == []
     finally:
         gc.callbacks[:] = before
+    assert not _threads()
+    assert len(recorder.recording.at_ns) == 2
 
 
 def test_a_body_that_raises_stops_the_recorder_and_leaves_a_recording():
@@ -268,7 +271,7 @@ def test_a_channel_that_fails_midway_is_let_go_with_its_reason(cuda_h200, fake_n
         refused["nvmlDeviceGetClockInfo"] = pynvml.NVML_ERROR_GPU_IS_LOST
     seen = recorder.recording
     assert seen.sm_clock_mhz is None
-    assert "NVML says" in seen.unknown["sm_clock_mhz"]
+    assert "NVML error" in seen.unknown["sm_clock_mhz"]
     assert seen.power_milliwatts == (76_500, 76_500)
 
 
@@ -306,7 +309,7 @@ def test_a_recorder_can_be_used_again():
     with recorder:
         pass
     first = recorder.recording
-    with recorder, pytest.raises(UsageError, match="once its body has ended"):
+    with recorder, pytest.raises(UsageError, match="block has ended"):
         _ = recorder.recording
     assert recorder.recording.at_ns[0] > first.at_ns[-1]
 

@@ -125,7 +125,7 @@ def test_under_another_numbering_one_of_the_listed_is_us():
 
 
 def test_a_list_without_even_ourselves_is_not_believed():
-    with pytest.raises(NotObservable, match="leaves out even this process"):
+    with pytest.raises(NotObservable, match="omits this process"):
         count_others([], own=[1], has_context=True)
 
 

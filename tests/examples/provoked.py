@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from steadytorch.explain.finding import Finding
 from steadytorch.explain.session import explain
 from steadytorch.results.explain import Explanation
 from steadytorch.workload.loading import load_workload
@@ -55,18 +54,17 @@ BESIDES = {
     },
     # Two programs take turns on the GPU, and kernels are interrupted.
     "neighbour-process": {"slow-kernels"},
+    # A synchronous copy waits for the GPU; on some hosts the GPU runs dry meanwhile.
+    "synchronous-copy": {"synchronisation"},
 }
 """What the same cause brings about besides, and the example's docstring or documentation says."""
-OF_RATIOS = frozenset({"idle-ramp", "input-pipeline", "memory-bound"})
-"""Rest on how long one thing takes over another: they need a machine that is not crowded."""
 OF_CODE = frozenset(
     {
         *("benchmark-mode", "bias-before-batch-norm", "graph-break", "recompilation"),
         "single-tensor-optimizer",
     }
 )
-"""Rest on what is run, whatever else runs meanwhile."""
-CONTENDED = 0.1
+"""Depend on what is run. The others depend on times, and need the cores to themselves."""
 OPTIONS = {
     "idle-ramp": {"pause": "25ms", "budget": "6s"},
     "lazy-loading": {"budget": "2s"},
@@ -114,32 +112,6 @@ def unexpected(finding: str, result: Explanation) -> set[str]:
 def told(result: Explanation) -> str:
     """All findings with their evidence, for the message of a failed test."""
     return "\n".join(f"{f.id}: {f.title}; {'; '.join(f.evidence)}" for f in result.findings)
-
-
-def _contention(result: Explanation) -> Finding | None:
-    return next((f for f in result.findings if f.id == "cpu-contention"), None)
-
-
-def contended(result: Explanation) -> bool:
-    """Whether other programs took so much of the cores that ratios of times say little."""
-    found = _contention(result)
-    assert result.measured is not None
-    return found is not None and found.cost_ns > CONTENDED * result.measured.median_ns
-
-
-def stolen_s(result: Explanation, cores: int) -> float | None:
-    """Seconds of all cores, of the one of measuring, that others took; None where it is not that.
-
-    That is contention whose cost is the time that other virtual machines are said to have taken.
-    """
-    found = _contention(result)
-    assert result.measured is not None
-    if found is None:
-        return None
-    share = found.title.removeprefix("cores are contended: ").partition(" of the time")[0]
-    if f"other virtual machines took {share} of all cores' time" not in found.evidence:
-        return None
-    return cores * found.cost_ns / result.measured.mean_ns
 
 
 def could_not_tell(finding: str, result: Explanation) -> str | None:

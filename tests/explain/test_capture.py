@@ -9,14 +9,14 @@ import numpy as np
 import psutil
 import pytest
 
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
 from steadytorch.explain import worker as in_worker
 from steadytorch.explain.capture import capture, element_types
-from steadytorch.explain.events import Category
-from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import ExplainHandler, Profiled
-from steadytorch.trial.worker import save_payload
+from steadytorch.traces.events import Category
+from steadytorch.traces.reader import read_trace
 from steadytorch.workload.loading import load_workload
 
 
@@ -35,7 +35,7 @@ def names_of(trace, *categories):
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """What the device reaches is measured once for all of these tests."""
+    """Measure the device's limits once for all of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -49,7 +49,7 @@ def tiny(cache):
 
 @pytest.fixture
 def nothing_left(tmp_path, monkeypatch):
-    """Fails the test if a process or a folder that it made is still there at its end."""
+    """Fail the test if it leaves a process or a folder behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
     yield
@@ -66,7 +66,7 @@ def test_the_workload_is_measured_before_it_is_profiled(tiny):
         "measuring without the profiler",
         "calls after pauses",
         "profiling",
-        "what the device reaches",
+        "measuring the device's limits",
     ]
     assert len(seen.measured.period.samples_ns) == len(seen.series.durations_ns) >= 10
     assert (seen.gaps, seen.failed, seen.interrupted) == ((), None, False)
@@ -78,7 +78,7 @@ def test_each_profiled_step_is_marked_and_holds_its_operators(tiny):
     steps = [row for row in marks if trace.name_of(int(row)).startswith("ProfilerStep#")]
     count = len(seen.profiled.periods_ns)
     assert 3 <= count <= 4
-    # Those that warmed up and settled are counted and not marked.
+    # Warm-up and settling steps are counted but not marked.
     numbers = [trace.name_of(int(row)).removeprefix("ProfilerStep#") for row in steps]
     assert numbers == [str(number) for number in range(3, 3 + count)]
     products = [row for row in trace.events.of(Category.CPU_OP) if "addmm" in trace.name_of(row)]
@@ -149,6 +149,7 @@ def test_a_training_step_shows_backward_and_optimizer(nothing_left):
     assert any("Optimizer.step#SGD" in name for name in found)
 
 
+@pytest.mark.slow
 def test_a_pause_that_is_asked_for_is_the_one_tried(nothing_left):
     probe = captured("tiny", steps=1, seconds=0.8, pause_s=0.02).notes["pause_probe"]
     assert (probe["pause_ms"], probe["asked"]) == ([20.0], True)
@@ -162,6 +163,7 @@ def test_a_workload_that_raises_at_once_is_a_usage_error(nothing_left):
         captured("at_once")
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_while_timed_is_not_profiled(nothing_left):
     seen = captured("while_timed", seconds=60)
     assert seen.failed == "RuntimeError: the data ended"
@@ -179,7 +181,10 @@ def test_a_workload_that_cannot_be_profiled_is_measured_all_the_same(nothing_lef
     assert seen.notes["pause_probe"]["rounds"] >= 1
 
 
-@pytest.mark.parametrize("moment", ["calls after pauses", "profiling", "what the device reaches"])
+@pytest.mark.parametrize(
+    "moment", ["calls after pauses", "profiling", "measuring the device's limits"]
+)
+@pytest.mark.sampled(every=3)
 def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     def interrupt(message):
         if message == moment:
@@ -188,7 +193,7 @@ def test_an_interrupt_after_the_measurement_keeps_it(nothing_left, moment):
     seen = captured("tiny", seconds=0.8, progress=interrupt)
     assert seen.interrupted
     assert seen.measured.period.median_ns > 0
-    assert (seen.trace is not None) == (moment == "what the device reaches")
+    assert (seen.trace is not None) == (moment == "measuring the device's limits")
 
 
 def test_an_interrupt_before_anything_was_timed_is_raised(nothing_left):
@@ -225,7 +230,7 @@ def test_a_workload_that_fetches_its_inputs_shows_its_loader(handler, tmp_path):
 
 @pytest.fixture
 def little_to_collect():
-    """Collections pass over what the tests before this one keep alive."""
+    """Exclude objects of earlier tests from collections."""
     gc.freeze()
     yield
     gc.unfreeze()

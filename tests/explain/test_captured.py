@@ -1,4 +1,4 @@
-"""Steps captured on an H200 with PyTorch 2.11, four each; `examples/` holds what was run."""
+"""Four steps each, captured on an H200 with PyTorch 2.11; the workloads are in `examples/`."""
 
 from pathlib import Path
 

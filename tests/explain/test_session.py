@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.explain.ledger import CPU_SLICES, HOST_COLUMNS
-from steadytorch.explain.regime import REGIMES
-from steadytorch.explain.rules import REGISTRY
 from steadytorch.explain.session import explain
+from steadytorch.ledger.ledger import CPU_SLICES, HOST_COLUMNS
+from steadytorch.rates.regime import REGIMES
 from steadytorch.results.explain import Explanation
+from steadytorch.rules import REGISTRY
 from steadytorch.workload.loading import load_workload
 
-from .recorded import on_cpu
+from ..traces.recorded import on_cpu
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 real_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="needs the real traces")
@@ -83,6 +83,7 @@ def test_the_whole_survives_json(tiny):
     assert Explanation.from_json(tiny.to_json()).to_json() == tiny.to_json()
 
 
+@pytest.mark.slow
 def test_a_workload_that_cannot_be_profiled_is_explained_by_its_samples():
     found = explain(workload("shy"), device="cpu", budget="0.8s")
     assert (found.steps, found.regime, found.roofline) == ((), "unclassified", None)
@@ -166,7 +167,7 @@ def test_a_trace_says_what_ran_it():
     facts = explain(TRACES / "kineto_v100_resnet50_workers0.json.gz").environment
     assert (facts.device, facts.name) == ("cuda", "Tesla V100-DGXS-32GB")
     assert facts.compute_capability == "7.0"
-    assert facts.unknown["torch"] == "the trace does not say"
+    assert facts.unknown["torch"] == "not in the trace"
 
 
 # -- wrong requests -----------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from steadytorch import Workload
+from steadytorch.ambient import flags
+from steadytorch.bench.worker import save_payload
 from steadytorch.explain import worker
 from steadytorch.explain.worker import ExplainHandler
 from steadytorch.transforms import ambient
-from steadytorch.transforms.base import flags
-from steadytorch.trial.worker import save_payload
 
 PROFILE = """
 import sys

@@ -1,4 +1,4 @@
-"""Workloads that tests explain in workers; loaded from this file as users' own factories are."""
+"""Workloads that tests explain in workers; loaded from this file like a user's factory."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def at_once():
 
 
 def while_timed():
-    """Warming up takes 2,000 calls at the most."""
+    """Warm-up takes at most 2,000 calls."""
     return Failing(3000).eval(), torch.ones(8)

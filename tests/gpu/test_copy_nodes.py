@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.transforms import copy_nodes, linking
+from steadytorch.graphs import copy_nodes, graph_io_patching
+from steadytorch.graphs.copy_nodes import MOST
+from steadytorch.graphs.static_buffers import static_inputs
 from steadytorch.transforms.cast_weights import CastWeights
-from steadytorch.transforms.copy_nodes import MOST
 from steadytorch.transforms.cuda_graph import CudaGraph, _Pool, _record
-from steadytorch.transforms.static_buffers import static_inputs
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -74,7 +74,7 @@ def test_static_tensors_and_others_may_be_mixed():
 )
 @pytest.mark.parametrize("most", [0, MOST])
 def test_tensors_of_other_types_and_places_are_converted(change, most, monkeypatch):
-    for room in (copy_nodes, linking):
+    for room in (copy_nodes, graph_io_patching):
         monkeypatch.setattr(room, "MOST", most)
     with recorded() as workload:
         (x,) = numbers()
@@ -123,7 +123,7 @@ def test_each_output_has_memory_of_its_own():
 
 @pytest.mark.parametrize("most", [0, MOST])
 def test_outputs_nested_strided_or_handed_through_are_copied(most, monkeypatch):
-    for room in (copy_nodes, linking):
+    for room in (copy_nodes, graph_io_patching):
         monkeypatch.setattr(room, "MOST", most)
     with CudaGraph().applied(Workload(Several(), tuple(numbers()), {})) as workload:
         inputs = [numbers()[0] for _ in range(5)]

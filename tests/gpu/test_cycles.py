@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from steadytorch.bench.counting import counting
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.sampler import CudaSampler
-from steadytorch.trial.counting import counting
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,6 +42,7 @@ def test_every_missing_reading_of_a_real_gpu_has_its_reason():
     assert missing == set(now.unknown)
 
 
+@pytest.mark.alone
 def test_this_process_is_not_its_own_neighbour():
     held = torch.ones(8, device="cuda")
     now = snapshot("cuda", interval_s=0.0)

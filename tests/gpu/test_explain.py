@@ -14,12 +14,13 @@ from scipy.stats import mannwhitneyu
 
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
-from steadytorch.explain.ledger import SLICES
 from steadytorch.explain.session import explain
+from steadytorch.ledger.ledger import SLICES
 from steadytorch.workload.loading import load_workload
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

@@ -135,7 +135,7 @@ def test_it_can_be_recorded(launched):
     assert len(launched) == 3
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_it_is_the_same_behind_a_permutation(launched):
     x, weight, bias = operands((2, 9, 8, 96), 384)

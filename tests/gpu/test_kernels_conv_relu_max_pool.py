@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
@@ -17,7 +18,6 @@ from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.stem import choose_config
 from steadytorch.workload.workload import Workload
 
@@ -242,7 +242,7 @@ def test_gradients_are_those_of_pytorch():
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_compiled_along_with_its_neighbours():
     shape, kernel, *sizes = CASES["ResNet"]
@@ -256,11 +256,13 @@ def test_it_is_compiled_along_with_its_neighbours():
     assert torch.equal(found, step(*tensors))
 
 
+@pytest.mark.alone
 def test_a_configuration_is_chosen_by_timing_in_a_worker(tmp_path):
     made = network()
     save_payload(made, tmp_path)
     prefix = (FusedKernels(STEM).spec, ChannelsLast().spec)
-    assert choose_config(tmp_path, prefix=prefix, device="cuda", deadline_s=120.0) in CONFIGS
+    # "" stands for the configuration that follows from the sizes: it may be the fastest.
+    assert choose_config(tmp_path, prefix=prefix, device="cuda", deadline_s=120.0) in {"", *CONFIGS}
 
 
 def network() -> Workload:

@@ -160,7 +160,7 @@ def test_pytorch_finds_the_operator_well_formed(needs_grad):
     )
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_compiled_along_with_its_neighbours():
     def step(x):

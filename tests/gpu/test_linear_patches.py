@@ -112,7 +112,7 @@ STACKS = {
 }
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("make", [vit, convnext])

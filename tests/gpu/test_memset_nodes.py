@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from steadytorch.device.driver import cuda_driver
-from steadytorch.transforms import linking
+from steadytorch.graphs import graph_io_patching
+from steadytorch.graphs.memset_nodes import replace_memsets
 from steadytorch.transforms.cuda_graph import CudaGraph
-from steadytorch.transforms.memset_nodes import replace_memsets
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -64,7 +64,7 @@ def memsets_of(call) -> int:
 @pytest.fixture
 def left(monkeypatch):
     """Leaves nodes as they are."""
-    monkeypatch.setattr(linking, "replace_memsets", lambda driver, graph: 0)
+    monkeypatch.setattr(graph_io_patching, "replace_memsets", lambda driver, graph: 0)
 
 
 @pytest.mark.parametrize("count", [1, 1000, 1 << 20])

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.compiles,
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -107,7 +107,7 @@ def test_a_fresh_process_serves_the_package_and_needs_no_compiler(
 def test_contents_on_the_gpu_are_those_on_the_host():
     from torch import nn
 
-    from steadytorch.plan.contents import digest
+    from steadytorch.compiled.model_digest import digest
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4).half()).eval()
     here = digest(model)
@@ -121,9 +121,9 @@ def test_contents_on_the_gpu_are_those_on_the_host():
 def test_contents_in_pieces_are_the_same(monkeypatch):
     from torch import nn
 
-    from steadytorch.plan import contents
+    from steadytorch.compiled import model_digest
 
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))).cuda()
-    whole = contents.digest(model)
-    monkeypatch.setattr(contents, "CHUNK_BYTES", 1500)
-    assert contents.digest(model) == whole
+    whole = model_digest.digest(model)
+    monkeypatch.setattr(model_digest, "CHUNK_BYTES", 1500)
+    assert model_digest.digest(model) == whole

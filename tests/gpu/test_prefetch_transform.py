@@ -16,17 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadytorch import transforms
+from steadytorch.bench import worker as trial_worker
+from steadytorch.bench.compare import compare_live
+from steadytorch.bench.measure import measure
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure import sampler
-from steadytorch.plan.plan import Plan
+from steadytorch.serve.plan import Plan
 from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.prefetch import Prefetch, Prefetched
-from steadytorch.trial import worker as trial_worker
-from steadytorch.trial.compare import compare_live
-from steadytorch.trial.measure import measure
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session, tune
 from steadytorch.tune.worker import Explained, TuningHandler

@@ -35,7 +35,7 @@ def _inputs(seed):
     return ids.cuda(), torch.randn(2, 3, 8, 8, generator=generator).cuda()
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "max-autotune" not in name])
 def test_an_option_returns_what_the_model_does(name):

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, ambient, create, order, set_ambient
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.precision import precision_of
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.session import tune
-from steadytorch.tune.verdict import Reference, Verification, decide
 from steadytorch.tune.worker import Character, Explained, TuningHandler
+from steadytorch.verification.verdict import Reference, Verification, decide
 from steadytorch.workload.supervised import CrossEntropy
 from steadytorch.workload.workload import Workload
 
@@ -174,7 +174,7 @@ def test_what_bounds_a_step_is_known(referred):
 # -- plans --------------------------------------------------------------------------------------
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_small_training_workload_is_tuned_and_its_plan_trains(tmp_path):
     workload = kinked()

@@ -265,7 +265,7 @@ def test_another_shape_is_refused():
     made = small()
     with (
         CudaGraph().applied(made) as graphed,
-        pytest.raises(UsageError, match="recorded for other inputs"),
+        pytest.raises(UsageError, match="the inputs differ from the recorded ones"),
     ):
         graphed.model(made.inputs[0][:1])
 

@@ -395,7 +395,7 @@ print("ends", flush=True)
 """
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 def test_a_process_may_end_meanwhile(tmp_path):
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", END.format(here=str(Path(__file__).parent))],

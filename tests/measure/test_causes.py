@@ -208,7 +208,7 @@ def test_series_that_do_not_fit_are_misuse(starts, durations, chosen, host):
 
 
 def test_clocks_that_are_not_one_for_each_sample_are_misuse():
-    with pytest.raises(UsageError, match="a clock for each of 2 samples: 1"):
+    with pytest.raises(UsageError, match="one clock per sample: got 1 for 2 samples"):
         attribute([0, 1], [1, 2], [1], recorded("cuda"), clocks_mhz=[1980.0])
 
 
@@ -242,7 +242,7 @@ def test_a_real_collection_is_found_in_a_real_recording():
     del garbage
     seen = recorder.recording
     start, took = seen.gc_start_ns[-1], seen.gc_duration_ns[-1]
-    # Nine iterations without work, and one that holds the collection, laid around it.
+    # Nine empty iterations, and one that spans the collection.
     durations = [took] * 9 + [2 * took]
     starts = [start - took // 2 + took * (place - 9) for place in range(10)]
     assert attribute(starts, durations, [9], seen) == ["garbage collection"]

@@ -8,16 +8,7 @@ import pytest
 from steadytorch.device.recording import REASON_BITS
 from steadytorch.measure.causes import attribute
 
-from .slowed import (
-    MS,
-    START,
-    THEN,
-    TICKS,
-    cause_of,
-    collected,
-    recorded,
-    slowed,
-)
+from .slowed import MS, START, THEN, TICKS, cause_of, collected, recorded, slowed
 
 
 def _levels(device="cuda", *, clock=None, mask=None, others=None, at=THEN):

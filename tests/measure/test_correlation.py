@@ -57,7 +57,7 @@ def _with_bursts(starts, length=25, count=2000):
 
 
 def test_bursts_count_for_more_the_fewer_they_are():
-    """The same time in bursts: what rests on two events is known less well than on eight."""
+    """The same time in bursts: two events are less certain than eight."""
     few = c.corrected_size(_with_bursts([400, 1400], 40), 0.5)
     many = c.corrected_size(_with_bursts(range(100, 2000, 240), 10), 0.5)
     assert few < 0.8 * many
@@ -69,7 +69,7 @@ def test_single_outliers_hardly_count():
 
 
 def test_noise_on_top_does_not_hide_slow_correlation():
-    """Neighbours hardly resemble each other, and blocks do."""
+    """Adjacent samples are hardly correlated, but blocks are."""
     slow, fast = ar1(0.97, 4000, 2), np.random.default_rng(3).standard_normal(4000)
     mixed = slow + fast
     assert c.rank_effective_size(mixed) > 1000
@@ -86,7 +86,7 @@ def test_clustered_extremes_are_worth_fewer():
 
 
 def test_a_periodic_disturbance_leaves_the_worth_as_it_was():
-    """A window of lags would end somewhere in the period, and be wrong either way."""
+    """A window of lags would end inside a period and be wrong either way."""
     noise = np.random.default_rng(5).standard_normal(7000)
     wave = 0.8 * np.sin(2 * np.pi * np.arange(7000) / 350)
     assert c.corrected_size(noise + wave, 0.5) > 0.6 * c.corrected_size(noise, 0.5)

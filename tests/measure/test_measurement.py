@@ -109,7 +109,7 @@ def test_p99_has_an_interval_where_there_are_samples_for_it():
 def test_one_sample_says_that_it_is_too_few():
     found = summarize([7])
     assert (found.median_ns, found.steady, found.median_ci_ns) == (7.0, False, None)
-    assert "50 are needed" in str(found.why_no_ci)
+    assert "of 50 needed" in str(found.why_no_ci)
 
 
 @pytest.mark.parametrize("samples", [["fast"], [1, None], 5, [[1], [2, 3]]])

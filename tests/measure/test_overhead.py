@@ -7,7 +7,7 @@ from steadytorch.measure.sampler import HostSampler
 
 
 class Costly(FakeClock):
-    """A clock that takes 40 ns to read, and once in a while 9,000."""
+    """A clock whose reading takes 40 ns, and occasionally 9,000 ns."""
 
     def now_ns(self) -> int:
         self.advance(9000 if self._now_ns % 400 == 0 else 40)
@@ -20,5 +20,5 @@ def test_the_overhead_is_what_an_empty_step_takes():
 
 @pytest.mark.parametrize("count", [0, -3])
 def test_no_iterations_are_misuse(count):
-    with pytest.raises(UsageError, match="at least one iteration"):
+    with pytest.raises(UsageError, match="at least 1 iteration"):
         probe_overhead(HostSampler(), count)

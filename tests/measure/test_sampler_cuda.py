@@ -21,7 +21,7 @@ US, MS = 1_000, 1_000_000
 
 
 class Device:
-    """A stream whose work is done in order; `enqueue` adds some."""
+    """A stream that runs its work in order; `enqueue` adds work."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock, self.free_ns = clock, 0
@@ -31,7 +31,7 @@ class Device:
     cuda_stream = 7
 
     def enqueue(self, host_ns: int, work_ns: int) -> None:
-        """Takes the host so long, then the device so long."""
+        """Occupies the host, then the device, for the given times."""
         self.clock.advance(host_ns)
         self.free_ns = max(self.free_ns, self.clock.now_ns()) + work_ns
         self.ends.append(self.free_ns)
@@ -46,7 +46,7 @@ class Device:
 
 
 class Event:
-    """What a device passes after all that was enqueued before it."""
+    """An event that completes after all work enqueued before it."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -91,7 +91,7 @@ def test_a_stall_longer_than_the_lead_shows_in_one_sample(device: Device):
     found = periods(device, 200 * US, 10 * US, stall_ns=10 * MS)
     (place,) = np.flatnonzero(found[2:] > 200 * US) + 2
     assert place == 60
-    # What ran, and what had ended unnoticed, when the host was held up is no lead.
+    # Work that ran or had already ended during the delay does not count as lead.
     assert 10 * MS - LEAD_NS < found[place] <= 10 * MS - LEAD_NS + 3 * 200 * US
 
 
@@ -148,7 +148,7 @@ READING_NS = 2 * US
 
 
 class Counter:
-    """Reads the device's clock, which slows down at `slow_from_ns`, as far as there is room."""
+    """Reads the device clock, which slows down at `slow_from_ns`, while there is room."""
 
     def __init__(self, device: Device, room: int = 1000, slow_from_ns: int = 0) -> None:
         self._device, self._room, self._slow_from = device, room, slow_from_ns
@@ -188,7 +188,7 @@ def test_readings_of_the_counter_are_in_no_period(device: Device, work_ns: int):
     assert (apart[1:-1] >= READ_CYCLES_NS).all()
     assert sampler.gaps_ns is not None
     assert sampler.gaps_ns[1:].sum() == READING_NS * (len(apart) - 1)
-    # The time of the readings is in both sums that are compared.
+    # Both sums include the time of the readings.
     assert sampler.clock_difference() == pytest.approx(0, abs=1e-3)
 
 
@@ -224,7 +224,7 @@ def test_without_an_idea_of_the_time_every_boundary_is_read(device: Device):
 
 
 def test_what_is_known_of_the_time_says_how_often_to_read(device: Device):
-    """And not what was timed before: the overhead of timing is, with steps that do nothing."""
+    """Ignores earlier series, such as the overhead measured with empty steps."""
     sampler, counter = CudaSampler(device.clock), Counter(device)
     sampler.periods(lambda: device.enqueue(1 * US, 1 * US), 20)
     device.synchronize()

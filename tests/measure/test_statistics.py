@@ -39,9 +39,9 @@ def test_interval_covers_under_correlation_where_the_naive_one_does_not():
     ("count", "quantile", "words"),
     [
         (0, 0.5, "no samples"),
-        (30, 0.5, "50 are needed"),
-        (1, 0.5, "1 sample worth 1 independent"),
-        (400, 0.99, "1000 are needed"),
+        (30, 0.5, "of 50 needed"),
+        (1, 0.5, "too few samples (1 effective of 50 needed): take more"),
+        (400, 0.99, "of 1000 needed"),
     ],
 )
 def test_no_interval_is_claimed_without_enough_samples(count, quantile, words):

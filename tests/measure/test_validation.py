@@ -15,7 +15,7 @@ ROWS = 200
 
 @pytest.fixture(scope="module")
 def suite():
-    """The modules of the simulation, which are scripts and not part of the package."""
+    """Modules of the simulation, which are scripts outside the package."""
     sys.path.insert(0, str(STUDIES))
     try:
         import gates
@@ -36,10 +36,11 @@ def found(suite):
 
 
 def _at_most(rate, rows):
-    """As many as chance gives once in ten thousand runs at this rate."""
+    """The count that chance exceeds once in ten thousand runs at this rate."""
     return binom.ppf(0.9999, rows, rate) / rows
 
 
+@pytest.mark.slow
 def test_intervals_of_the_median_hold_where_they_are_claimed(found):
     claims = held = 0.0
     for cell in found["coverage"]:
@@ -50,39 +51,46 @@ def test_intervals_of_the_median_hold_where_they_are_claimed(found):
     assert 1 - held / claims <= _at_most(0.06, round(claims))
 
 
+@pytest.mark.slow
 def test_the_naive_interval_does_not_hold_under_correlation(found):
     cell = next(c for c in found["coverage"] if c["kind"] == "AR(0.9)")
     assert cell["naive_coverage"] < 0.65
     assert cell["coverage"] > 0.88
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["AR(0.99)", "drift", "two clock states"])
 def test_no_interval_is_claimed_where_none_would_hold(found, kind):
     cell = next(c for c in found["coverage"] if c["kind"] == kind)
     assert cell["claimed"] < 0.05
 
 
+@pytest.mark.slow
 def test_equal_arms_are_hardly_ever_told_apart(found):
     false = [c["faster"] + c["slower"] for c in found["verdicts"] if c["effect"] == 0]
     assert np.mean(false) <= _at_most(0.01, ROWS * len(false))
 
 
+@pytest.mark.slow
 def test_no_verdict_points_the_wrong_way(found):
     wrong = [c["wrong_direction"] for c in found["verdicts"]]
     assert np.mean(wrong) <= _at_most(0.001, ROWS * len(wrong))
 
 
+@pytest.mark.slow
 def test_one_percent_is_found_within_27_pairs(found):
     for cell in found["verdicts"]:
         if abs(cell["effect"]) == 0.01:
             assert 1 - cell["found_by_27"] <= _at_most(0.05, ROWS), cell["kind"]
 
 
+@pytest.mark.slow
 def test_one_arm_after_the_other_and_a_t_test_is_wrong_under_correlation(found):
     assert found["naive_false"]["AR(0.99)"] > 0.5
     assert found["naive_false"]["drift"] > 0.9
 
 
+@pytest.mark.slow
 def test_races_keep_the_best_and_save_blocks(found):
     races = sum(cell["races"] for cell in found["races"])
     lost = sum(cell["best_dropped"] * cell["races"] for cell in found["races"])
@@ -90,6 +98,7 @@ def test_races_keep_the_best_and_save_blocks(found):
     assert max(cell["median_cost"] for cell in found["races"]) < 0.8
 
 
+@pytest.mark.slow
 def test_the_table_names_every_kind_and_gate(suite, found):
     gates = suite["gates"].judge_all(found)
     page = suite["gates"].as_markdown(
@@ -110,6 +119,7 @@ def test_the_table_names_every_kind_and_gate(suite, found):
         assert word in page
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_missed_is_said_to_be(suite, found):
     cells = [{**cell, "faster": 0.02} for cell in found["verdicts"]]
     gates = suite["gates"].judge_all({**found, "verdicts": cells})

@@ -33,14 +33,14 @@ def compiled(native_caches, monkeypatch):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch) -> Path:
-    """A folder of caches that has nothing."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "steadytorch" / "native"
 
 
 @pytest.fixture
 def compiler(bare, monkeypatch):
-    """A compiler that does as the test says."""
+    """A scripted compiler."""
 
     def write(script: str) -> Path:
         path = bare.parent.parent / "compiler"
@@ -80,7 +80,7 @@ def test_tensors_of_other_classes_are_looked_at_in_python():
     model = nn.Linear(2, 2)
     model.register_buffer("own", torch.ones(2).as_subclass(Own))
     weights = remembered(model)
-    assert weights.interpreted_for == "weights that are no plain tensors"
+    assert weights.interpreted_for == "some weights are not plain tensors"
     assert not weights.changed()
     model.own.add_(1)
     assert weights.changed()
@@ -192,7 +192,7 @@ def test_what_a_failing_compiler_said_is_kept(bare, compiler):
     assert left(bare) == [".log"]
     (log,) = bare.iterdir()
     assert log.read_text() == "a header is missing\n"
-    assert f"its compiler failed, see {log}" in host.load()[1]
+    assert f"the C++ compiler failed, see {log}" in host.load()[1]
     making = host.begin()  # once more: what was missing may be there
     assert making is not None
     making.stop()
@@ -209,7 +209,7 @@ wait
 
 @pytest.fixture
 def hanging(bare, compiler, monkeypatch):
-    """A compiler that has begun, with a process of its own that goes on; and that one's number."""
+    """A running compiler with a child process, and the pid of that child."""
     pids = bare.parent.parent / "pids"
     monkeypatch.setenv("PIDS", str(pids))
     compiler(HANGS)
@@ -288,20 +288,20 @@ def test_the_command_may_have_words_of_its_own(bare, compiler, monkeypatch):
 def test_without_a_compiler_nothing_is_begun(monkeypatch, named):
     monkeypatch.setenv("CXX", named)
     assert host.begin() is None
-    assert "there is no C++ compiler" in host.load()[1]
+    assert "no C++ compiler was found" in host.load()[1]
 
 
 def test_without_the_interpreters_lock_it_is_not_used(native_caches, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(native_caches))
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
-    assert "does without" in host.load()[1]
+    assert "it needs the GIL" in host.load()[1]
     assert host.begin() is None
 
 
 def test_without_a_home_nothing_is_begun_or_loaded(monkeypatch):
     monkeypatch.setattr(host, "cache_folder", lambda name: None)
     assert host.begin() is None
-    assert "there is no folder for caches" in host.load()[1]
+    assert "there is no cache folder" in host.load()[1]
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(bare, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from steadytorch.plan.fingerprint import Key
 from steadytorch.plan.store import Store
 
-from .plans import make_model, make_plan
+from ..serve.plans import make_model, make_plan
 
 KEY = Key(
     workload="0" * 64,

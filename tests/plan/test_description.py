@@ -100,7 +100,7 @@ def lines(model: Any) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("from_file", [True, False])
-def test_what_changes_the_computation_changes_the_lines(
+def test_changes_of_the_computation_change_the_lines(
     tmp_path: Path, old: str, new: str, from_file: bool
 ) -> None:
     assert SOURCE.count(old) == 1
@@ -120,7 +120,7 @@ def test_what_changes_the_computation_changes_the_lines(
     ],
 )
 @pytest.mark.parametrize("from_file", [True, False])
-def test_what_is_not_run_does_not_change_the_lines(
+def test_code_that_does_not_run_does_not_change_the_lines(
     tmp_path: Path, old: str, new: str, from_file: bool
 ) -> None:
     assert old in SOURCE

@@ -12,12 +12,12 @@ from steadytorch.conv.choices import Choice, read_choice, write_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.plan.engines import FOLDER, Kept, keep_engines, known_engines
 from steadytorch.plan.fingerprint import in_environment
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.workload.workload import Workload
 
-from .plans import make_model, make_plan, sealed
+from ..serve.plans import make_model, make_plan, sealed
 
 FACTS = DeviceFacts(
     device="cuda",
@@ -94,7 +94,7 @@ def test_another_driver_or_pytorch_still_knows_them(store):
     assert known_engines(newer, store) == {FIRST: ONE}
 
 
-def test_what_is_kept_without_a_plan_is_known_to_the_next(store):
+def test_engines_without_a_plan_seed_the_next_search(store):
     keep(store, {FIRST: ONE})
     assert known_engines(FACTS, Store(store.root)) == {FIRST: ONE}
 
@@ -106,13 +106,13 @@ def test_choosing_again_replaces_what_was_kept(store):
     assert known_engines(FACTS, store) == {FIRST: OTHER}
 
 
-def test_choices_under_other_transforms_stand_beside(store):
+def test_choices_under_other_transforms_are_kept_too(store):
     keep(store, {FIRST: ONE})
     keep(store, {SECOND: OTHER}, prefix=())
     assert known_engines(FACTS, store) == {FIRST: ONE, SECOND: OTHER}
 
 
-def test_what_is_kept_is_no_plan(store):
+def test_stored_engines_are_not_a_plan(store):
     keep(store, {FIRST: ONE})
     assert list(store.entries(Plan)) == []
 
@@ -140,13 +140,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     ],
     ids=["cut", "problem", "engine", "number", "deep", "long"],
 )
-def test_choices_of_another_form_are_passed_over_with_a_warning(store, caplog, choices):
+def test_malformed_choices_are_skipped_with_a_warning(store, caplog, choices):
     planned(store, choices)
     keep(store, {SECOND: ONE})
     assert known_engines(FACTS, store) == {SECOND: ONE}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("1 of the stored files that may name engines passed over")
+    assert record.getMessage().startswith("skipped 1 stored files that may name engines")
 
 
 def test_damaged_files_of_either_kind_give_one_warning(store, caplog):
@@ -178,7 +178,7 @@ def test_a_link_is_not_followed(store, caplog, tmp_path):
     assert len(caplog.records) == 1
 
 
-def test_a_plan_of_other_transforms_says_nothing_of_engines(store):
+def test_a_plan_without_engines_yields_none(store):
     plan = make_plan(make_model(), torch.ones(1, 3, 8, 8))
     key = in_environment(plan.key, FACTS)
     store.put(key, Kept(PREFIX, "2026-01-01T00:00:00+00:00"))

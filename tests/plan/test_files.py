@@ -40,7 +40,7 @@ class Loose(msgspec.Struct):
 
 
 def sealed(body: bytes) -> bytes:
-    """A file whose digest holds, whatever it says: what an attacker would write."""
+    """A file with a valid digest for any content, as an attacker would write it."""
     return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
@@ -105,7 +105,7 @@ def test_hostile_values_with_a_valid_digest_are_refused(
     shape = b'{"key":%s,"payload":{"number":%s},"schema":1}'
     data = sealed(shape % (msgspec.json.encode(key), HOSTILE[name]))
     if payload_type is msgspec.Raw:
-        # Nothing looks inside, yet what surrounds it must have been read without a fault.
+        # Nothing decodes the payload, but the fields around it must be valid.
         try:
             entry = decoded(data, msgspec.Raw)
         except BrokenError:
@@ -141,7 +141,7 @@ def test_another_schema_is_refused_though_its_digest_holds(
 
 def test_the_other_schema_is_named(key: Key) -> None:
     data = sealed(b'{"schema":2}')
-    with pytest.raises(BrokenError, match="has schema 2, and this version reads schema 1"):
+    with pytest.raises(BrokenError, match="has schema 2; this version reads schema 1"):
         decoded(data, Payload)
 
 
@@ -223,7 +223,7 @@ def test_a_store_of_another_user_is_read_with_one_warning(
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_of_a_store_that_others_cannot_write_to_nothing_is_said(
+def test_a_private_store_gives_no_warning(
     stored: Path, mode: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored.parents[1].chmod(mode)

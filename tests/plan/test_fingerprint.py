@@ -50,7 +50,7 @@ FACTS = DeviceFacts(
     isa="AVX512",
     os="Linux",
 )
-# Sets in the code and in the instance, whose order follows the hash seed.
+# Sets in the code and in the instance; their order depends on the hash seed.
 PROGRAM = """
 import sys
 from torch import nn
@@ -83,6 +83,7 @@ def printed(arguments: list[str], seed: int, folder: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("from_file", [True, False])
 def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path, from_file: bool) -> None:
     (tmp_path / "script.py").write_text(PROGRAM)
@@ -182,8 +183,8 @@ def test_cores_and_threads_of_a_processor_get_another_key() -> None:
     assert make(facts=processor, ambient={"num_threads": 1}).digest != made.digest
 
 
-def test_a_rank_of_torchrun_with_a_gpu_finds_what_was_tuned_outside() -> None:
-    """It has one thread where nobody says otherwise, and may be pinned to some cores."""
+def test_a_rank_of_torchrun_with_a_gpu_finds_a_plan_tuned_outside() -> None:
+    """A rank has one thread by default, and may be pinned to some cores."""
     made = make(ambient={"num_threads": 16, "cudnn.benchmark": False})
     assert (made.cores_logical, made.ambient) == (None, {"cudnn.benchmark": "False"})
     rank = {"num_threads": 1, "cudnn.benchmark": False}
@@ -257,7 +258,7 @@ def test_a_key_of_another_workload_is_near_if_all_else_is_alike(key: Key) -> Non
     assert nearest([replace(changed, torch="2.12")], key) == ()
 
 
-def test_a_key_stored_while_it_was_looked_for_is_no_near_miss(key: Key) -> None:
+def test_a_key_stored_during_the_look_up_is_not_a_near_miss(key: Key) -> None:
     assert nearest([key], key) == ()
 
 
@@ -268,13 +269,13 @@ def test_differences_are_told_with_both_values_and_counted(key: Key) -> None:
     assert told([]) == ""
 
 
-def test_a_workload_is_told_by_twelve_digits_and_in_words(key: Key) -> None:
+def test_a_workload_is_shown_by_twelve_digits_and_in_words(key: Key) -> None:
     found = told(differing_fields(replace(key, workload="ab" * 32), key))
     ids = f"workload was {'ab' * 6}, is {key.workload[:12]}"
     assert found == f"{ids} (its layers or their code differ)"
 
 
-def test_values_are_told_far_enough_to_differ(key: Key) -> None:
+def test_values_are_shown_long_enough_to_differ(key: Key) -> None:
     strides = "[64, 3, 224, 224] float32 strides [150528, 50176, 224, 1] on "
     old, new = (replace(key, inputs={"[0]": strides + device}) for device in ("cpu", "cuda"))
     assert "on cpu, is" in told(differing_fields(old, new))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from steadytorch.bench import ramp
 from steadytorch.measure import race
 from steadytorch.plan.fingerprint import RULES_VERSION
 from steadytorch.runtime import agreement
-from steadytorch.trial import ramp
-from steadytorch.tune import budget, field, select, training_step, verdict, verify
+from steadytorch.training import passes
+from steadytorch.tune import budget, field, select
+from steadytorch.verification import verdict, verify
 
 FIRST = {
     "looks": (12, 18, 27, 40, 60),
@@ -49,6 +51,6 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
             agreement.TOLERANCES,
         ),
         "inputs": (verify.INPUT_SETS, verify.NEARBY, verify.REPEATABLE),
-        "training": (training_step.BLEND, training_step.SMALL),
+        "training": (passes.BLEND, passes.SMALL),
     }
     assert found == POLICIES[RULES_VERSION]

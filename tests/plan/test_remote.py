@@ -58,7 +58,7 @@ def miss(store: Store, key: Key) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["", "file://", "local://"])
-def test_what_others_have_is_found_and_copied(
+def test_plans_of_the_second_store_are_found_and_copied(
     tmp_path: Path, key: Key, others: Store, prefix: str
 ) -> None:
     mine = behind(tmp_path, f"{prefix}{others.root}/")
@@ -144,7 +144,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_plan_is_a_miss_and_stays_where_it_is(
+def test_an_invalid_file_is_a_miss_and_stays(
     tmp_path: Path, key: Key, others: Store, name: str
 ) -> None:
     content, said = BAD[name]
@@ -183,7 +183,7 @@ def test_a_plan_of_another_key_or_type_is_a_miss(tmp_path: Path, key: Key, other
 
 
 class Faulty(fsspec.AbstractFileSystem):
-    """Misbehaves as its path says; what it was asked for is noted."""
+    """Misbehaves as its path says, and records requests."""
 
     protocol = "faulty"
     cachable = False
@@ -227,7 +227,7 @@ def faulty() -> type[Faulty]:
 
 
 @pytest.mark.parametrize("kind", RAISED)
-def test_whatever_it_raises_is_a_miss_with_the_reason(
+def test_any_exception_is_a_miss_with_the_reason(
     tmp_path: Path, key: Key, faulty: type[Faulty], kind: str
 ) -> None:
     reason = miss(behind(tmp_path, f"faulty://{kind}"), key)
@@ -243,28 +243,26 @@ def test_content_without_end_is_cut_off(tmp_path: Path, key: Key, faulty: type[F
 @pytest.mark.parametrize(
     "url", ["nothing://x", "::", "zip://a::nothing://b", "file://\0", "\udcff"]
 )
-def test_a_url_of_nothing_is_a_miss(tmp_path: Path, key: Key, url: str) -> None:
+def test_a_url_without_a_store_is_a_miss(tmp_path: Path, key: Key, url: str) -> None:
     reason = miss(behind(tmp_path, url), key)
     assert "cannot be read: " in reason or "has no plan for this key" in reason
 
 
-def test_what_is_secret_in_a_url_is_not_told(tmp_path: Path, key: Key) -> None:
+def test_secrets_in_a_url_are_not_shown(tmp_path: Path, key: Key) -> None:
     reason = miss(behind(tmp_path, "nothing://me:secret@host/plans?sig=secret"), key)
     assert "nothing://host/plans cannot be read" in reason
     assert "secret" not in reason
 
 
 @pytest.mark.timeout(60)
-def test_one_that_hangs_is_left_alone_after_the_first_time(
-    key: Key, others: Store, tmp_path: Path
-) -> None:
+def test_a_hanging_store_is_not_asked_again(key: Key, others: Store, tmp_path: Path) -> None:
     path = file_in(others, key)
     path.unlink()
     os.mkfifo(path)
     mine = RemoteStore(str(others.root), timeout_s=0.2)
     before = threading.active_count()
     for _ in range(5):
-        with pytest.raises(BrokenError, match=r"did not answer within 0\.2 s, and is left alone"):
+        with pytest.raises(BrokenError, match=r"did not answer within 0\.2 s and is not asked"):
             mine.get(key, Payload)
     assert threading.active_count() == before + 1
     with path.open("wb"):  # lets the thread go
@@ -272,7 +270,7 @@ def test_one_that_hangs_is_left_alone_after_the_first_time(
     assert mine.name == str(others.root)
 
 
-def test_where_no_thread_can_be_had_it_is_a_miss(
+def test_without_a_thread_it_is_a_miss(
     tmp_path: Path, key: Key, others: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(thread: threading.Thread) -> None:
@@ -283,7 +281,7 @@ def test_where_no_thread_can_be_had_it_is_a_miss(
 
 
 @pytest.mark.timeout(60)
-def test_a_process_ends_though_it_hangs(key: Key, others: Store) -> None:
+def test_a_hanging_store_does_not_block_the_exit(key: Key, others: Store) -> None:
     path = file_in(others, key)
     path.unlink()
     os.mkfifo(path)

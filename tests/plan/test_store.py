@@ -34,7 +34,7 @@ def quarantined(store: Store) -> list[bytes]:
     return [each.read_bytes() for each in (store.root / QUARANTINE).glob("*")]
 
 
-def test_what_was_put_is_found(store: Store, key: Key, path: Path) -> None:
+def test_a_stored_payload_is_found(store: Store, key: Key, path: Path) -> None:
     assert store.get(key, Payload) == Found(Payload(1), path)
 
 
@@ -47,25 +47,21 @@ def test_a_second_payload_replaces_the_first(store: Store, key: Key, path: Path)
     assert store.get(key, Payload) == Found(Payload(2), path)
 
 
-def test_what_is_added_first_stays_and_is_what_is_returned(
-    store: Store, key: Key, path: Path
-) -> None:
+def test_the_first_payload_added_stays_and_is_returned(store: Store, key: Key, path: Path) -> None:
     assert store.add(key, Payload(1)) == Found(Payload(1), path)
     assert Store(store.root).add(key, Payload(2)) == Found(Payload(1), path)
     assert store.get(key, Payload) == Found(Payload(1), path)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_what_is_added_takes_the_place_of_what_cannot_be_used(
-    store: Store, key: Key, path: Path
-) -> None:
+def test_add_replaces_an_unusable_file(store: Store, key: Key, path: Path) -> None:
     store.put(key, Payload(1))
     path.write_bytes(b"no plan")
     assert store.add(key, Payload(2)) == Found(Payload(2), path)
     assert len(store.quarantined()) == 1
 
 
-def test_without_links_what_is_added_is_there_all_the_same(
+def test_add_works_without_hard_links(
     store: Store, key: Key, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*given: object, **named: object) -> None:
@@ -168,7 +164,9 @@ def test_the_list_gives_keys_and_payloads(store: Store, key: Key) -> None:
 
 def test_the_list_names_a_misplaced_file(store: Store, path: Path) -> None:
     path.rename(path.with_name("0" * 64 + ".json"))
-    assert [entry.problem for entry in store.entries()] == ["holds another key than its name says"]
+    assert [entry.problem for entry in store.entries()] == [
+        "holds a key that differs from its file name"
+    ]
 
 
 def test_the_list_leaves_bad_files_where_they_are(store: Store, path: Path) -> None:
@@ -209,7 +207,7 @@ def test_nothing_outside_the_store_is_removed(
     victim.resolve().parent.mkdir(exist_ok=True)
     victim.resolve().write_bytes(b"")
     for name in (victim, store.root / ".." / where, path.parent / ".." / ".." / where):
-        assert "not a plan of the store" in str(store.remove(name))
+        assert "is not in the store" in str(store.remove(name))
     assert victim.resolve().exists()
     victim.resolve().unlink()
 
@@ -266,7 +264,7 @@ def test_a_file_that_is_no_plan_is_found_by_its_name(store: Store, path: Path) -
     assert "digest does not match" in str(found.problem)
 
 
-def test_what_was_moved_aside_is_listed(store: Store, key: Key, path: Path) -> None:
+def test_quarantined_files_are_listed(store: Store, key: Key, path: Path) -> None:
     assert store.quarantined() == []
     path.write_bytes(b"garbage")
     miss(store, key)

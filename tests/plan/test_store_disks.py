@@ -83,9 +83,7 @@ def test_a_file_in_the_way(tmp_path: Path, key: Key, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("kind", ["file", "read-only", "homeless"])
-def test_who_checks_beforehand_is_warned_before_and_not_again(
-    kind, tmp_path, key, caplog, monkeypatch, request
-) -> None:
+def test_a_check_warns_early_and_once(kind, tmp_path, key, caplog, monkeypatch, request) -> None:
     if kind == "read-only":
         store = Store(request.getfixturevalue("read_only_disk"))
     elif kind == "file":
@@ -114,7 +112,7 @@ def test_a_check_leaves_nothing_where_a_plan_can_be_kept(
     assert store.put(key, Payload(1)) is not None
 
 
-def test_what_is_mended_after_the_check_keeps_the_plan(tmp_path: Path, key: Key) -> None:
+def test_a_store_mended_after_the_check_keeps_the_plan(tmp_path: Path, key: Key) -> None:
     store = Store(in_the_way(tmp_path))
     store.check(key)
     assert store.root is not None
@@ -313,7 +311,7 @@ def test_a_user_without_a_home(key: Key) -> None:
         check=True,
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith("None; no plan is kept in memory")
+    assert first.startswith("None; no plan is in memory")
     assert "no home directory" in first
     assert second == "None 1"
     assert done.stderr.count("plans are kept in memory only") == 1

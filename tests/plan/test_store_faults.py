@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -51,17 +51,19 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
-def test_a_flipped_bit_anywhere_is_noticed(store: Store, key: Key, path: Path) -> None:
+@pytest.mark.parametrize("bits", [[0], pytest.param(range(8), marks=pytest.mark.slow)])
+def test_a_flipped_bit_anywhere_is_noticed(store: Store, key: Key, path: Path, bits) -> None:
     data = path.read_bytes()
     for at in range(len(data)):
-        for bit in range(8):
+        for bit in bits:
             path.write_bytes(flipped(data, at, bit))
             assert "digest does not match" in miss(store, key).reason
             assert not path.exists()
-    assert quarantined(store) == [flipped(data, len(data) - 1, 7)]
+    assert quarantined(store) == [flipped(data, len(data) - 1, bits[-1])]
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\xff", b'"', b"}", b"\n"])
+@pytest.mark.sampled(every=5)
 def test_a_byte_overwritten_or_inserted_anywhere_is_noticed(
     store: Store, key: Key, path: Path, byte: bytes
 ) -> None:
@@ -76,7 +78,6 @@ def test_a_byte_overwritten_or_inserted_anywhere_is_noticed(
 
 
 @given(st.binary(max_size=2000))
-@settings(max_examples=100)
 def test_garbage_is_noticed(key: Key, garbage: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(folder)
@@ -126,7 +127,7 @@ def test_where_a_bad_file_cannot_be_moved_it_is_still_a_miss(
     assert store.root is not None
     (store.root / QUARANTINE).write_bytes(b"in the way")
     path.write_bytes(b"garbage")
-    assert "it stays there" in miss(store, key).reason
+    assert "it could not be moved" in miss(store, key).reason
     assert path.read_bytes() == b"garbage"
 
 
@@ -137,7 +138,7 @@ def test_a_quarantine_that_is_a_link_is_not_followed(
     (tmp_path / "elsewhere").mkdir()
     (store.root / QUARANTINE).symlink_to(tmp_path / "elsewhere")
     path.write_bytes(b"garbage")
-    assert "it stays there" in miss(store, key).reason
+    assert "it could not be moved" in miss(store, key).reason
     assert os.listdir(tmp_path / "elsewhere") == []
 
 
@@ -194,7 +195,7 @@ PLANTS = {
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 @pytest.mark.timeout(30)
-def test_what_is_planted_is_refused_and_not_touched(
+def test_planted_files_are_refused_and_not_touched(
     store: Store, key: Key, path: Path, plant: Any
 ) -> None:
     plant(path)
@@ -210,9 +211,7 @@ def test_what_is_planted_is_refused_and_not_touched(
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 @pytest.mark.timeout(30)
-def test_what_is_planted_shows_in_the_list_with_its_problem(
-    store: Store, path: Path, plant: Any
-) -> None:
+def test_planted_files_are_listed_with_their_problem(store: Store, path: Path, plant: Any) -> None:
     plant(path)
     (entry,) = store.entries()
     assert (entry.path, entry.key) == (path, None)
@@ -221,7 +220,7 @@ def test_what_is_planted_shows_in_the_list_with_its_problem(
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 @pytest.mark.timeout(30)
-def test_what_is_planted_is_no_plan_file(path: Path, plant: Any) -> None:
+def test_planted_files_are_not_plan_files(path: Path, plant: Any) -> None:
     plant(path)
     with pytest.raises(PlanError, match=PLANTS[plant]) as caught:
         read_file(path, Payload)
@@ -231,7 +230,7 @@ def test_what_is_planted_is_no_plan_file(path: Path, plant: Any) -> None:
 @pytest.mark.parametrize(
     "plant", [p for p in PLANTS if p is not plant_folder], ids=lambda plant: plant.__name__
 )
-def test_putting_heals_what_was_planted(store: Store, key: Key, path: Path, plant: Any) -> None:
+def test_put_replaces_planted_files(store: Store, key: Key, path: Path, plant: Any) -> None:
     plant(path)
     assert store.put(key, Payload(2)) == path
     assert store.get(key, Payload) == Found(Payload(2), path)

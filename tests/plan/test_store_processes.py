@@ -200,7 +200,7 @@ for line in sys.stdin:
 
 
 def written_under(program: subprocess.Popen[str], *strace: str) -> Any:
-    """Lets one child of the program write while it is traced, and says what was found then."""
+    """Lets one child of the program write while it is traced, and returns the findings."""
     assert program.stdin is not None
     assert program.stdout is not None
     print("next", file=program.stdin, flush=True)
@@ -271,5 +271,5 @@ def test_a_file_replaced_while_it_was_read_is_not_moved_aside(
         return status
 
     monkeypatch.setattr(os, "fstat", replaced_meanwhile)
-    assert "replaced meanwhile" in miss(store, key).reason
+    assert "replaced since" in miss(store, key).reason
     assert store.get(key, Payload) == Found(Payload(2), path)

@@ -35,7 +35,7 @@ def test_it_may_be_gone_already():
 
 
 def test_what_a_thread_uses_when_the_process_ends_goes_with_it(tmp_path):
-    """Its worker too, with all that it started, which would write to it."""
+    """Also ends the worker and its children, which would write to the folder."""
     script = f"""
         import sys, threading, time
         from pathlib import Path
@@ -75,7 +75,7 @@ def test_what_a_thread_uses_when_the_process_ends_goes_with_it(tmp_path):
 
 
 def test_a_fork_of_the_process_ends_without_them():
-    """As a program may fork for reasons of its own while a search is under way."""
+    """A program may fork for its own reasons during a search."""
     script = f"""
         import os, sys
         sys.path.append({os.path.dirname(__file__)!r})

@@ -10,10 +10,10 @@ from rich.console import Console
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.measure.measurement import summarize
 from steadytorch.plan.fingerprint import Key
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.results.signature import Leaf, Signature
+from steadytorch.serve.plan import Plan
 from steadytorch.tune.result import TuneResult
 
 HOSTILE = "[red]boo[/red] \x1b[2J\x1b]0;title\x07 two\nlines\r[/]"
@@ -77,7 +77,7 @@ def evidence(**fields):
         "reference": "float64",
         "trials": TRIALS,
         "not_applicable": {"cuda_graph": "no CUDA device", "tf32": "no CUDA device"},
-        "not_tried": {"compile(max-autotune)": "the budget ended"},
+        "not_tried": {"compile(max-autotune)": "budget exhausted"},
         "search_s": 61.5,
     }
     return Evidence(**{**defaults, **fields})

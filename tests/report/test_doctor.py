@@ -174,7 +174,7 @@ def test_the_benchmark_switch_is_shown_with_its_traps():
     assert _row(text, "engines tried") == "10"
     assert _row(text, "float32 convolutions") == "tf32"
     assert "Before you switch it on:" in text
-    assert "Shapes that have run before" in text
+    assert "Shapes that ran before" in text
 
 
 def test_a_switch_that_is_on_says_so():

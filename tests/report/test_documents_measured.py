@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import steadytorch
+from steadytorch.bench.saved import read_measure
 from steadytorch.errors import UsageError
 from steadytorch.results.compare import Dwell
 from steadytorch.results.saved import SCHEMA, to_json
-from steadytorch.trial.saved import read_measure
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -73,7 +73,7 @@ def test_outliers_point_at_the_samples_of_all_processes():
 def test_few_samples_are_null_with_the_reason():
     document = _measured(process(series(count=30)))
     assert (document["median_ci_ns"], document["p99_ns"]) == (None, None)
-    assert "30 samples" in document["why_no_ci"]
+    assert "too few samples" in document["why_no_ci"]
     assert document["p99_over_median"] is None
 
 
@@ -194,9 +194,9 @@ def _timed(median_ns):
         ({"kind": "doctor", "processes": None}, "holds a 'doctor' result"),
         ({"schema": "1"}, "is not a saved result"),
         ({"environment": {}}, "is not a saved result"),
-        ({"processes": []}, "medians that are no times"),
-        ({"processes": [_timed(0)]}, "medians that are no times"),
-        ({"processes": [_timed(-1e6)]}, "medians that are no times"),
+        ({"processes": []}, "holds invalid medians"),
+        ({"processes": [_timed(0)]}, "holds invalid medians"),
+        ({"processes": [_timed(-1e6)]}, "holds invalid medians"),
         ({"processes": [_timed(None)]}, "is not a saved result"),
         ({"processes": [{}]}, "is not a saved result"),
         ({"processes": {"period": 1}}, "is not a saved result"),
@@ -246,5 +246,5 @@ def test_saved_results_are_compared_by_path(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         steadytorch.compare(tmp_path / "a.json", tmp_path / "none.json")
     for asked in ({"metric": "period"}, {"processes": 3}, {"device": "cpu"}, {"seed": 1}):
-        with pytest.raises(UsageError, match="are for live comparisons"):
+        with pytest.raises(UsageError, match="apply only to live comparisons"):
             steadytorch.compare(tmp_path / "a.json", tmp_path / "b.json", **asked)

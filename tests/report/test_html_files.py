@@ -110,8 +110,8 @@ def test_a_full_disk_leaves_the_old_page(result, monkeypatch, after):
     [
         ("none.json", "none.json cannot be read: No such file or directory"),
         (".", "cannot be read: Is a directory"),
-        ("pipe", "is no regular file: name one that --json wrote"),
-        ("/dev/zero", "is no regular file"),
+        ("pipe", "is not a regular file: pass one that --json wrote"),
+        ("/dev/zero", "is not a regular file"),
         ("a\0b", "cannot be read: embedded null byte"),
         ("loop", "cannot be read: Too many levels of symbolic links"),
     ],
@@ -137,5 +137,5 @@ def test_a_result_that_may_not_be_read_is_said(result, monkeypatch):
 def test_a_file_that_is_too_large_is_refused(result, monkeypatch):
     monkeypatch.setattr(saved, "MOST_BYTES", 1 << 20)
     result.write_bytes(b" " * (1 << 20) + b"x")
-    with pytest.raises(UsageError, match="more than 1 MiB: measure with a smaller --budget"):
+    with pytest.raises(UsageError, match="exceeds 1 MiB: measure with a smaller --budget"):
         report(result)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.explain.ledger import CPU_SLICES, SLICES
+from steadytorch.ledger.ledger import CPU_SLICES, SLICES
 from steadytorch.report.ledger import in_words, render_ledger, shown_slices
 from steadytorch.results.explain import StepTime
 

@@ -46,7 +46,7 @@ def test_few_samples_show_the_90th_percentile_and_why_there_is_no_interval():
     assert "p90 +" in line
     assert "p99" not in line
     short = headline(measured(process(series(count=30))))
-    assert short.count("30 samples are too few for a steady state (50 needed)") == 1
+    assert short.count("too few samples to judge (30 of 50 needed)") == 1
 
 
 def test_what_is_not_steady_says_why_once():

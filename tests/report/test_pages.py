@@ -93,7 +93,7 @@ def test_many_processes_and_many_causes_are_few_traces():
 def test_too_few_samples_for_a_figure_are_told():
     shown = flat("measure, few samples")
     assert "p99 too few samples: p99 needs 1,000 independent ones" in shown
-    assert "none: 12 samples" in shown
+    assert "none: too few samples (12 effective of 50 needed)" in shown
 
 
 def test_slices_of_a_step_add_up_to_it_in_the_picture():

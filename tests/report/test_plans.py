@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from steadytorch.measure.race import MachineClaim
-from steadytorch.plan.exchange import Imported
 from steadytorch.plan.fingerprint import Difference
 from steadytorch.plan.store import Stored
 from steadytorch.report.plans import (
@@ -14,6 +13,7 @@ from steadytorch.report.plans import (
     render_reverified,
     render_show,
 )
+from steadytorch.serve.exchange import Imported
 from steadytorch.tune.reverify import Reverified
 
 from .conftest import HOSTILE, LONG, evidence, key, plan, spec, trial

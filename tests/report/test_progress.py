@@ -89,7 +89,7 @@ def test_a_quiet_console_shows_nothing():
 def test_the_live_line_names_the_clock_the_budget_and_what_is_set_up(clock):
     screen = _terminal()
     with Progress(screen.console, 200) as progress:
-        progress.phase("known-strong combinations")
+        progress.phase("known strong combinations")
         progress.trial("channels_last", "set-up")
         clock.now += 65
         screen.out.truncate(0)
@@ -97,7 +97,7 @@ def test_the_live_line_names_the_clock_the_budget_and_what_is_set_up(clock):
         live = _visible(screen.text)
     assert "1:05" in live
     assert "3 min 20 s" in live
-    assert "known-strong combinations" in live
+    assert "known strong combinations" in live
     assert "channels_last" in live
     assert "65 s" in live
 

@@ -276,11 +276,11 @@ def test_hashes_are_cut_to_12_digits():
 def test_what_was_not_tried_is_grouped_by_reason(screen):
     show_left_out(screen.console, evidence())
     assert "no CUDA device: cuda_graph, tf32" in screen.flat
-    assert "the budget ended: compile(max-autotune)" in screen.flat
+    assert "budget exhausted: compile(max-autotune)" in screen.flat
 
 
 def test_long_lists_are_cut_with_their_number(screen):
-    many = {f"candidate{i}": "the budget ended" for i in range(40)}
+    many = {f"candidate{i}": "budget exhausted" for i in range(40)}
     show_left_out(screen.console, evidence(not_applicable={}, not_tried=many))
     assert "and 34 more" in screen.flat
 

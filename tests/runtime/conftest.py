@@ -72,7 +72,7 @@ class Resolver:
 
 @pytest.fixture
 def hooked_anyway(monkeypatch):
-    """Has plans served for models with hooks, whatever their transforms think of these."""
+    """Serves plans for models with hooks, even if their transforms refuse hooks."""
     for module in (channels_last, inference_mode):
         monkeypatch.setattr(module, "refuse_if", lambda objection: None)
 

@@ -100,7 +100,7 @@ def test_nan_and_infinity_in_the_same_places_agree():
     "value",
     [X, X.to(torch.complex64) * 1j, X > 0, X.int(), X[:0], torch.zeros(3), 3.5, 2, "a", None],
 )
-def test_what_is_equal_agrees_whatever_it_is(value):
+def test_equal_values_of_any_type_agree(value):
     copied = value.clone() if isinstance(value, torch.Tensor) else value
     assert disagreement({"x": [value]}, {"x": [copied]}, 0.0) is None
 
@@ -122,7 +122,7 @@ class Opaque:
     x: torch.Tensor
 
 
-def test_what_cannot_be_looked_into_does_not_agree():
+def test_opaque_objects_do_not_agree():
     value = Opaque(X)
     assert "Opaque, which cannot be compared" in disagreement(value, value, 1e-4)
 
@@ -160,13 +160,13 @@ def test_sizes_within_a_factor_of_two_are_right(factor, name):
         assert found == (name, pytest.approx(factor, rel=1e-5))
 
 
-def test_what_is_next_to_nothing_beside_the_others_has_no_size():
+def test_tensors_with_negligible_norm_are_not_checked():
     expected = EXPECTED | {"noise": torch.full((4,), 0.5 * SIZED)}
     assert wrong_size(expected | {"noise": torch.zeros(4)}, expected) is None
     assert wrong_size(expected | {"noise": torch.ones(4)}, expected) is None
 
 
-def test_a_size_that_is_no_number_is_wrong():
+def test_a_nan_norm_is_wrong():
     found = wrong_size(EXPECTED | {"large": torch.full((4,), NAN)}, EXPECTED)
     assert found is not None
     assert found[0] == "large"

@@ -95,7 +95,7 @@ def test_the_reason_why_it_has_no_effect(monkeypatch, cuda, present, enabled, re
             assert not benchmark_mode(True).report().active
 
 
-def test_shapes_that_churn_are_said_once(monkeypatch):
+def test_churning_shapes_are_warned_of_once(monkeypatch):
     layer = nn.Conv2d(1, 1, 1)
     with switched_on(monkeypatch) as mode:
         for size in range(1, CHURN):
@@ -117,7 +117,6 @@ def test_the_same_shape_again_counts_once(monkeypatch):
     assert (mode.report().convolutions, mode.report().shapes) == (3, 1)
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
 def test_compiled_layers_are_compiled_once(monkeypatch):
     layer, x, compiled = nn.Conv2d(1, 1, 1), torch.ones(1, 1, 4, 4), []
@@ -127,7 +126,7 @@ def test_compiled_layers_are_compiled_once(monkeypatch):
         return graph
 
     def count(self, module, args):
-        # As on a GPU, which is what the mode looks for.
+        # Pretends to be on a GPU, which the mode checks.
         if isinstance(module, nn.Conv2d):
             self._seen(module, args[0])
 
@@ -164,7 +163,7 @@ def test_a_limit_that_is_no_number_of_engines_is_refused_before_anything_is_swit
     assert (cudnn.benchmark, cudnn.benchmark_limit, len(hooks)) == before
 
 
-def test_nothing_is_counted_after_it_is_left(monkeypatch):
+def test_counting_stops_at_exit(monkeypatch):
     with switched_on(monkeypatch) as mode:
         pass
     hooks = nn.modules.module._global_forward_pre_hooks

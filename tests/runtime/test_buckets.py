@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -48,7 +48,6 @@ def test_inputs_are_padded_and_outputs_cut():
     assert fitted.slice_outputs(model(*fitted.args)).shape == (3, 3)
 
 
-@settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from([[1, 8, 32], None]))
 def test_rows_are_those_of_the_untouched_model_or_it_runs_untouched(sizes, declared):
     model = _network()
@@ -242,7 +241,7 @@ def test_other_threads_do_not_wait_for_a_verification():
     assert isinstance(buckets.fit((x,), {}), Fitted)
 
 
-def test_an_interrupted_verification_is_begun_anew():
+def test_an_interrupted_verification_starts_again():
     calls = []
 
     def interrupted(x):

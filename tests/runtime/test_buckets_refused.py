@@ -91,8 +91,8 @@ def test_a_model_that_writes_to_its_inputs_is_refused_and_has_not_written():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda x: x.flatten(), "not of its size"),
-        (lambda x: x[::2], "not of its size"),
+        (lambda x: x.flatten(), "has another size"),
+        (lambda x: x[::2], "has another size"),
         (lambda x: x.nonzero(), "padding changes the results"),
         (lambda x: list(x), "nested"),
         (lambda x: x if len(x) < 4 else x[None], "number of dimensions"),
@@ -130,7 +130,7 @@ def test_padding_that_the_type_cannot_hold_is_a_reason():
     assert "could not be padded" in _refusal(declared, nn.ReLU(), torch.ones(3, 2).long())
 
 
-def test_inputs_that_look_like_padding_verify_nothing():
+def test_inputs_that_look_like_padding_do_not_verify_a_bucket():
     """The mean of equal rows hides that the model takes a mean."""
     embedding = nn.Embedding(5, 2)
     buckets = Buckets({"batch": [8]}, lambda ids: embedding(ids).mean(0))
@@ -138,7 +138,7 @@ def test_inputs_that_look_like_padding_verify_nothing():
     assert "padding changes" in buckets.fit((torch.tensor([[1, 2], [3, 4], [0, 1]]),), {})
 
 
-def test_inputs_that_the_model_refuses_say_nothing_of_the_bucket():
+def test_inputs_that_the_model_rejects_do_not_settle_the_bucket():
     def positive(x):
         assert x.min() >= 0
         return x

@@ -28,7 +28,7 @@ def test_a_faster_plan_is_kept():
     assert canary.verdict == verdict
 
 
-def test_what_cannot_be_told_is_kept_at_the_end_with_what_would_have_been_found():
+def test_an_undecided_plan_is_kept_and_the_detectable_effect_is_named():
     bench = Bench(tuned_ns=1000)
     verdict, _ = bench.until_settled(bench.canary())
     assert verdict.kept
@@ -38,7 +38,7 @@ def test_what_cannot_be_told_is_kept_at_the_end_with_what_would_have_been_found(
 
 
 @pytest.mark.parametrize("tuned_ns", [800, 1000])
-def test_what_it_costs_is_bounded(tuned_ns):
+def test_the_number_of_extra_calls_is_bounded(tuned_ns):
     bench = Bench(tuned_ns=tuned_ns)
     verdict, results = bench.until_settled(bench.canary())
     assert bench.calls.count("untouched") == verdict.probes <= 1 + LOOKS[-1]
@@ -118,7 +118,7 @@ def test_a_plan_that_is_really_slow_is_demoted():
 
 
 @pytest.mark.parametrize("options", [{"looks": ()}, {"spacing": 0}])
-def test_settings_that_make_no_sense_are_refused(options):
+def test_invalid_settings_are_refused(options):
     with pytest.raises(UsageError, match="a canary needs"):
         Canary(1e-4, **options)
 

@@ -78,7 +78,7 @@ def test_aliasing_is_allowed_where_it_was_asked_for():
 
 
 @pytest.mark.parametrize("inputs", [(), (X,)])
-def test_what_the_model_itself_hands_out_again_is_no_buffer(inputs):
+def test_memory_that_the_model_itself_returns_is_allowed(inputs):
     given = X if inputs else BUFFER
     bench = Bench(lambda: (given, X * 2), lambda: (given, X * 2))
     assert bench.until_settled(bench.canary(), inputs=inputs)[0].kept
@@ -116,7 +116,7 @@ def test_inputs_made_in_inference_mode_are_restored_too():
     assert result.tolist() == [2, 2, 2]
 
 
-def test_a_model_that_writes_to_its_inputs_is_calledonce():
+def test_a_model_that_writes_to_its_inputs_is_called_once():
     given = torch.ones(3)
     bench = Bench(lambda: given.add_(1).clone(), lambda: given.add_(1).clone())
     result, verdict = once(bench, bench.canary(), (given,))
@@ -125,7 +125,7 @@ def test_a_model_that_writes_to_its_inputs_is_calledonce():
     assert "the untouched model writes to its inputs" in verdict.reason
 
 
-def test_what_must_not_be_called_twice_is_not():
+def test_not_twice_prevents_a_second_call():
     bench = Bench()
     canary = bench.canary(not_twice="the model draws random numbers")
     result, verdict = once(bench, canary)
@@ -138,7 +138,7 @@ def test_what_must_not_be_called_twice_is_not():
 # -- faults ------------------------------------------------------------------------------------
 
 
-def test_what_the_untouched_model_raises_is_the_callers_and_no_verdict():
+def test_exceptions_of_the_model_propagate_without_a_verdict():
     bench = Bench(untouched=_raises)
     canary = bench.canary()
     with pytest.raises(RuntimeError, match="broken"):
@@ -150,7 +150,7 @@ def test_what_the_untouched_model_raises_is_the_callers_and_no_verdict():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_inputs_that_both_refuse_are_the_callers_in_a_probe_too(seed):
+def test_inputs_that_both_sides_reject_raise_in_a_probe_too(seed):
     bench = Bench()
     canary = bench.canary(rng=Random(seed))
     for _ in range(SPACING):
@@ -163,7 +163,7 @@ def test_inputs_that_both_refuse_are_the_callers_in_a_probe_too(seed):
     assert bench.until_settled(canary)[0].kept
 
 
-def test_a_model_that_has_no_room_beside_a_tuned_result_is_called_again_without_it():
+def test_the_model_is_retried_without_the_tuned_result_if_memory_is_short():
     bench = Bench()
     canary = bench.canary(rng=Random(1))  # the executor goes first
     for _ in range(SPACING):
@@ -178,7 +178,7 @@ def test_a_model_that_has_no_room_beside_a_tuned_result_is_called_again_without_
     assert verdict.reason.startswith("not timed")
 
 
-def test_inputs_that_cannot_be_copied_mean_untouched():
+def test_inputs_that_cannot_be_copied_run_untouched():
     class Stubborn(torch.Tensor):
         def clone(self):
             raise RuntimeError("no room")

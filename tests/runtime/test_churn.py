@@ -23,7 +23,7 @@ def test_the_first_signatures_are_tuned_on_first_sight():
     assert [guard.observe(s) for s in ("a", "b", "c")] == [None, None, WITHHELD]
 
 
-def test_what_was_granted_stays_granted():
+def test_a_granted_signature_stays_granted():
     guard = ChurnGuard(first_sight=1)
     assert [guard.observe("a") for _ in range(3)] == [None] * 3
     assert guard.observe("b") == WITHHELD
@@ -51,7 +51,7 @@ def test_the_reason_comes_with_its_numbers():
     for i in range(60):
         guard.observe(i if i < 41 else 0)
     assert guard.why() == (
-        "41 signatures in 60 calls that no plan served, 1.5 calls each; "
+        "41 signatures in 60 calls without a plan, 1.5 calls each; "
         "tuning one costs ~30 s and pays back after ~2,000 calls"
     )
 
@@ -101,13 +101,13 @@ def test_impossible_costs_are_refused(cost):
         {"break_even_calls": float("inf")},
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(argument):
+def test_numbers_out_of_range_are_refused(argument):
     with pytest.raises(UsageError, match=next(iter(argument))):
         ChurnGuard(**argument)
 
 
 @given(STREAMS, st.integers(0, 5), st.integers(1, 20))
-def test_it_costs_at_most_twice_what_foresight_would_beyond_the_credit(stream, credit, patience):
+def test_cost_is_at_most_twice_perfect_foresight_beyond_first_sight(stream, credit, patience):
     """Costs in calls that could have gained: a set-up is worth `patience` of them."""
     guard = ChurnGuard(first_sight=credit, break_even_calls=patience)
     tuned, cost = set(), 0
@@ -124,7 +124,7 @@ def test_it_costs_at_most_twice_what_foresight_would_beyond_the_credit(stream, c
 
 
 @given(STREAMS, st.integers(1, 10))
-def test_what_is_remembered_is_bounded_and_never_counted_too_high(stream, remembered):
+def test_counts_are_bounded_and_never_too_high(stream, remembered):
     guard = ChurnGuard(first_sight=0, break_even_calls=3, remembered=remembered)
     calls = Counter()
     for signature in stream:
@@ -143,7 +143,7 @@ def test_with_room_for_all_each_is_granted_exactly_when_it_has_earned_it(stream,
         assert (guard.observe(signature) is None) == (calls[signature] > 3)
 
 
-def test_one_that_keeps_coming_is_not_forgotten_among_many_that_do_not():
+def test_a_repeating_signature_is_not_forgotten():
     guard = ChurnGuard(first_sight=0, break_even_calls=20, remembered=10)
     stream = [i if i % 9 else "hot" for i in range(1, 400)]
     assert {stream[i] for i in _granted(guard, stream)} == {"hot"}

@@ -48,7 +48,7 @@ def linear():
 
 @pytest.fixture
 def served(linear, serving):
-    """Serves an executor that answers zeros, so that its answers are told from the model's."""
+    """Serves an executor that answers zeros, so that its answers differ from the model's."""
     tuned = TunedModule(linear, serving(CANDIDATES["inference_mode"], torch.ones(2, 3)))
     tuned(torch.ones(2, 3))
     next(iter(tuned._found.values())).call = lambda x: torch.zeros(2, 2)
@@ -66,7 +66,7 @@ def test_gradients_are_turned_off_for_all_but_replays(served, is_replay):
         assert served(torch.ones(2, 3)) is False
 
 
-def test_replays_whose_result_is_no_answer_are_thrown_away(served, linear):
+def test_a_replay_does_not_answer_under_autocast_gradients_or_training(served, linear):
     (entry,) = served._found.values()
     entry.is_replay, x = True, torch.ones(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -105,7 +105,7 @@ def test_tangents_of_forward_mode_are_the_models(served, linear):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tracing
-def test_what_is_traced_is_the_model(served, linear):
+def test_tracing_traces_the_model(served, linear):
     x = torch.ones(2, 3)
     linear.requires_grad_(False)  # the trace holds weights as constants
     traced = torch.jit.trace(lambda x: served(x), x, check_trace=False)
@@ -133,7 +133,7 @@ def test_nested_tensors_run_untouched(serving):
     ],
     ids=["imaginary part", "negative", "zero"],
 )
-def test_what_pytorch_has_put_off_is_not_served(served, linear, lazy):
+def test_lazy_tensors_are_not_served(served, linear, lazy):
     hits = served.report().hits
     for _ in range(2):
         assert torch.equal(served(lazy), linear(lazy))
@@ -149,9 +149,9 @@ def test_under_a_dispatch_mode_the_model_runs(served, linear):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_gradients_that_are_needed_are_an_obstacle(nested):
+def test_inputs_that_require_gradients_are_an_obstacle(nested):
     x = torch.zeros(2, requires_grad=True)
     args = ([X, (x,)],) if nested else (X, x)
-    assert obstacle(args, {}) == obstacle((), {"x": args}) == "gradients of the inputs are needed"
+    assert obstacle(args, {}) == obstacle((), {"x": args}) == "an input requires gradients"
     with torch.no_grad():
         assert obstacle(args, {}) is None

@@ -85,14 +85,14 @@ CHANGING = {
     "frozen": FROZEN,
 }
 HALF = ("autocast", "cast_weights")
-COMPILED = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+COMPILED = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NAMES = [pytest.param(name, marks=COMPILED if name == "frozen" else ()) for name in CHANGING]
 
 
 @pytest.mark.parametrize("canary", [True, False])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", NAMES)
-def test_whichever_branch_is_seen_first_both_are_as_of_the_model(
+def test_both_branches_answer_as_the_model_whichever_comes_first(
     odd, images, serving, name, sign, canary
 ):
     model, x = nn.Sequential(odd, Scores()).eval(), sign * images
@@ -161,9 +161,7 @@ HOLDERS = ("whole", "real", "replaced", "number", "listed", "plain")
         pytest.param("frozen", marks=COMPILED),
     ],
 )
-def test_what_a_branch_remembers_that_is_taken_late_is_remembered_once(
-    images, serving, name, holders, canary
-):
+def test_state_of_a_late_branch_is_updated_once(images, serving, name, holders, canary):
     model = Remembers(holders).eval()
     tuned = TunedModule(model, serving(CHANGING[name], images), options=Options(canary=canary))
     for x in (-images,) * 3:
@@ -177,9 +175,7 @@ def test_what_a_branch_remembers_that_is_taken_late_is_remembered_once(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_canary_cannot_look_into_runs_untouched_with_the_reason(
-    odd, images, serving, name
-):
+def test_opaque_outputs_run_untouched_with_the_reason(odd, images, serving, name):
     tuned = TunedModule(odd, serving(CHANGING[name], images), options=Options(canary=True))
     for inputs in (images, -images, images):
         assert torch.equal(answer(tuned, inputs).scores, answer(odd, inputs).scores)

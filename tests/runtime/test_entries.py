@@ -34,7 +34,7 @@ class Script:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-def test_an_answer_that_asks_to_be_asked_again_is(model, x):
+def test_a_resolution_with_again_is_resolved_again(model, x):
     ready = iter([False, True])
     waiting = Resolution(None, "not yet", again=lambda: next(ready))
     script = Script(waiting, Resolution(LIVE))
@@ -47,7 +47,7 @@ def test_an_answer_that_asks_to_be_asked_again_is(model, x):
     assert (served.hits, served.others) == (3, 2)
 
 
-def test_a_detail_that_changes_is_told_as_it_is_now(model, x, caplog):
+def test_a_changing_detail_is_reported_as_it_is_now(model, x, caplog):
     seen = []
     tuned = TunedModule(model, Script(Resolution(None, "withheld", lambda: f"{len(seen)} of them")))
     tuned(x)
@@ -56,7 +56,7 @@ def test_a_detail_that_changes_is_told_as_it_is_now(model, x, caplog):
     assert [served.detail for served in tuned.report().signatures] == ["1 of them"]
 
 
-def test_the_resolver_is_told_the_whole_call(model, x):
+def test_the_resolver_gets_the_whole_call(model, x):
     script = Script(Resolution(None))
     TunedModule(model, script)(x, scale=2.0)
     (arrival,) = script.seen
@@ -104,7 +104,7 @@ def test_refreshed_it_serves_the_new_weights(model, x, serving):
     assert tuned.report().hits == 2
 
 
-def test_refreshing_asks_anew_whether_anything_fits(model, x):
+def test_refresh_checks_again_whether_the_plan_fits(model, x):
     reasons = iter(["it does not fit", None])
     tuned = TunedModule(model, Script(Resolution(LIVE)), lambda model: next(reasons))
     tuned(x)
@@ -206,7 +206,7 @@ class Gated:
 
 @pytest.fixture
 def elsewhere():
-    """Makes a call in another thread, which is held in the middle of it."""
+    """Makes a call in another thread and pauses it halfway."""
     with ThreadPoolExecutor(1) as pool:
         gates = []
 
@@ -312,7 +312,7 @@ def test_while_flags_are_set_building_and_calling_take_turns(model, x, monkeypat
 
 
 @pytest.mark.parametrize("where", ["resolve", "build"])
-def test_what_is_interrupted_is_done_by_a_later_call(model, x, monkeypatch, where):
+def test_interrupted_work_is_done_by_a_later_call(model, x, monkeypatch, where):
     def interrupted(*given):
         raise KeyboardInterrupt
 
@@ -329,7 +329,7 @@ def test_what_is_interrupted_is_done_by_a_later_call(model, x, monkeypatch, wher
     assert tuned.report().calls == {"tuned": 1}
 
 
-def test_closed_while_a_plan_is_looked_for_nothing_is_built(model, x, monkeypatch, elsewhere):
+def test_closing_during_a_look_up_builds_nothing(model, x, monkeypatch, elsewhere):
     built = []
     monkeypatch.setattr(entries, "build", lambda *given: built.append(given))
     resolve = Gated(lambda arrival: Resolution(LIVE))
@@ -341,7 +341,7 @@ def test_closed_while_a_plan_is_looked_for_nothing_is_built(model, x, monkeypatc
     assert tuned.report().signatures == ()
 
 
-def test_what_is_being_looked_for_is_not_forgotten_for_others(model, x, monkeypatch, elsewhere):
+def test_a_pending_look_up_is_not_evicted(model, x, monkeypatch, elsewhere):
     monkeypatch.setattr(entries, "MOST_REMEMBERED", 2)
     resolve = Gated(lambda a: Resolution(LIVE if a.args[0].shape == x.shape else None))
     tuned = TunedModule(model, resolve)

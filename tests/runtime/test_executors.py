@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.compiled import prebuilt
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build
-from steadytorch.transforms import prebuilt
 
 from .conftest import CANDIDATES, FROZEN, answer
 
@@ -40,7 +40,7 @@ class Extracts:
 
 KEEPING_TYPES = [
     *[name for name in CANDIDATES if name != "cast_weights"],
-    pytest.param("compile", marks=pytest.mark.compiles),
+    pytest.param("compile", marks=pytest.mark.slow),
 ]
 
 
@@ -61,11 +61,11 @@ def test_the_hooks_of_the_caller_are_told_of_each_call(model, x, name):
 
 def test_code_that_would_freeze_what_hooks_know_is_refused(model, x):
     Extracts(model)
-    with pytest.raises(UnsupportedError, match="would be frozen too"):
+    with pytest.raises(UnsupportedError, match="freezing would fix their state"):
         build(model, (x,), {}, FROZEN)
 
 
-def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model, x):
+def test_casting_weights_under_hooks_is_refused(model, x):
     Extracts(model)
     with pytest.raises(UnsupportedError, match="hooks"):
         build(model, (x,), {}, CANDIDATES["cast_weights"])
@@ -75,7 +75,7 @@ def test_without_the_types_that_the_hooks_of_the_caller_know_it_is_refused(model
     "candidate",
     [(TransformSpec("channels_last"),) * 2, (TransformSpec("nothing_known"),)],
 )
-def test_what_cannot_be_combined_is_refused(model, x, candidate):
+def test_conflicting_transforms_are_refused(model, x, candidate):
     with pytest.raises(UsageError):
         build(model, (x,), {}, candidate)
 
@@ -135,7 +135,7 @@ def test_static_inputs_and_aliased_outputs_are_there_where_they_were_asked_for(r
     assert build(model, (x,), {}, recording, alias_outputs=True).call(x) == "aliased"
 
 
-def test_what_is_supplied_runs_in_place_of_compiling_and_counts_as_frozen(model, x):
+def test_supplied_code_replaces_compiling_and_counts_as_frozen(model, x):
     tasks = []
 
     def source(task):
@@ -210,7 +210,7 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_what_is_built_in_inference_mode_is_made_of_ordinary_tensors(grad):
+def test_building_in_inference_mode_makes_ordinary_tensors(grad):
     class Returns(nn.Module):
         def __init__(self):
             super().__init__()

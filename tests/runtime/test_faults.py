@@ -46,7 +46,7 @@ def stopping():
 @pytest.mark.parametrize("name", ["channels_last", "inference_mode"])
 @pytest.mark.parametrize("kind", [StopForward, ValueError, RuntimeError, TimeoutError])
 @pytest.mark.usefixtures("hooked_anyway")
-def test_a_hook_that_raises_is_heard_and_called_once(model, x, name, canary, kind):
+def test_a_raising_hook_propagates_and_is_called_once(model, x, name, canary, kind):
     calls, is_on = [], []
 
     def hook(module, args, output):
@@ -115,7 +115,7 @@ def test_an_exception_of_a_librarys_own_class_is_heard(stopping, x, name):
 @pytest.mark.parametrize(
     "error", [RuntimeError("out"), TypeError("no"), torch.OutOfMemoryError("memory"), KeyError(1)]
 )
-def test_what_an_executor_raises_is_answered_by_the_model(model, x, error):
+def test_the_model_answers_if_an_executor_raises(model, x, error):
     tuned = TunedModule(model, always(CANDIDATES["channels_last"]))
     tuned(x)
     replace_executor(tuned, Failing(model, error=error))
@@ -123,7 +123,7 @@ def test_what_an_executor_raises_is_answered_by_the_model(model, x, error):
     assert tuned.report().calls[FAILED] == 1
 
 
-def test_what_the_model_itself_raises_is_not_asked_for_twice(model, x):
+def test_a_raising_model_is_called_once(model, x):
     calls = []
     model.head.register_forward_pre_hook(lambda *given: calls.append(1))
     tuned = TunedModule(model, always(CANDIDATES["inference_mode"]))
@@ -175,9 +175,7 @@ class Small(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    "name", ["channels_last", pytest.param("compile", marks=pytest.mark.compiles)]
-)
+@pytest.mark.parametrize("name", ["channels_last", pytest.param("compile", marks=pytest.mark.slow)])
 def test_activation_checkpointing_trains_as_without_a_plan(x, name, reentrant, warm):
     torch.manual_seed(0)
     model = Small().train()

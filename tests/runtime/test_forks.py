@@ -1,4 +1,4 @@
-"""Tuned modules in a forked child answer as the model does, and wait for nobody."""
+"""Tuned modules in a forked child answer as the model does, without waiting."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def wide():
 
 
 @pytest.mark.parametrize("candidate", [THREADS, CANDIDATES["channels_last"]])
-def test_a_child_runs_what_it_inherits_untouched(wide, images, candidate):
+def test_a_child_runs_inherited_modules_untouched(wide, images, candidate):
     tuned = TunedModule(wide, always(candidate))
     with torch.no_grad():
         for _ in range(2):
@@ -84,7 +84,7 @@ def test_refresh_serves_tuned_in_a_child(model, x):
 
 
 @pytest.mark.parametrize("held", ["turns", "entries", "tally", "counter"])
-def test_locks_that_threads_of_the_parent_hold_hold_no_child_up(model, x, held):
+def test_locks_held_in_the_parent_do_not_block_the_child(model, x, held):
     tuned = TunedModule(model, always(CANDIDATES["channels_last"]))
     tuned(x)
     (entry,) = tuned._found.values()

@@ -77,7 +77,7 @@ def key(request):
         "list",
     ],
 )
-def test_what_tells_two_signatures_apart_is_in_the_key(other, key):
+def test_keys_differ_if_signatures_differ(other, key):
     assert key((X,), {}) == key((torch.ones(2, 3),), {})
     assert key(*other) != key((X,), {})
 
@@ -86,7 +86,7 @@ def test_what_tells_two_signatures_apart_is_in_the_key(other, key):
     ("one", "other"),
     [(1, True), (1, 1.0), (0.0, -0.0), ("a", None), (0, False), ("1", 1), (2, 3)],
 )
-def test_constants_that_are_told_apart_by_their_text_have_keys_of_their_own(one, other, key):
+def test_constants_with_different_text_have_different_keys(one, other, key):
     assert key((X, one), {}) != key((X, other), {})
     assert key((X,), {"n": one}) != key((X,), {"n": other})
 
@@ -129,7 +129,7 @@ def test_the_full_key_does_not_depend_on_the_order_of_keywords():
 
 
 @pytest.mark.parametrize("thing", [object(), {"a": object()}, {X}])
-def test_what_has_no_signature_has_no_key(thing, key):
+def test_arguments_without_a_signature_have_no_key(thing, key):
     with pytest.raises(Exception, match=r"."):
         key((X, thing), {})
 
@@ -159,7 +159,7 @@ TENSORS = st.builds(
 )
 VIEWS = st.builds(lambda x, turn: x.mT if turn and x.dim() > 1 else x, TENSORS, st.booleans())
 CALLS = st.lists(VIEWS, max_size=3).map(tuple)
-# Few of each, so that equal ones are drawn.
+# Few values of each type, so that equal ones are drawn.
 PLAIN = st.one_of(
     VIEWS,
     st.sampled_from([None, True, False, 0, 1, -1, 2**63, 1 << 70]),
@@ -241,7 +241,7 @@ def test_compiled_keys_are_of_tensors_and_plain_values(compiled_host):
         compiled_host.clear_key()
 
 
-def test_a_call_is_clear_only_where_nothing_stands_between_it_and_its_operators(compiled_host):
+def test_clear_key_is_none_under_any_obstacle(compiled_host):
     key, clear_key = compiled_host.key, compiled_host.clear_key
     needing = X.clone().requires_grad_()
     assert clear_key((X,), {}) == key((X,), {})
@@ -264,7 +264,7 @@ def test_a_call_is_clear_only_where_nothing_stands_between_it_and_its_operators(
     assert clear_key((X,), {}) == key((X,), {})
 
 
-def test_numbers_that_equal_nothing_are_one_signature(key):
+def test_nan_is_one_signature(key):
     nan = float("nan")
     assert key((X, nan), {}) == key((X, float("nan")), {})
     assert key((X, [nan]), {}) != key((X, [0.0]), {})

@@ -1,4 +1,4 @@
-"""What a model writes to its caller's containers is written once, whoever answers the call."""
+"""Writes to the caller's containers happen once, whether model or executor answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLANS = {
 }
 every_plan = pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.compiles if "compile" in n else ()) for n in PLANS],
+    [pytest.param(n, marks=pytest.mark.slow if "compile" in n else ()) for n in PLANS],
 )
 
 

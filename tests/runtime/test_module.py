@@ -8,12 +8,7 @@ from steadytorch.runtime import entries
 from steadytorch.runtime.entries import Options
 from steadytorch.runtime.module import TunedModule
 
-from .conftest import (
-    CANDIDATES,
-    NO_PLAN,
-    answer,
-    replace_executor,
-)
+from .conftest import CANDIDATES, NO_PLAN, answer, replace_executor
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -24,7 +19,7 @@ def test_outputs_are_those_of_the_model(model, x, serving, name):
     assert tuned.report().calls == {"tuned": 1}
 
 
-def test_it_is_the_executor_that_answers(model, x, tuned):
+def test_the_executor_answers(model, x, tuned):
     expected = tuned(x)
     entry = next(iter(tuned._found.values()))
     replace_executor(tuned, lambda x, call=entry.call: call(x) * 2)
@@ -242,7 +237,7 @@ def test_gradients_of_inputs_reach_them(model, x, serving, keyword):
     x.requires_grad_()
     tuned(*args, **kwargs).sum().backward()
     assert x.grad is not None
-    assert tuned.report().calls == {"tuned": 1, "untouched: gradients of the inputs are needed": 1}
+    assert tuned.report().calls == {"tuned": 1, "untouched: an input requires gradients": 1}
 
 
 def test_gradients_of_nested_inputs_reach_them(flexible, x, serving):

@@ -48,11 +48,11 @@ def test_a_raising_executor_is_answered_for_and_not_called_again(model, x, tuned
     assert caplog.text.count("the tuned executor failed: RuntimeError: the executor broke") == 1
 
 
-def test_an_executor_that_fails_in_its_first_call_is_answered_for(model, x, monkeypatch, serving):
+def test_the_model_answers_if_the_first_tuned_call_fails(model, x, monkeypatch, serving):
     def broken(self, *args, **kwargs):
         raise ValueError("no")
 
-    monkeypatch.setattr("steadytorch.transforms.conversion.Converting.forward", broken)
+    monkeypatch.setattr("steadytorch.rewrite.conversion.Converting.forward", broken)
     tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
     assert torch.equal(tuned(x), model(x))
     assert tuned.report().calls == {FAILED: 1}

@@ -16,15 +16,7 @@ from steadytorch.transforms import all_variants, names
 from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload
 
-from .conftest import (
-    CANDIDATES,
-    COPYING,
-    FROZEN,
-    always,
-    answer,
-    copy_into,
-    other_weights,
-)
+from .conftest import CANDIDATES, COPYING, FROZEN, always, answer, copy_into, other_weights
 
 
 def _sgd(model, x):
@@ -90,7 +82,7 @@ def test_a_changed_model_is_never_served_stale(model, x, serving, name, change):
     _check_never_stale(model, x, serving(CANDIDATES[name], x), CHANGES[change])
 
 
-@pytest.mark.compiles
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("change", ["optimizer step", "load_state_dict", "to", "copy_", "replaced"])
 def test_a_changed_model_is_never_served_from_frozen_code(model, x, serving, change):
@@ -99,7 +91,7 @@ def test_a_changed_model_is_never_served_from_frozen_code(model, x, serving, cha
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.compiles if n == "compile" else ()) for n in names()]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "compile" else ()) for n in names()]
 )
 def test_no_transform_of_the_registry_serves_stale(model, x, name):
     facts = load_facts("cpu")
@@ -154,7 +146,7 @@ def test_writes_that_raise_no_version_end_the_use_of_copies(model, x, serving, w
 
 
 class Stemmed(nn.Module):
-    """A stem, a residual block, a pointwise convolution: whatever is folded and packed."""
+    """A stem, a residual block and a pointwise convolution, which are folded and packed."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +167,7 @@ class Stemmed(nn.Module):
 
 
 def _stem_by(choice):
-    """The same choice whatever the process computes float32 in."""
+    """The same choice at any float32 precision of the process."""
     key = "fprop/bias_relu/{}/first/i2x3x32x32/w8x3x7x7/s2x2/p3x3/d1x1/g1"
     return {"choices": json.dumps({key.format(number): choice for number in ("fp32", "tf32")})}
 
@@ -210,7 +202,7 @@ def _fused_into(executor):
     "change", ["load_state_dict", "copy_", "optimizer step", "statistics", "to", "replaced"]
 )
 @pytest.mark.parametrize("name", FUSING)
-def test_what_engines_and_kernels_fold_and_pack_is_never_served_stale(name, change):
+def test_folded_and_packed_weights_are_never_served_stale(name, change):
     transform, parameters = FUSING[name]
     torch.manual_seed(0)
     model, x = Stemmed().eval(), torch.randn(2, 3, 32, 32)
@@ -231,7 +223,7 @@ def test_what_engines_and_kernels_fold_and_pack_is_never_served_stale(name, chan
 
 
 class Patched(nn.Module):
-    """Patches, and what the changes above ask for."""
+    """Patches for the changes above."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +241,7 @@ def test_patches_are_never_multiplied_by_stale_weights(x, serving, change):
     _check_never_stale(Patched().eval(), x, serving(candidate, x), CHANGES[change])
 
 
-def test_a_hook_that_comes_later_is_not_left_out(model, x, tuned):
+def test_a_hook_added_later_is_called(model, x, tuned):
     tuned(x)
     model.head.register_forward_hook(lambda module, args, output: output * 0)
     assert tuned(x).abs().max() == 0

@@ -47,14 +47,14 @@ def tuned(model, x):
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_what_changes_nothing_leaves_the_plan_in_use(tuned, x, name):
+def test_moves_and_loads_without_a_change_keep_the_plan(tuned, x, name):
     NOTHING[name](tuned)
     tuned(x)
     assert tuned.report().calls == {"tuned": 2}
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_loading_the_values_that_stand_there_costs_one_call(model, tuned, x, name):
+def test_loading_equal_values_costs_one_call(model, tuned, x, name):
     LOADS[name](tuned)
     for _ in range(2):
         torch.testing.assert_close(tuned(x), answer(model, x))
@@ -89,7 +89,7 @@ def test_other_values_end_the_use_of_the_plan(model, tuned, x):
     assert tuned.report().off.startswith("weights were loaded after the plan was applied")
 
 
-def test_a_move_before_the_first_call_has_the_plan_compared_anew(model, x):
+def test_a_move_before_the_first_call_checks_the_plan_again(model, x):
     fits = []
 
     def misfit(module):
@@ -123,7 +123,7 @@ def test_such_a_load_ends_no_trial(model, x, name, load):
     assert report.hits >= 3 + 3 * 5 - 5
 
 
-def test_what_runs_the_model_itself_stays_on_trial_while_others_write_to_it(model, x):
+def test_a_live_executor_stays_on_trial_after_outside_writes(model, x):
     live = CANDIDATES["inference_mode"]
     tuned = TunedModule(model, always(live), options=Options(canary=True))
     for _ in range(20):

@@ -24,7 +24,7 @@ def test_without_a_device_named_it_is_the_one_that_is_there():
     assert found[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_each_iteration_starts_anew():
+def test_each_iteration_starts_again():
     loader = prefetch(batches(2), "cpu")
     assert [b["index"] for _, b in loader] == [b["index"] for _, b in loader] == [0, 1]
 

@@ -197,7 +197,7 @@ def test_on_trial_it_goes_on_until_the_canary_has_found_something():
     assert outcomes[-1].finding.judgement.pairs == 12
 
 
-def test_what_is_wrong_is_answered_by_the_model():
+def test_the_model_answers_for_a_wrong_executor():
     model = Base().eval()
     executor = build(model, (X,), {}, LIVE)
     weights = Weights(model)
@@ -210,7 +210,7 @@ def test_what_is_wrong_is_answered_by_the_model():
 
 
 class Reads(Base):
-    """Has a hook write to it, past what a copy holds, and reads that."""
+    """A hook writes an attribute of this module, not of its copy; forward reads it."""
 
     def __init__(self):
         super().__init__()
@@ -229,9 +229,7 @@ class Reads(Base):
 @pytest.mark.parametrize("most", [64 << 20, 0], ids=["kept", "too much to keep"])
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
 @pytest.mark.usefixtures("hooked_anyway")
-def test_what_a_hook_writes_is_written_once_whether_it_can_be_put_back_or_not(
-    candidate, most, monkeypatch
-):
+def test_hook_writes_happen_once_restorable_or_not(candidate, most, monkeypatch):
     monkeypatch.setattr(probation, "MOST_OWN_BYTES", most)
     model = Reads().eval()
     outcome = watched(model, candidate)()
@@ -241,7 +239,7 @@ def test_what_a_hook_writes_is_written_once_whether_it_can_be_put_back_or_not(
 
 @pytest.mark.parametrize("candidate", [LIVE, COPY], ids=["live", "copy"])
 @pytest.mark.usefixtures("hooked_anyway")
-def test_what_a_hook_writes_for_the_model_to_read_is_written_once(candidate):
+def test_hook_writes_that_the_model_reads_happen_once(candidate):
     model = Reads().eval()
     outcome = watched(model, candidate)()
     assert (outcome.fault, outcome.of_model) == (KEEPS_STATE, True)

@@ -127,7 +127,7 @@ def counts_twice(model):
 
 
 FAULTS = {
-    "counts twice": (counts_twice, "wrong: buffer norm.num_batches_tracked is not what"),
+    "counts twice": (counts_twice, "wrong: buffer norm.num_batches_tracked differs from"),
     "raises": (raises, "its first step raised"),
     "backward raises": (backward_raises, "its first step raised"),
     "copied": (copied, "wrong: gives conv.weight no gradient"),
@@ -159,7 +159,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_does_not_train_the_model_is_told(model, name):
+def test_an_executor_that_does_not_train_the_model_is_reported(model, name):
     make, reason = FAULTS[name]
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert fault(model, make(model)).startswith(reason)
@@ -167,16 +167,16 @@ def test_what_does_not_train_the_model_is_told(model, name):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_model_that_draws_random_numbers_is_told_and_they_are_put_back():
+def test_random_draws_are_reported_and_restored():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train()
     random = torch.get_rng_state()
     assert fault(model, model, torch.ones(2, 4)) == DRAWS
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_model_that_raises_is_left_to_the_callers_own_call(model):
+def test_a_model_that_raises_in_the_test_step_is_left_to_the_caller(model):
     reason = fault(model, model, torch.ones(1, 2))
-    assert reason.startswith("a step of the model could not be gone through")
+    assert reason.startswith("a test step of the untouched model raised")
 
 
 def test_weights_that_need_no_gradients_get_none(model):

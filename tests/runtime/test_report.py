@@ -107,9 +107,7 @@ def misses(monkeypatch):
     ],
     ids=["engines", "engines among others", "no engines", "nothing"],
 )
-def test_convolutions_that_pytorch_ran_are_told_where_engines_were_to_run_them(
-    misses, signatures, told
-):
+def test_missed_convolutions_are_reported_for_plans_with_engines(misses, signatures, told):
     found = missed_convolutions(signatures)
     assert found == (misses if told else {})
     misses["later"] = "another"
@@ -119,7 +117,7 @@ def test_convolutions_that_pytorch_ran_are_told_where_engines_were_to_run_them(
 def test_the_text_ends_with_the_convolutions_that_pytorch_ran():
     text = str(Report({"tuned": 1}, (ENGINED,), None, {"fprop/a": "gone", "fprop/b": "refused"}))
     assert text.splitlines()[-3:] == [
-        "  convolutions that PyTorch ran in place of an engine: 2",
+        "  convolutions that ran without their stored engine: 2",
         "    fprop/a: gone",
         "    fprop/b: refused",
     ]
@@ -137,7 +135,7 @@ def test_misses_survive_being_written_down():
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
-def test_what_freed_executors_did_is_counted_on():
+def test_counts_of_freed_executors_are_kept():
     tally = Tally()
     tally.count("untouched: no plan")
     tally.keep([serving(), MISSED])

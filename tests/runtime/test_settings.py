@@ -20,7 +20,7 @@ LOGS = {}  # not with the models, which would count as state of theirs
 
 
 class Meeting(nn.Module):
-    """Says what the flags are, before and after the other thread has had its chance."""
+    """Records the flags before and after the other thread could run."""
 
     def __init__(self):
         super().__init__()

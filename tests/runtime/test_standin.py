@@ -12,13 +12,7 @@ from torch import nn
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import StandIn, as_module
 
-from .conftest import (
-    CANDIDATES,
-    Network,
-    always,
-    answer,
-    other_weights,
-)
+from .conftest import CANDIDATES, Network, always, answer, other_weights
 
 
 def test_parameters_buffers_and_state_are_the_models(model, tuned):
@@ -55,7 +49,7 @@ def test_attributes_are_deleted_from_the_model(model, tuned):
         del tuned.no_such
 
 
-def test_what_is_registered_is_registered_with_the_model(model, tuned):
+def test_registering_registers_with_the_model(model, tuned):
     tuned.register_buffer("mask", torch.ones(1))
     tuned.extra = nn.Linear(1, 1)
     tuned.scale = nn.Parameter(torch.ones(1))
@@ -91,7 +85,7 @@ class Kept(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
 
-def test_a_parent_loads_what_is_the_models_own():
+def test_a_parent_loads_into_the_model():
     model, other = Kept(), Kept()
     other.kept = "as saved"
     saved = nn.Sequential(stand_in(other)).state_dict()
@@ -253,12 +247,12 @@ def test_the_call_signatures_are_the_models(model, tuned):
     assert "resolve" in inspect.signature(TunedModule).parameters
 
 
-def test_so_is_that_of_a_forward_that_the_model_alone_has(model):
+def test_the_signature_of_an_instance_forward_is_shown(model):
     model.forward = lambda images, *, scale=2.0: Network.forward(model, images, scale)
     assert str(inspect.signature(stand_in(model).forward)) == "(images, *, scale=2.0)"
 
 
-def test_and_that_of_a_callable_that_is_no_module():
+def test_the_signature_of_a_callable_is_shown():
     def double(x, by=2):
         return x * by
 
@@ -311,7 +305,7 @@ def test_layers_are_sliced_replaced_and_added_as_in_the_model(x):
 
 
 @pytest.mark.parametrize("use", [len, iter, reversed, lambda m: m[0], lambda m: 0 in m])
-def test_what_the_model_cannot_do_is_a_type_error(model, tuned, use):
+def test_missing_special_methods_raise_type_error(model, tuned, use):
     for each in (model, tuned):
         with pytest.raises(TypeError):
             use(each)
@@ -399,7 +393,7 @@ def test_copies_keep_both_classes(copied):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace", "ignore:.*deprecated")
-def test_compilers_take_it_for_what_it_is():
+def test_compilers_accept_the_wrapper():
     model = Classifier().eval()
     tuned, x = TunedModule(model, always(())), torch.ones(1, 3)
     assert torch.equal(torch.compile(tuned, backend="eager")(x), model(x))
@@ -446,7 +440,7 @@ def test_calls_of_other_methods_are_reported_as_untouched():
     report = tuned.report()
     assert report.methods == {"generate": 2}
     assert sum(report.calls.values()) == 1
-    assert "other methods of the model, which run untouched: generate (2)" in str(report)
+    assert "other methods of the model run untouched: generate (2)" in str(report)
 
 
 def test_looking_at_a_method_is_no_call_of_it():

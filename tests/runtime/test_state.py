@@ -39,7 +39,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_call_leaves_behind_is_seen_and_put_back(change):
+def test_state_left_by_a_call_is_detected_and_restored(change):
     model = Model()
     memory = model.memory
     state = State([model], keep=True)
@@ -68,7 +68,7 @@ def test_no_more_is_kept_than_is_allowed_wherever_it_is_held():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_call_leaves_behind_in_a_copy_is_seen_at_a_glance(change, mode):
+def test_state_left_in_a_copy_is_detected(change, mode):
     model = Model()
     wrote = writes_of(model)
     model(torch.ones(2))
@@ -79,7 +79,7 @@ def test_what_a_call_leaves_behind_in_a_copy_is_seen_at_a_glance(change, mode):
     assert wrote() is (change != "of a submodule")
 
 
-def test_an_attribute_that_is_given_the_same_value_at_each_call_is_nothing_left_behind():
+def test_assigning_an_equal_value_is_not_state():
     model = Model()
     model.sizes, model.odd = (1000, 2000), [torch.ones(3)]
     wrote = writes_of(model)
@@ -105,7 +105,7 @@ def test_a_call_that_leaves_nothing_behind_changes_nothing(call):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-def test_weights_that_are_computed_anew_at_each_call_are_no_state():
+def test_weights_recomputed_at_each_call_are_not_state():
     model = nn.utils.weight_norm(nn.Linear(2, 2))
     state = State([model])
     model(torch.ones(2))

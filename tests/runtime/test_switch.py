@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.runtime import switch
 from steadytorch.runtime.switch import read_switch, traps
-from steadytorch.transforms.base import flags
 
 CUDNN = torch.backends.cudnn
 
@@ -16,7 +16,7 @@ def with_device(monkeypatch):
     monkeypatch.setattr(switch, "why_not", lambda: "")
 
 
-def test_it_reads_what_is_set():
+def test_it_reads_the_settings():
     with flags(
         (CUDNN, "benchmark", True), (CUDNN, "benchmark_limit", 3), (CUDNN, "deterministic", True)
     ):
@@ -32,13 +32,13 @@ def test_it_changes_nothing():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_where_it_does_nothing_that_is_the_only_trap():
+def test_without_an_effect_there_are_no_traps():
     found = read_switch()
     assert found.no_effect == "there is no CUDA device"
     assert found.traps == ()
 
 
-def test_where_it_does_something_its_traps_are_told(with_device):
+def test_with_an_effect_the_traps_are_listed(with_device):
     found = read_switch()
     assert found.no_effect == ""
     assert found.traps == traps(found.benchmark_limit, found.deterministic)

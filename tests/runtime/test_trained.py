@@ -65,7 +65,7 @@ def served(model, *candidate, signature=None):
 
 
 def train(model, batches, at=None):
-    """Steps of the caller's own loop; `at` says what to do before which step."""
+    """Runs the caller's own loop; `at` maps a step to an action before it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for number, (images, targets) in enumerate(batches):
@@ -104,7 +104,7 @@ def test_training_through_it_is_training_the_model(model, batches, name):
     assert fast.report().calls == {"tuned": STEPS}
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_training_through_a_compiled_model_is_training_the_model(model, batches):
     own = copy.deepcopy(model)
@@ -229,7 +229,7 @@ def test_a_fault_of_the_first_step_reaches_nobody(model, x, caplog):
     own, fast = copy.deepcopy(model), served(model, LAYOUT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "steadytorch.transforms.conversion.Converting.forward",
+            "steadytorch.rewrite.conversion.Converting.forward",
             lambda self, x: self.inner(x).detach().requires_grad_(),
         )
         found = fast(x)

@@ -1,4 +1,4 @@
-"""Every so many calls one is answered by the untouched model as well."""
+"""Every N-th call is compared with the untouched model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_agrees_is_served_on_and_the_checks_are_counted(model, x):
     report = tuned.report()
     assert (report.checked, report.hits, report.misses) == (3, 10, 0)
     assert len(calls) == 10 + 10 + 3
-    assert "verified against the untouched model every 3 calls: 3 so far" in str(report)
+    assert "compared with the untouched model every 3 calls: 3 so far" in str(report)
 
 
 def test_by_default_nothing_is_checked_and_the_report_says_how(model, x):

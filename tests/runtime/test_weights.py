@@ -283,7 +283,6 @@ def test_a_step_that_moves_nothing_yet_counts(model, weights):
     assert weights.changed()
 
 
-@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_an_optimizer_may_be_compiled_beside_watched_weights(model, weights):
     other = nn.Linear(2, 2)

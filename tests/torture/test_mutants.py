@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from steadytorch.rewrite import conversion
 from steadytorch.runtime import agreement, dispatch, entries, keys, probation, rehearsal, weights
 from steadytorch.runtime import module as serving
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms import channels_last, compile, conversion
+from steadytorch.transforms import channels_last, compile
 from steadytorch.workload import signature
 
 from . import compare
@@ -129,7 +130,7 @@ def _found(suite: Any, wanted: Callable[[Any], bool], compiles: bool) -> str | N
     return None
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mend", MENDS)

@@ -1,6 +1,6 @@
 """Combinations of models, candidates and what callers do, each compared with the untouched model.
 
-Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m torture tests/torture -k one` runs one.
+Draws are of fixed seeds: `TORTURE_SEED=1234 pytest -m slow tests/torture -k one` runs one.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def test_a_slice_of_all():
     check(range(SLICE))
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(SLICE, SLICE + CHEAP, BLOCK))
@@ -196,7 +196,7 @@ def test_combinations(first):
     check(range(first, first + BLOCK))
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(100_000, 100_000 + COMPILED, 10))
@@ -204,7 +204,7 @@ def test_combinations_that_compile(first):
     check(range(first, first + 10), compiles=True)
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif("TORTURE_SEED" not in os.environ, reason="TORTURE_SEED names one combination")
 def test_one():

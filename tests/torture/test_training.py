@@ -225,7 +225,7 @@ def test_a_slice_of_all():
     check(range(SLICE))
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(SLICE, SLICE + COMBINATIONS, 100))
@@ -233,7 +233,7 @@ def test_combinations(first):
     check(range(first, first + 100))
 
 
-@pytest.mark.torture
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_combinations_that_compile():

@@ -18,7 +18,7 @@ def cpu() -> DeviceFacts:
 
 @pytest.fixture
 def gpu() -> DeviceFacts:
-    """The facts of a GPU, for questions that run nothing on it."""
+    """Facts of a GPU, for checks that run nothing on it."""
     return DeviceFacts(
         device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0", cuda="13.0"
     )
@@ -36,7 +36,7 @@ def attention_workload() -> Workload:
 
 @pytest.fixture
 def on_gpu() -> Callable[..., Workload]:
-    """Makes workloads whose tensors say that they are on a GPU; they can be asked, not run."""
+    """Makes workloads whose tensors claim to be on a GPU; they cannot run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def make(model: nn.Module) -> Workload:

@@ -16,12 +16,12 @@ from steadytorch.transforms.base import Applicable, Transform, applied_in_order
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
-# What variants are listed for must not depend on the machine that collects the tests.
+# The parametrisation must not depend on the machine that collects the tests.
 LISTED_FOR = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
 IEEE = dict.fromkeys(
     ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
 )
-SLOW = (pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
+SLOW = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))
 TOLERANCE = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2}
 
 
@@ -60,7 +60,7 @@ class AttentionNet(nn.Module):
 
 
 class PatchNet(nn.Module):
-    """Patches, a layer over each channel, patches of these, tokens: ConvNeXt and ViT in small."""
+    """A small ConvNeXt and ViT: patches, a depthwise layer, patches again, tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def attention_workload(device: str = "cpu") -> Workload:
 
 def patch_workload(device: str = "cpu") -> Workload:
     torch.manual_seed(0)
-    # Sizes of which something is left beside the last whole patch, at both layers.
+    # At both layers, these sizes leave a remainder after the last whole patch.
     return Workload(PatchNet().eval(), torch.randn(2, 3, 21, 31)).to(device)
 
 
 class SmoothNet(ConvNet):
-    """The same without kinks, so that rounding does not move gradients far; one layer is unused."""
+    """The same without kinks, so that rounding hardly changes gradients; one layer is unused."""
 
     activation = staticmethod(F.silu)
 
@@ -140,7 +140,7 @@ def attention_training(device: str = "cpu") -> Workload:
 
 
 class Supervised(nn.Module):
-    """Cross-entropy against targets that move with it."""
+    """Cross-entropy with its targets in a buffer, so that `.to` moves them."""
 
     targets: torch.Tensor
 
@@ -162,7 +162,7 @@ WORKLOADS = {
 
 @dataclass
 class Evidence:
-    """What was seen while a variant was applied, called three times, and undone."""
+    """Observations while a variant was applied, called three times, and undone."""
 
     precision: str
     expected: list[torch.Tensor]
@@ -213,7 +213,7 @@ def exercise(transforms: list[Transform], workload: Workload) -> Evidence:
 
 @dataclass
 class TrainingEvidence:
-    """What was seen while a variant was applied, trained through for three steps, and undone."""
+    """Observations while a variant was applied, trained for three steps, and undone."""
 
     precision: str
     expected: dict[str, torch.Tensor]
@@ -228,7 +228,7 @@ class TrainingEvidence:
 def exercise_training(
     transforms: list[Transform], own: Workload, other: Workload
 ) -> TrainingEvidence:
-    """Trains one workload as it is and another, equal one through the transforms."""
+    """Trains one workload untouched and an equal one through the transforms."""
     before, inputs = ambient(), [t.clone() for t in _inputs(other)]
     strides = [t.stride() for t in other.model.state_dict().values()]
     expected = _trained(own, own.model)
@@ -269,7 +269,7 @@ def _trained(workload: Workload, model: Any) -> dict[str, torch.Tensor]:
 
 
 def applicable(variants: list[Transform], workload: Workload, facts: Any) -> list[Transform]:
-    """Those of the variants that apply to the workload."""
+    """The variants that apply to the workload."""
     return [v for v in variants if isinstance(v.applies_to(workload, facts), Applicable)]
 
 
@@ -284,7 +284,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], precis
 
 
 def assert_trained_alike(evidence: Any, tolerance: float) -> None:
-    """Same tensors of the same form; those that are small beside the gradients count as these."""
+    """Compares tensors; the error of small ones counts relative to the gradients."""
     assert evidence.found.keys() == evidence.expected.keys()
     largest = max(float(t.norm()) for n, t in evidence.expected.items() if "gradient" in n)
     for name, expected in evidence.expected.items():
@@ -313,5 +313,5 @@ def _other_inputs(workload: Workload) -> Workload:
 
 
 def _call(workload: Workload) -> list[torch.Tensor]:
-    # Gradients stay on, as a caller may have them: a transform has to cope.
+    # Gradients stay enabled, as callers may leave them.
     return tensors_of(workload.model(*workload.inputs, **workload.kwargs))

@@ -33,7 +33,7 @@ def workload(forward: Any = lambda net, x: net.pool(net.relu(net.conv(x)))) -> W
 
 
 class Residual(nn.Module):
-    """A stem and two residual blocks, batch norms and all."""
+    """A stem and two residual blocks with batch norms."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.ambient import ambient
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.ambient import ambient
 from steadytorch.transforms.attention_backend import AttentionBackend
 from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from steadytorch.ambient import flags
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.transforms.base import Applicable, Risk, Scoped, Transform, applied_in_order, flags
+from steadytorch.transforms.base import Applicable, Risk, Scoped, Transform, applied_in_order
 from steadytorch.workload.workload import Workload
 
 

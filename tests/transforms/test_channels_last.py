@@ -81,7 +81,7 @@ def test_what_trains_channels_last_already_is_refused(cpu):
 
 def test_training_on_what_is_no_image_is_refused(cpu):
     made = training(nn.Conv2d(1, 1, 1), torch.ones(2, 4))
-    assert ChannelsLast().applies_to(made, cpu).reason == "no image is among the inputs"
+    assert ChannelsLast().applies_to(made, cpu).reason == "the inputs contain no image"
 
 
 def test_a_model_without_images_is_refused(cpu):

@@ -21,7 +21,7 @@ from steadytorch.workload.workload import Workload
 MODES = ("default", "coordinate-descent")
 _GLOBAL: dict[str, nn.Module] = {}
 
-compiles = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+compiles = pytest.mark.filterwarnings("ignore")
 
 
 def variant(mode: str = "default", freezing: bool = False) -> Compile:
@@ -58,6 +58,7 @@ class TestCompiling:
             compiled.model(*made.inputs)
         assert [len(kept) for kept in frozen_graphs] == [1]
 
+    @pytest.mark.slow
     def test_freezing_holds_for_a_second_layout_too(self, frozen_graphs):
         made = linear()
         with variant(freezing=True).applied(made) as compiled:
@@ -66,6 +67,7 @@ class TestCompiling:
             torch.testing.assert_close(compiled.model(transposed), made.model(transposed))
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
+    @pytest.mark.slow
     def test_attributes_of_the_models_own_modules_are_seen_and_frozen_again(self, frozen_graphs):
         class Scaled(nn.Module):
             def __init__(self):
@@ -83,6 +85,7 @@ class TestCompiling:
                 torch.testing.assert_close(compiled.model(*made.inputs), expected)
         assert [len(kept) for kept in frozen_graphs] == [1, 1]
 
+    @pytest.mark.slow
     def test_frozen_calls_look_at_no_module_of_pytorchs(self, monkeypatch):
         kept = []
 
@@ -100,8 +103,9 @@ class TestCompiling:
         assert "args[0]" in names
         assert not [name for name in names if "_modules['0']" in name]
 
+    @pytest.mark.slow
     def test_modules_of_one_class_keep_their_weights_where_the_graph_breaks(self):
-        """Each is compiled by itself then, and by the same code."""
+        """A graph break: Dynamo compiles each submodule separately, from the same code."""
 
         class Block(nn.Module):
             def __init__(self):
@@ -119,6 +123,7 @@ class TestCompiling:
                 expected = made.model(*made.inputs)
                 torch.testing.assert_close(compiled.model(*made.inputs), expected)
 
+    @pytest.mark.slow
     def test_what_the_model_sets_on_a_module_of_pytorchs_is_seen_behind_a_graph_break(self):
         class Sloped(nn.Module):
             def __init__(self):
@@ -136,6 +141,7 @@ class TestCompiling:
                 torch.testing.assert_close(compiled.model(x), made.model(x))
 
     @pytest.mark.parametrize("kept", ["in a list", "by the class", "globally"])
+    @pytest.mark.slow
     def test_modules_that_the_model_does_not_register_are_frozen_again(self, kept):
         class Listing(nn.Module):
             others: ClassVar = {}
@@ -244,7 +250,9 @@ def test_frozen_weights_are_for_inference(gpu, conv_workload, mode):
         conv_workload.model, conv_workload.inputs, torch.sum, torch.optim.SGD
     )
     assert variant(mode, True).applies_to(conv_workload, gpu) == Applicable()
-    assert variant(mode, True).applies_to(training, gpu).reason == "training changes frozen weights"
+    assert (
+        variant(mode, True).applies_to(training, gpu).reason == "freezing supports inference only"
+    )
     assert variant(mode).applies_to(training, gpu) == Applicable()
 
 
@@ -261,7 +269,7 @@ def test_autotuning_without_freezing_is_for_what_cannot_be_frozen(gpu, conv_work
 def test_a_module_in_training_mode_cannot_be_frozen(gpu, conv_workload):
     conv_workload.model.train()
     answer = variant(freezing=True).applies_to(conv_workload, gpu)
-    assert answer.reason == "weights in training mode cannot be frozen"
+    assert answer.reason == "freezing needs a model in evaluation mode"
 
 
 def test_a_plain_callable_can_be_compiled_but_not_frozen(gpu):
@@ -310,9 +318,12 @@ FIXED = {
 def test_what_users_functions_know_is_not_frozen(cpu, conv_workload, name):
     STEERED[name](conv_workload.model)
     freezing, plain = variant("default", freezing=True), variant("default", freezing=False)
-    assert "functions of its user's" in freezing.applies_to(conv_workload, cpu).reason
+    assert "calls user functions" in freezing.applies_to(conv_workload, cpu).reason
     assert isinstance(plain.applies_to(conv_workload, cpu), Applicable)
-    with pytest.raises(UnsupportedError, match="frozen too"), freezing.applied(conv_workload):
+    with (
+        pytest.raises(UnsupportedError, match="calls user functions"),
+        freezing.applied(conv_workload),
+    ):
         pass
 
 
@@ -333,7 +344,7 @@ class Featured(nn.Module):
         return kept["features"].mean()
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_containers_that_are_new_at_each_call_are_compiled_for_once():
     from torch._dynamo.utils import counters

@@ -41,7 +41,7 @@ def _cases() -> list[Any]:
             if transform.name != "compile":
                 specs = (transform.spec,)
                 cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
-    # It is for CUDA, and right everywhere.
+    # It targets CUDA, but is correct everywhere.
     patches = (TransformSpec("linear_patches"),)
     cases.append(pytest.param(("patches", patches), id="patches-linear_patches"))
     stack = order([*STACK, *patches])
@@ -126,7 +126,7 @@ def test_every_variant_answers_for_a_plain_callable(transform, conv_workload):
 
 @pytest.mark.parametrize("transform", VARIANTS, ids=lambda t: str(t.spec))
 def test_every_variant_excludes_itself(transform):
-    assert conflict((transform.spec, transform.spec)) == f"{transform.name} occurs twice"
+    assert conflict((transform.spec, transform.spec)) == f"{transform.name} is listed twice"
 
 
 def _equal(found: Any, expected: Any) -> bool:

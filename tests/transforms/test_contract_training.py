@@ -24,7 +24,7 @@ STACK = order(
         TransformSpec("autocast", (("dtype", "bf16"),)),
     ]
 )
-# Gradients are products of many roundings: twice what single outputs are allowed.
+# Gradients accumulate more rounding: twice the tolerance of outputs.
 TOLERANCE = {precision: 2 * bound for precision, bound in contract.TOLERANCE.items()}
 
 

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.graphs.copy_nodes import CopyNode
+from steadytorch.graphs.graph_io_patching import Linked
+from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
-from steadytorch.transforms.copy_nodes import CopyNode
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
     _collector_paused,
-    _first_cause,
     _Memory,
     _Recorded,
     _replayer,
+    first_cause,
 )
-from steadytorch.transforms.linking import Linked
-from steadytorch.transforms.static_buffers import StaticInputs
 from steadytorch.workload.workload import Workload
 
-from .driver import Driver
+from ..graphs.driver import Driver
 
 
 def test_an_inference_workload_on_a_gpu_will_do(gpu, on_gpu):
@@ -70,7 +70,7 @@ def test_inputs_on_the_host_are_refused_as_their_values_would_be_frozen(gpu, on_
     inputs = (*made.inputs, *({"argument": [beside], "nested": [{"a": [beside]}]}.get(place, [])))
     kwargs = {"scale": beside} if place == "keyword" else {}
     answer = CudaGraph().applies_to(Workload(made.model, inputs, kwargs), gpu)
-    assert answer.reason == "an input on cpu would be frozen at the value that was recorded"
+    assert answer.reason == "an input is on cpu: replays would keep its recorded value"
 
 
 def test_a_workload_that_is_yet_to_be_moved_is_on_one_device(gpu, conv_workload):
@@ -86,7 +86,7 @@ def test_the_reason_is_the_error_that_came_first():
 
     with pytest.raises(RuntimeError) as caught:
         capture()
-    assert _first_cause(caught.value) == "operation not permitted when stream is capturing"
+    assert first_cause(caught.value) == "operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -121,7 +121,7 @@ def test_memory_of_a_pool_is_told_from_that_of_others_and_grows(monkeypatch):
     assert memory.around(450) == range(400, 500)
 
 
-# -- calls of what was recorded, with the host in the place of the device -----------------------
+# -- replayed calls, on the host instead of a device ---------------------------------------------
 
 
 class Playing:
@@ -189,7 +189,7 @@ def test_aliased_outputs_are_the_recorded_ones_and_results_given_out_stay():
 def test_tensors_of_another_type_are_converted_and_of_another_shape_refused(by_node):
     playing = Playing(torch.zeros(3), by_node)
     assert playing.call(torch.ones(3, dtype=torch.float64)).tolist() == [2, 2, 2]
-    with pytest.raises(UsageError, match="recorded for other inputs"):
+    with pytest.raises(UsageError, match="the inputs differ from the recorded ones"):
         playing.call(torch.ones(1))
     assert playing.call(torch.ones(3)).tolist() == [2, 2, 2]
 
@@ -217,7 +217,7 @@ def test_after_a_call_that_the_driver_failed_the_next_is_right():
     playing, x = Playing(torch.zeros(3)), torch.ones(3)
     playing.call.exact(x)
     playing.driver.refuses = ("point", "turn")
-    with pytest.raises(RuntimeError, match="own input back"):
+    with pytest.raises(RuntimeError, match="refused to restore the input"):
         playing.call.exact(2 * x)
     playing.driver.refuses = ()
     assert playing.call.exact(x).tolist() == [2, 2, 2]

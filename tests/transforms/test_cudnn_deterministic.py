@@ -36,7 +36,7 @@ def test_a_convolution_on_a_gpu_with_cudnn_will_do(gpu, on_gpu):
 def test_training_is_refused(gpu, on_gpu):
     made = on_gpu(nn.Conv2d(3, 4, 3))
     training = Workload.training(made.model, made.inputs, torch.sum, torch.optim.SGD)
-    assert "forward passes" in CudnnDeterministic().applies_to(training, gpu).reason
+    assert "covers the forward pass" in CudnnDeterministic().applies_to(training, gpu).reason
 
 
 def test_where_it_is_on_it_would_do_nothing(gpu, on_gpu, monkeypatch):

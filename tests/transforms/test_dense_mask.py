@@ -13,7 +13,7 @@ KEYS, QUERIES, BATCH = 6, 5, 2
 
 
 class Attention(nn.Module):
-    """Attention under a mask that depends on the query alone, and so is spread over the keys."""
+    """Attention with a mask that only depends on the query, broadcast along the keys."""
 
     def __init__(self, by_name: bool = True) -> None:
         super().__init__()
@@ -133,4 +133,4 @@ def test_it_is_for_models_that_may_give_attention_a_mask(gpu, on_gpu):
     assert DenseMask().applies_to(on_gpu(configured), gpu) == Applicable()
     for model in (Causal(), nn.MultiheadAttention(4, 1), nn.Linear(2, 2)):
         answer = DenseMask().applies_to(on_gpu(model), gpu)
-        assert answer.reason == "the model gives its attention no mask"
+        assert answer.reason == "the model passes no mask to attention"

@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_traced_says_why(cpu):
 
     answer = FoldBatchNorm().applies_to(workload(forward), cpu)
     assert isinstance(answer, NotApplicable)
-    assert answer.reason.startswith("the model cannot be traced by torch.fx: ")
+    assert answer.reason.startswith("torch.fx cannot trace the model: ")
     assert "\n" not in answer.reason
 
 

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
+from steadytorch.rewrite.fusible import Layers
+from steadytorch.rewrite.tracing import traced
 from steadytorch.transforms.base import (
     Applicable,
     NotApplicable,
@@ -16,8 +18,6 @@ from steadytorch.transforms.base import (
 )
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.transforms.fusible import Layers
-from steadytorch.transforms.tracing import traced
 from steadytorch.workload.workload import Workload
 
 from .fusing import STEM, SUMS, residual, workload
@@ -159,12 +159,12 @@ def pointwise() -> Workload:
 
 
 def test_variants_that_would_find_nothing_do_not_apply(gpu):
-    assert "no convolution of few channels" in refusal(workload(), gpu, STEM)
-    assert "no ReLU of the sum" in refusal(workload(), gpu, SUMS)
+    assert "no few-channel convolution" in refusal(workload(), gpu, STEM)
+    assert "no sum of two layer outputs" in refusal(workload(), gpu, SUMS)
     both = FusedKernels.Parameters(stem=True, residual=True)
     stem = workload(lambda net, x: F.max_pool2d(net.relu(net.conv(x)), 3, 2))
     assert FusedKernels(STEM).applies_to(stem, gpu) == Applicable()
-    assert "no ReLU of the sum" in refusal(stem, gpu, both)
+    assert "no sum of two layer outputs" in refusal(stem, gpu, both)
 
 
 def refusal(made: Workload, facts: Any, parameters: Any = None) -> str:
@@ -189,7 +189,7 @@ def test_it_says_where_there_is_nothing_to_fuse(gpu, attention_workload):
 
 def test_it_says_why_a_model_cannot_be_traced(gpu):
     made = workload(lambda net, x: net.pool(net.relu(x)) if x.sum() > 0 else x)
-    assert refusal(made, gpu).startswith("the model cannot be traced by torch.fx: ")
+    assert refusal(made, gpu).startswith("torch.fx cannot trace the model: ")
 
 
 def test_a_hooked_model_is_refused(gpu):

@@ -31,8 +31,8 @@ contract: Any = sys.modules["steadytorch_transforms_contract"]
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 LAYOUTS = ["NCHW", "NHWC"]
-# Of 16-bit types a unit in the last place: libraries may round before they add the bias. Of others
-# what a sum of a few hundred terms comes to.
+# One unit in the last place for 16-bit types, because libraries may round before they add the bias.
+# Otherwise the rounding of a sum of a few hundred terms.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # shape of the images, of the weight
 CASES = {
@@ -66,7 +66,7 @@ def convolved(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def told(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Sizes and steps; the step of an axis of one element says nothing."""
+    """Sizes and strides, ignoring the arbitrary strides of axes of length one."""
     return [(n, s if n > 1 else 0) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
@@ -151,7 +151,7 @@ def test_images_may_be_views(view):
 
 
 class Copies(TorchDispatchMode):
-    """Notes the sizes of what is copied within it."""
+    """Records the sizes of copies made within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,12 +233,15 @@ def test_it_is_for_inference_on_cuda_of_models_with_such_layers(cpu, gpu, on_gpu
     assert LinearPatches().applies_to(there, gpu) == Applicable()
     assert LinearPatches().applies_to(there, cpu).reason == "no CUDA device"
     other = on_gpu(nn.Sequential(nn.Conv2d(3, 8, 4, 2)))
-    assert "no convolution over patches" in LinearPatches().applies_to(other, gpu).reason
+    assert (
+        "no convolution over non-overlapping patches"
+        in LinearPatches().applies_to(other, gpu).reason
+    )
     function = there.with_model(there.model.forward)
     assert "plain callable" in LinearPatches().applies_to(function, gpu).reason
     model = there.model.train()
     training = Workload.training(model, there.inputs, torch.sum, torch.optim.SGD)
-    assert LinearPatches().applies_to(training, gpu).reason == "for inference"
+    assert LinearPatches().applies_to(training, gpu).reason == "inference only"
 
 
 def linear(model: nn.Module) -> list[str]:
@@ -329,7 +332,7 @@ def test_kernels_that_were_fused_before_stay():
         torch.testing.assert_close(changed.model(*made.inputs), made.model(*made.inputs))
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("freezing", [True, False])
 def test_compiled_code_has_matrix_products_alone(made, freezing):

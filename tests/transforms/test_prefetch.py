@@ -30,7 +30,9 @@ def test_training_steps_are_fed_ahead_as_well(gpu):
 
 def test_a_workload_without_a_loader_has_nothing_to_take_ahead(gpu, conv_workload):
     answer = Prefetch().applies_to(conv_workload, gpu)
-    assert answer == NotApplicable("the workload carries no loader (Workload.from_loader)")
+    assert answer == NotApplicable(
+        "the workload has no loader: create it with Workload.from_loader"
+    )
 
 
 def test_on_a_cpu_there_is_nothing_to_copy(cpu):
@@ -40,7 +42,7 @@ def test_on_a_cpu_there_is_nothing_to_copy(cpu):
 def test_batches_that_are_on_the_device_need_no_copy(gpu):
     there = Workload.from_loader(torch.neg, [torch.ones(1, device="meta")])
     answer = Prefetch().applies_to(there, gpu)
-    assert answer == NotApplicable("the loader gives no tensors in host memory")
+    assert answer == NotApplicable("the loader yields no tensors in host memory")
 
 
 def test_model_and_inputs_stay_as_they_are_and_the_loader_is_taken_ahead():

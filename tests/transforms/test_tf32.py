@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.ambient import ambient, set_ambient
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.ambient import ambient, set_ambient
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.workload.workload import Workload
@@ -62,7 +62,7 @@ def test_it_would_do_nothing_where_it_is_on(gpu, on_gpu, settings):
 
 def test_a_16_bit_workload_is_refused(gpu, on_gpu):
     answer = Tf32().applies_to(on_gpu(nn.Linear(2, 2).bfloat16()), gpu)
-    assert answer.reason == "the workload computes in bfloat16, not in float32"
+    assert answer.reason == "needs float32, the workload computes in bfloat16"
 
 
 def test_an_old_gpu_is_refused(on_gpu):

@@ -54,7 +54,7 @@ def test_the_present_count_is_no_variant():
 @pytest.mark.usefixtures("two_threads")
 def test_it_applies_on_a_cpu_up_to_its_cores(cpu, conv_workload):
     assert variant(4).applies_to(conv_workload, cpu) == Applicable()
-    assert variant(5).applies_to(conv_workload, cpu).reason == "5 threads are more than 4 cores"
+    assert variant(5).applies_to(conv_workload, cpu).reason == "5 threads exceed 4 logical cores"
     assert variant(2).applies_to(conv_workload, cpu).reason == "already on"
 
 

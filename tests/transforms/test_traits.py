@@ -81,7 +81,7 @@ def test_emulated_16_bit_arithmetic_is_refused(device, capability, dtype, unsupp
 
 def test_the_type_found_is_named():
     workload = Workload(nn.Linear(2, 2).double(), torch.ones(1, 2))
-    assert not_float32(workload) == (True, "the workload computes in float64, not in float32")
+    assert not_float32(workload) == (True, "needs float32, the workload computes in float64")
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])

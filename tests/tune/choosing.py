@@ -1,4 +1,4 @@
-"""A worker's handler that chooses engines on this machine, of a network of three convolutions."""
+"""A worker handler that chooses engines on this machine for a network of three convolutions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.conv import allot, frontend
 from steadytorch.results.conv import Measured, Outcome
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import conv
 from steadytorch.tune.conv import ConvHandler
 from steadytorch.workload.workload import Workload
@@ -30,7 +30,7 @@ def loaded(given: Workload, folder: Path) -> ConvHandler:
 
 
 def chooser(patch: pytest.MonkeyPatch, folder: Path) -> ConvHandler:
-    """One that chooses on this machine; `bias_relu`, the larger problem, is out of memory."""
+    """A handler where `bias_relu`, the larger problem, runs out of memory."""
 
     def chosen(problem, device, options, incumbent):
         if problem.epilogue == "bias_relu":

@@ -12,34 +12,35 @@ import pytest
 from steadytorch import transforms
 from steadytorch.tune.session import Session
 
+from ..verification.conftest import process_settings  # noqa: F401
 
-def _load(name: str) -> None:
-    """Tests are no package: what several of their files share is loaded by its place."""
+HERE = Path(__file__).parent
+TRAINING = HERE.parent / "training"
+
+
+def _load(name: str, folder: Path = HERE) -> None:
+    """Loads a module shared by several test files from its path, since tests are not a package."""
     if name in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
 
 
-_load("trained")
+_load("trained", TRAINING)
 _load("faulty")
 _load("scripted")
 _load("stored")
 
 
-@pytest.fixture(autouse=True)
-def process_settings():
-    """Making a reference sets the process's precisions: here they are put back."""
-    import torch
+HERE = Path(__file__).parent
+TRAINING = HERE.parent / "training"
 
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    found = [owner.fp32_precision for owner in owners]
-    yield
-    for owner, value in zip(owners, found, strict=True):
-        owner.fp32_precision = value
+
+def _load(name: str, folder: Path = HERE) -> None:
+    """Loads a module shared by several test files from its path, since tests are not a package."""
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +50,13 @@ def faulty_transforms():
         registry, positions = sys.modules["faulty"].extended()
         patch.setattr(transforms, "REGISTRY", registry)
         patch.setattr(transforms, "_POSITIONS", positions)
-        patch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent)])
+        patch.setattr(sys, "path", [*sys.path, str(HERE), str(TRAINING)])
         yield
 
 
 @pytest.fixture
 def no_process_left():
-    """Fails the test if a process that it started is still there at its end."""
+    """Fails the test if a process that it started is still alive at its end."""
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
@@ -83,7 +84,7 @@ def store(tmp_path, model, x):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Searches that end at once, or when they are let; counts them."""
+    """Counted searches that end at once, or when released."""
     stored = sys.modules["stored"]
     made = SimpleNamespace(keys=[], threads=[], may_end=threading.Event(), error=None)
     made.may_end.set()

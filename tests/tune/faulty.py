@@ -1,6 +1,6 @@
-"""Transforms that misbehave, one that does what it promises, and a worker that knows them.
+"""Faulty transforms, one honest transform, and a worker that registers them.
 
-Imported by path in workers, like the model that they are tried on.
+Workers import this file by path, like the model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import trained
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.bench import worker
 from steadytorch.measure.sampler import warm_up
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.base import Applicable, Risk, Transform
-from steadytorch.trial import worker
 from steadytorch.tune.worker import TuningHandler
 
 
 class Slow(nn.Module):
-    """A linear layer that sleeps at every call."""
+    """A linear layer that sleeps in every call."""
 
     def __init__(self, delay_s=0.001):
         super().__init__()
@@ -40,7 +40,7 @@ class Slow(nn.Module):
 
 
 class Quick(Transform):
-    """Leaves the sleep out: the one honest improvement."""
+    """Removes the sleep: the only honest improvement."""
 
     name = "quick"
     risk = Risk.EXACT
@@ -56,7 +56,7 @@ class Quick(Transform):
 
 
 class Faulty(Transform):
-    """As quick as `Quick`, and wrong in the way that its parameter says."""
+    """As fast as `Quick`, but wrong in the way its parameter names."""
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: str = "nan"
@@ -129,7 +129,7 @@ class Misbehaving:
 
 
 class TrainedAs(Transform):
-    """Trains as one of the candidates of trained.py does."""
+    """Trains like one of the candidates in trained.py."""
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: str = "honest"
@@ -150,7 +150,7 @@ class FaultyHandler(TuningHandler):
 
     def __init__(self, directory):
         transforms.REGISTRY, transforms._POSITIONS = extended()
-        # Half a second in each of dozens of processes; nothing here gets faster by running.
+        # Saves half a second in each of dozens of processes; these models need no warm-up.
         worker.warm_up = partial(warm_up, min_ns=10_000_000)
         super().__init__(directory)
 
@@ -161,7 +161,7 @@ class FaultyHandler(TuningHandler):
 
 
 def extended():
-    """The registry with the transforms of this file, which exclude one another, and its order."""
+    """The registry and its order, with this file's mutually exclusive transforms added."""
     kinds = (Quick, Faulty, TrainedAs)
     added = [transforms.Entry(kind, lambda parameters: ("the test",)) for kind in kinds]
     known = {entry.name for entry in transforms.REGISTRY}
@@ -170,5 +170,5 @@ def extended():
 
 
 def spec(kind):
-    """The candidate's part that misbehaves in one way."""
+    """A candidate with one fault."""
     return TransformSpec("faulty", (("kind", kind),))

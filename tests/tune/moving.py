@@ -1,4 +1,4 @@
-"""What tests of moves have in common: every option, and what holds for all candidates."""
+"""Shared by tests of moves: all options, and invariants of all candidates."""
 
 import torch
 from hypothesis import strategies as st

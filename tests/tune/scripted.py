@@ -1,4 +1,4 @@
-"""Workers that answer from a script on a clock of their own: a whole search in milliseconds."""
+"""Scripted workers on a fake clock: a whole search takes milliseconds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import msgspec
 import torch
 from torch import nn
 
-from steadytorch.explain.finding import Finding
+from steadytorch.bench.worker import SetUp
+from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.trial.worker import SetUp
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError, Reference, Verification
 from steadytorch.tune.worker import Character, Explained
+from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
 
 MS = 1e6
 OWN_ERROR = OutputError(1e-7, 1e-7)
 FLOPS = 1_000_000
-"""Operations that the profile of any scripted workload shows."""
+"""Operations in the profile of every scripted workload."""
 
 EAGER = TransformSpec("inference_mode")
 DETERMINISTIC = TransformSpec("cudnn_deterministic")
@@ -41,16 +41,16 @@ def died(fault: Fault = Fault.SIGNAL, reason: str = "segmentation fault (SIGSEGV
 
 @dataclass
 class Act:
-    """What one candidate does.
+    """Scripted behaviour of one candidate.
 
     Attributes:
-        time_ns: per iteration.
-        error: against the reference.
-        wrong: what verification finds fault with.
-        peak_bytes, setup_s: of its set-up.
-        faults: method to what its calls run into in turn, over all workers of this candidate; None
-            for a call that goes well.
-        blocks_until_death: it dies at the block after so many; None for never.
+        time_ns: time per iteration.
+        error: error against the reference.
+        wrong: fault found by verification.
+        peak_bytes, setup_s: results of its set-up.
+        faults: faults of successive calls by method, over all workers of this candidate; None for
+            a call that succeeds.
+        blocks_until_death: number of blocks after which it dies; None for never.
     """
 
     time_ns: float = 10 * MS
@@ -66,10 +66,10 @@ class Stage:
     """The clock, the script and all workers of a search.
 
     Args:
-        acts: per candidate; the untouched workload is `()`.
-        reference: how the untouched workload verifies.
+        acts: behaviour by candidate; the untouched workload is `()`.
+        reference: reference of the untouched workload.
         spread: relative noise of a sample.
-        findings: what profiling the untouched workload shows.
+        findings: findings from profiling the untouched workload.
         interrupt_at: number of the exchange with a worker at which Ctrl-C is pressed.
     """
 
@@ -116,12 +116,12 @@ class Stage:
         return max(1, round(act.time_ns * self.factor * noise))
 
     def tried(self) -> list[Candidate]:
-        """The candidates in the order of their set-ups."""
+        """Candidates in the order of their set-ups."""
         return [candidate for method, candidate in self.events if method == "set_up"]
 
 
 class ScriptedWorker:
-    """The surface of `process.worker.Worker`, answering from the script."""
+    """The interface of `process.worker.Worker`, answering from the script."""
 
     def __init__(self, stage: Stage, name: str) -> None:
         self.name, self._stage = name, stage
@@ -212,10 +212,10 @@ class ScriptedWorker:
 
 
 class Elsewhere:
-    """A worker that is no trial's: its answer comes once it was looked for so many times.
+    """A worker outside any trial that answers after a number of polls.
 
     Args:
-        looks: until then.
+        looks: number of polls until the answer.
         answer: returned, or raised if it is a fault.
     """
 
@@ -236,7 +236,7 @@ class Elsewhere:
 
 
 class Notes(Silent):
-    """A watcher that keeps what it is told, and calls back at each new phase."""
+    """A watcher that records its calls and calls back at each new phase."""
 
     def __init__(self, at_phase: Callable[[str], None] = lambda message: None) -> None:
         self.phases: list[str] = []

@@ -1,4 +1,4 @@
-"""Plans in a store, made without a search, for tests of what is served."""
+"""Plans in a store, made without a search, for tests of serving."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 from steadytorch import transforms
 from steadytorch.device.facts import load_facts
 from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.plan.store import Store
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.workload.workload import Workload
 
 CANDIDATE = (TransformSpec("inference_mode"),)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle, contents, package
-from steadytorch.plan.plan import Plan
+from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.package import Outcome
@@ -32,7 +32,7 @@ import torch
 from torch import nn
 import steadytorch as steady
 from steadytorch.plan import bundle
-from steadytorch.plan.plan import load_plan
+from steadytorch.serve.plan import load_plan
 
 logging.basicConfig(level=logging.WARNING)
 plan, cache = load_plan(sys.argv[1]), Path(sys.argv[2])
@@ -76,13 +76,13 @@ def _workload() -> Workload:
 
 @pytest.fixture
 def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
-    """A plan under the key of a search, as if that had chosen the candidate."""
+    """A plan under the key of a search, as if the search had chosen the candidate."""
     return lambda workload, store, candidate: keep_unmeasured(
         Session(workload, Options(), "cpu", store), candidate
     )
 
 
-@pytest.mark.compiles
+@pytest.mark.slow
 def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew(kept, tmp_path):
     cache = tmp_path / "inductor"
     done = subprocess.run(
@@ -96,7 +96,7 @@ def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew
     said = [line for line in done.stderr.splitlines() if "WARNING:steadytorch" in line]
     assert len(said) == 2, done.stderr
     assert "the model changed" in said[0]
-    assert said[1].endswith("compiled anew: its package was made of other weights or attributes")
+    assert said[1].endswith("compiled again: its package was made for other weights or attributes")
 
 
 def _fault(*given, **arguments):
@@ -189,6 +189,7 @@ def test_a_model_that_changes_while_it_is_saved_has_no_bundle(
     assert f"no bundle for plan {plan.id}: the model changed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     most, made = kept.file.stat().st_size - 1, _described(kept).made
 
@@ -204,7 +205,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None
-    assert f"it would take {most + 1} bytes, and one holds {most}" in caplog.text
+    assert f"it has {most + 1} bytes, over the limit of {most}" in caplog.text
     assert not kept.file.exists()
 
 
@@ -214,6 +215,7 @@ __attribute__((constructor)) static void crash(void) { abort(); }
 """
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkeypatch, tmp_path):
     (tmp_path / "crash.c").write_text(CRASH)
     library = tmp_path / "crash.so"
@@ -241,12 +243,14 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
 @pytest.mark.parametrize(
     ("answer", "fault"), [(lambda: "", ""), (lambda: "output 0 is off", "output 0 is off")]
 )
+@pytest.mark.slow
 def test_a_fresh_process_has_the_last_word(kept, answer, fault):
     outcome = Outcome(_described(kept).made)
     found = bundle_module._checked(outcome, lambda method, **arguments: answer(), {})
     assert found == (Outcome(None, fault) if fault else outcome)
 
 
+@pytest.mark.slow
 def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypatch):
     workload, made = Workload(kept.model, (kept.x,)), []
     monkeypatch.setattr(bundle_module, "_make", lambda *given: made.append(given[3]) or "")
@@ -255,7 +259,7 @@ def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypa
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, workload, "cpu") is None
-    assert made == [contents.digest(kept.model)]
+    assert made == [model_digest.digest(kept.model)]
 
 
 def _described(kept):
@@ -273,6 +277,7 @@ class _Fails(nn.Module):
         raise RuntimeError("no such thing")
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_a_reason(stored, tmp_path, caplog):
     plan = stored(_workload(), tmp_path, COMPILE)
     reason = keep_bundle(plan, Workload(_Fails().eval(), (torch.ones(2, 8),)), "cpu")

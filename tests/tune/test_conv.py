@@ -138,7 +138,7 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
 
 @pytest.fixture
 def settings():
-    """PyTorch's, put back afterwards."""
+    """Restores PyTorch's process-wide settings afterwards."""
     found = transforms.ambient()
     yield
     transforms.set_ambient(found)

@@ -19,7 +19,7 @@ def handler(monkeypatch, tmp_path):
 
 
 class Several(nn.Module):
-    """Convolutions of many kinds, one of which engines can run; `dtype` is that of `other`."""
+    """Convolutions of many kinds, only one of which engines support; `dtype` is that of `other`."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Several(nn.Module):
 
 OF_LAYERS = {
     ("reflect",): "padding_mode 'reflect': engines pad with zeros",
-    ("uneven",): "another padding on either side of a dimension",
+    ("uneven",): "different padding on the two sides of a dimension",
     ("up", "up_again"): "a ConvTranspose2d: engines are for Conv1d, Conv2d and Conv3d",
 }
 

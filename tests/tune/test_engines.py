@@ -30,7 +30,7 @@ def training():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """A described GPU, and a report in place of what is chosen there; returns what was asked."""
+    """Fakes a GPU and its report; returns the recorded requests."""
     found = []
 
     def choose(workload, facts, plans, **arguments):
@@ -65,7 +65,7 @@ def test_what_is_asked_reaches_the_choice(asked, tmp_path):
         "deadline_s": 90.0,
         "deterministic": True,
     }
-    assert told == ["choosing engines in a worker process"]
+    assert told == ["choosing cuDNN engines in a worker process"]
 
 
 def test_a_store_that_is_open_is_used_as_it_is(asked, tmp_path):
@@ -88,7 +88,9 @@ def test_a_budget_that_is_no_time_is_refused():
 def test_a_training_step_takes_only_transforms_that_decide_its_engines(asked):
     steady.conv(training(), device="cuda", candidate=(TransformSpec("channels_last"),))
     assert asked[0][0].is_training
-    with pytest.raises(steady.UsageError, match="inference_mode with net: engines of a training"):
+    with pytest.raises(
+        steady.UsageError, match="inference_mode does not apply to choosing engines"
+    ):
         steady.conv(training(), device="cuda", candidate=(TransformSpec("inference_mode"),))
     assert len(asked) == 1
 

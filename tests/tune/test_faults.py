@@ -1,4 +1,4 @@
-"""Candidates that misbehave in every way, in real worker processes."""
+"""Faulty candidates of every kind, in real worker processes."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ import torch
 from faulty import Slow, spec
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
@@ -35,10 +35,11 @@ ENDS = {
     "aliases": "two calls return the same memory, which is not the model's",
     "dies_late": "process exited with status 9",
 }
+ABRUPT = ("exits", "segfaults", "raises", "exhausts", "dies_late")
 
 
 class Launcher:
-    """Starts workers that know the transforms of faulty.py."""
+    """Starts workers that register the transforms of faulty.py."""
 
     def __init__(self, directory, memory_limit_bytes=None):
         self._directory, self._limit = directory, memory_limit_bytes
@@ -74,9 +75,13 @@ def _left(started):
     return [worker.pid for worker in started if psutil.pid_exists(worker.pid)]
 
 
-@pytest.fixture(scope="module")
-def searched(faulty_transforms, tmp_path_factory):
-    """One search over all faults and one honest candidate, and this process before and after."""
+@pytest.fixture(
+    scope="module",
+    params=[ABRUPT, pytest.param(tuple(ENDS), marks=pytest.mark.slow)],
+    ids=["abrupt", "all"],
+)
+def searched(request, faulty_transforms, tmp_path_factory):
+    """One search over faults and one honest candidate, and this process before and after."""
     directory = tmp_path_factory.mktemp("search")
     workload = _workload()
     save_payload(workload, directory)
@@ -86,22 +91,27 @@ def searched(faulty_transforms, tmp_path_factory):
     result = Search(
         workload,
         Preparation(launcher, "cpu", before.settings, options, Silent()),
-        available=[*(spec(kind) for kind in ENDS), QUICK],
+        available=[*(spec(kind) for kind in request.param), QUICK],
         not_applicable={},
         options=options,
         watcher=Silent(),
         slots=3,
     ).run()
     return SimpleNamespace(
-        result=result, before=before, after=_state_of_this_process(), started=launcher.started
+        result=result,
+        kinds=request.param,
+        before=before,
+        after=_state_of_this_process(),
+        started=launcher.started,
     )
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_each_fault_is_told_with_its_reason(searched, kind):
-    (trial,) = [t for t in searched.result.candidates if t.transforms == (spec(kind),)]
-    assert trial.status == ("failed" if kind == "raises" else "rejected")
-    assert trial.reason.startswith(ENDS[kind])
+def test_each_fault_is_told_with_its_reason(searched):
+    trials = {trial.transforms: trial for trial in searched.result.candidates}
+    for kind in searched.kinds:
+        trial = trials[(spec(kind),)]
+        assert trial.status == ("failed" if kind == "raises" else "rejected")
+        assert trial.reason.startswith(ENDS[kind])
 
 
 def test_the_honest_candidate_wins_all_the_same(searched):
@@ -111,8 +121,8 @@ def test_the_honest_candidate_wins_all_the_same(searched):
 
 
 def test_one_out_of_memory_beside_others_was_tried_twice(searched):
-    # The untouched workload and its reference, each candidate once, and the second try.
-    assert len(searched.started) == 2 + len(ENDS) + 1 + 1
+    # The untouched workload and its reference, each candidate once, and one retry.
+    assert len(searched.started) == 2 + len(searched.kinds) + 1 + 1
 
 
 def test_no_worker_is_left(searched):
@@ -126,7 +136,7 @@ def test_this_process_is_as_it_was(searched):
 
 @pytest.fixture
 def prepare(faulty_transforms, tmp_path, no_process_left):
-    """Prepares candidates in real workers within a deadline; all are ended after."""
+    """Prepares candidates in real workers within a deadline, and ends the workers."""
     workload = _workload()
     save_payload(workload, tmp_path)
     ended = []

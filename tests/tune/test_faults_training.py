@@ -1,4 +1,4 @@
-"""Training candidates that misbehave, in real worker processes, and one that is honest."""
+"""Faulty training candidates and one honest one, in real worker processes."""
 
 from types import SimpleNamespace
 
@@ -9,9 +9,9 @@ import trained
 from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
+from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify
@@ -39,9 +39,13 @@ def _launch(directory):
     return lambda name: Worker("faulty:FaultyHandler", directory, name, {}, None)
 
 
-@pytest.fixture(scope="module")
-def searched(faulty_transforms, tmp_path_factory):
-    """One search over all faults and the untouched step under another name."""
+@pytest.fixture(
+    scope="module",
+    params=[("detached", "large_gradient"), pytest.param(tuple(ENDS), marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def searched(request, faulty_transforms, tmp_path_factory):
+    """One search over faults and the untouched step under another name."""
     directory = tmp_path_factory.mktemp("search")
     workload, _ = trained.workload()
     before = {name: t.clone() for name, t in workload.model.state_dict().items()}
@@ -51,7 +55,7 @@ def searched(faulty_transforms, tmp_path_factory):
     result = Search(
         workload,
         Preparation(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
-        available=[*map(_spec, ENDS), HONEST],
+        available=[*map(_spec, request.param), HONEST],
         not_applicable={},
         options=options,
         watcher=Silent(),
@@ -59,17 +63,19 @@ def searched(faulty_transforms, tmp_path_factory):
     ).run()
     return SimpleNamespace(
         result=result,
+        kinds=request.param,
         left=set(psutil.Process().children(recursive=True)) - children,
         weights=(before, workload.model.state_dict()),
     )
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_each_fault_is_rejected_with_its_reason(searched, kind):
-    (found,) = [t for t in searched.result.candidates if t.transforms == (_spec(kind),)]
-    assert found.status == "rejected"
-    assert found.reason.startswith(ENDS[kind])
-    assert found.median_ns is None
+def test_each_fault_is_rejected_with_its_reason(searched):
+    trials = {trial.transforms: trial for trial in searched.result.candidates}
+    for kind in searched.kinds:
+        found = trials[(_spec(kind),)]
+        assert found.status == "rejected"
+        assert found.reason.startswith(ENDS[kind])
+        assert found.median_ns is None
 
 
 def test_what_trains_as_it_should_is_timed(searched):
@@ -87,7 +93,7 @@ def test_no_process_is_left_and_the_callers_weights_are_as_they_were(searched):
 
 @pytest.fixture(scope="module")
 def tuned(faulty_transforms, tmp_path_factory):
-    """One real tuning of training steps with one option that makes them faster."""
+    """One real tuning of training steps with one option that speeds them up."""
     store = tmp_path_factory.mktemp("store")
     torch.manual_seed(0)
     model = trained.Slow().train()
@@ -101,6 +107,7 @@ def tuned(faulty_transforms, tmp_path_factory):
     return SimpleNamespace(plan=plan, workload=workload, store=store)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tuned.plan.candidate == (_spec("awake"),)
     assert tuned.plan.evidence.speedup.verdict == "faster"
@@ -108,6 +115,7 @@ def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tune(tuned.workload, store=tuned.store, mode="strict") == tuned.plan
 
 
+@pytest.mark.slow
 def test_the_plan_trains_the_model_it_is_applied_to(tuned):
     model = tuned.workload.model
     fast, before = tuned.plan.apply(model), model.head.weight.detach().clone()
@@ -118,6 +126,7 @@ def test_the_plan_trains_the_model_it_is_applied_to(tuned):
     assert not torch.equal(model.head.weight, before)
 
 
+@pytest.mark.slow
 def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
     monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
     found = reverify(tuned.plan, tuned.workload, processes=1)
@@ -125,6 +134,7 @@ def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
     assert found.error is not None
 
 
+@pytest.mark.slow
 def test_another_loss_is_another_plan(tuned):
     step = tuned.workload
     other = Workload.training(step.model, step.inputs, nn.Identity(), trained.momentum)

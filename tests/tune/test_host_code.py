@@ -1,4 +1,4 @@
-"""When a search has the host's part of a call compiled."""
+"""When a search compiles native host code."""
 
 import sys
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from steadytorch.tune.session import Session
 
 
 class Compiler:
-    """Stands for the compiler of host code; notes what is asked of it."""
+    """A fake compiler of host code that records requests."""
 
     def __init__(self, fault=None, rounds=0):
         self.asked, self._fault, self._rounds = [], fault, rounds
@@ -37,7 +37,7 @@ class Compiler:
 
 
 class Clock(Notes):
-    """Counts the seconds that it was told of."""
+    """A watcher that records phases and counts ticks."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Clock(Notes):
 
 @pytest.fixture
 def compiler_of(monkeypatch):
-    """Has a search find this compiler, and nothing compiled."""
+    """Replaces the compiler; returns the list of its starts."""
 
     def give(compiler, is_missing=True):
         began = []
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_made_nothing_is_told(compiler_of):
 
 @pytest.fixture
 def searched(tmp_path, monkeypatch, compiler_of):
-    """Searches, as far as the compiler can tell, and returns what came of it."""
+    """Runs a session with a fake search; returns the result and the number of compiler starts."""
     module = sys.modules[Session.__module__]
 
     def search(compiler, run, device="cuda:0", cores=16, budget_s=LONG_S):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadytorch import transforms
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.moves import Moves, describe, recut, stem_of, suggested_by
@@ -130,7 +130,7 @@ def test_engines_are_tried_without_a_graph_where_graphs_do_not_apply(regime, ste
 EAGER, REDUCE = single("inference_mode"), single("compile", mode="reduce-overhead", freezing=True)
 PLAIN = single("compile", mode="default", freezing=False)
 TIMED = [regime for regime in REGIMES if regime != "memory-bound"]
-"""Regimes of which there are records on GPUs."""
+"""Regimes with recorded searches on GPUs."""
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -138,7 +138,7 @@ def test_a_wrong_argument_is_named(model, arguments, hint):
 
 @pytest.mark.parametrize("thing", [None, 3, "resnet50"])
 def test_what_cannot_be_called_is_a_misuse_that_is_named(thing):
-    with pytest.raises(UsageError, match=f"{type(thing).__name__} is no model"):
+    with pytest.raises(UsageError, match=f"{type(thing).__name__} is not a model"):
         optimize(thing)
 
 

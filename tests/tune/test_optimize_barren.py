@@ -1,4 +1,4 @@
-"""A model that the store has no plan for runs untouched, without a look at its inputs."""
+"""A model without plans in the store runs untouched, and its inputs are not examined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNTOUCHED = f"untouched: {NO_PLAN_AT_ALL}"
 
 @pytest.fixture
 def described(monkeypatch):
-    """How often the model was described."""
+    """Counts how often the model was described."""
     found = []
     original = optimizing.workload_fingerprint
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The first calls of a stored plan: what is sound goes on, what is wrong or slow does not."""
+"""The first calls of a stored plan: sound plans are served, wrong or slow ones are not."""
 
 from __future__ import annotations
 

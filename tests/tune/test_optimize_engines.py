@@ -1,4 +1,4 @@
-"""What a process makes of a store in which another has left a plan with engines of cuDNN."""
+"""Serving a plan with cuDNN engines that another process stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from faked import fake
 from test_optimize_engines import network
 from steadytorch.conv import allot, choose, engines, plans, timing
 from steadytorch.plan.store import Store
-from steadytorch.plan.plan import load_plan
+from steadytorch.serve.plan import load_plan
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.session import Session
 
@@ -55,14 +55,14 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 def network():
-    """Two convolutions that pose different problems."""
+    """Two convolutions with different problem keys."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
     return nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8)
 
 
 def served_by(way, choices, folder, request):
-    """What a fresh process computes, which engines run in it, and what misses."""
+    """The outputs, engines and misses of a fresh process."""
     model, x = network()
     spec = TransformSpec("cudnn_engines", (("choices", write_choices(choices)),))
     store_plan(folder, make_plan(model, x, (spec,)))

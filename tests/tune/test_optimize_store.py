@@ -1,4 +1,4 @@
-"""What benchmark mode makes of its store: what it must not serve, cannot write, or finds anew."""
+"""Benchmark mode and its store: plans not to serve, failed writes, and new plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_SUCH = (TransformSpec("os.system", (("command", "false"),)),)
 
 @pytest.mark.parametrize("canary", [True, False])
 @pytest.mark.parametrize(
-    ("candidate", "why"), [(LOWER, "what it does is bf16"), (NO_SUCH, "unknown transform")]
+    ("candidate", "why"), [(LOWER, "its transforms need bf16"), (NO_SUCH, "unknown transform")]
 )
 def test_a_plan_that_does_what_its_key_forbids_is_not_served(
     model, x, tmp_path, caplog, candidate, why, canary
@@ -125,7 +125,7 @@ def test_strict_raises_where_there_can_be_no_plan(tmp_path):
         tuned(torch.randn(2, 8))
 
 
-# -- several who search at once -----------------------------------------------------------------
+# -- concurrent searches ------------------------------------------------------------------------
 
 
 def test_what_another_process_stored_meanwhile_stays_and_is_served(

@@ -116,7 +116,7 @@ def test_in_the_foreground_other_threads_do_not_wait_for_a_search(model, x, tmp_
 
 @pytest.fixture
 def bundles(monkeypatch):
-    """Bundles of all plans, each made when it may, after a pause on a clock of its own."""
+    """Records bundle builds, whose pauses run on a fake clock."""
     made = SimpleNamespace(threads=[], begun=threading.Event(), may_end=threading.Event())
     made.now, made.pauses, made.may_wake = 0.0, [], threading.Event()
 
@@ -155,7 +155,7 @@ def test_bundles_are_made_in_a_thread_while_the_plan_serves(
     assert thread.daemon
     assert equal(tuned, model, x)
     assert tuned.report().hits > 0
-    # A search would be disturbed by what is compiled meanwhile.
+    # Compiling meanwhile would disturb a search.
     assert equal(tuned, model, x[:1])
     reason = SEARCHING if background else OCCUPIED
     assert tuned.report().calls[f"untouched: {reason}"] >= 1
@@ -206,7 +206,7 @@ def test_each_call_is_counted_once_and_the_numbers_are_those_of_now(model, tmp_p
     said = {served.detail for served in tuned.report().signatures if served.reason == WITHHELD}
     (numbers,) = said
     served = len(searches.keys)
-    assert numbers.startswith(f"12 signatures in {24 - served} calls that no plan served")
+    assert numbers.startswith(f"12 signatures in {24 - served} calls without a plan")
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.plan import bundle, package
+from steadytorch.bench.worker import save_payload
+from steadytorch.compiled import bundle, package
+from steadytorch.compiled.aot_inductor import Package
+from steadytorch.compiled.prebuilt import Task
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE
 from steadytorch.transforms import ambient
-from steadytorch.transforms.package import Package
-from steadytorch.transforms.prebuilt import Task
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import package as made_here
 from steadytorch.tune.package import NEVER_ASKED, Outcome, Packager, PackagingHandler
 from steadytorch.workload.workload import Workload
 
-pytestmark = [pytest.mark.compiles, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +30,13 @@ def no_grad():
 
 @pytest.fixture
 def ready(kept, monkeypatch):
-    """In place of compiling ahead, the package of `kept` is copied."""
+    """Copies the package of `kept` instead of compiling ahead."""
     monkeypatch.setattr(made_here, "make", lambda *given: shutil.copy(kept.file, given[-1]))
 
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Weak references to the packages that are loaded."""
+    """Weak references to the loaded packages."""
     loaded = []
 
     def load(*given, kind=Package):
@@ -49,7 +49,7 @@ def packages(monkeypatch):
 
 
 def _packaged(model, x, tmp_path, compiled=None):
-    """What a packager says of a model, and what it answers itself."""
+    """A packager's outcome for a model, and its own output."""
     packager = Packager(tmp_path / "p.pt2", "same", None)
     task = Task(Workload(model, (x,)), dict, lambda: compiled or model)
     call = packager(task)
@@ -77,7 +77,7 @@ def test_what_does_not_agree_is_refused_and_what_compiles_answers(kept, ready, t
     kept.model[0].weight.mul_(1.01)
     answer, outcome, _ = _packaged(kept.model, kept.x, tmp_path)
     assert outcome.made is None
-    assert "it does not agree with torch.compile: output 0 is off by" in outcome.reason
+    assert "its outputs differ from torch.compile's: output 0 is off by" in outcome.reason
     assert torch.equal(answer, kept.model(kept.x))
 
 
@@ -90,7 +90,7 @@ def test_a_wider_class_allows_what_the_same_class_does_not(kept, ready, tmp_path
 
 def test_it_is_compared_with_what_compile_gives_not_with_the_model(kept, ready, tmp_path):
     _, outcome, _ = _packaged(kept.model, kept.x, tmp_path, lambda x: 2 * kept.model(x))
-    assert "it does not agree with torch.compile" in outcome.reason
+    assert "its outputs differ from torch.compile's" in outcome.reason
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ class Depends(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Counts(), KEEPS_STATE), (Draws(), DRAWS), (Depends(), "it cannot be exported")],
+    [(Counts(), KEEPS_STATE), (Draws(), DRAWS), (Depends(), "the model cannot be exported")],
 )
 def test_what_cannot_be_packaged_is_a_reason(model, reason, tmp_path):
     _, outcome, _ = _packaged(model, torch.ones(3), tmp_path)
@@ -157,7 +157,7 @@ def test_weights_that_are_too_large_are_a_reason_before_anything_is_compiled(
     monkeypatch.setattr(made_here, "MOST_BYTES", 100)
     monkeypatch.setattr(made_here, "make", lambda *given: pytest.fail("compiled"))
     _, outcome, _ = _packaged(kept.model, kept.x, tmp_path)
-    assert outcome.reason.endswith("bytes, and one holds 100")
+    assert outcome.reason.endswith("bytes, over the limit of 100")
 
 
 def test_outputs_in_memory_of_others_are_refused(kept, tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_outputs_in_memory_of_others_are_refused(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(made_here, "make", lambda *given: None)
     monkeypatch.setattr(made_here, "Package", lambda *given: lambda x: shared)
     _, outcome, _ = _packaged(nn.Identity(), torch.ones(3), tmp_path)
-    assert outcome.reason == "its outputs lie in memory that others write to"
+    assert outcome.reason == "its outputs share memory with inputs or earlier outputs"
 
 
 def test_any_error_is_a_reason(kept, tmp_path, monkeypatch):

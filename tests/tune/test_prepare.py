@@ -18,7 +18,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.tune import prepare
 from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError
+from steadytorch.verification.verdict import OutputError
 
 SINGLES = [(EAGER,), (FOLD,), (DETERMINISTIC,), (LAYOUT,)]
 
@@ -33,7 +33,7 @@ class Diary(Notes):
 
 
 def _prepared(stage, options=None, watcher=None):
-    """A preparation that has its baseline."""
+    """A preparation with its baseline set up."""
     preparation = Preparation(stage, "cpu", {}, options or Options(), watcher or Notes())
     preparation.baseline(lambda: 60.0)
     return preparation
@@ -205,7 +205,7 @@ def test_all_workers_can_be_ended_at_any_time():
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """Nobody is waited for who has no answer yet."""
+    """Does not wait for workers without an answer."""
     monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
 
 
@@ -259,6 +259,6 @@ def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     looks = iter([False, True])
     trials = preparation.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
     assert [trial.status for trial in trials] == ["rejected", "rejected"]
-    assert {trial.reason for trial in trials} == {"verification: there was no time left for it"}
+    assert {trial.reason for trial in trials} == {"verification: budget exhausted"}
     assert not any(trial.worker.alive for trial in trials)
     assert preparation.begun == ()

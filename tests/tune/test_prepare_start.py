@@ -1,4 +1,4 @@
-"""When the processes of a search start, and what the first of them are asked."""
+"""When the processes of a search start, and the first requests."""
 
 import pytest
 from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage

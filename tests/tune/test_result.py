@@ -11,7 +11,7 @@ from steadytorch.tune.result import (
     reference_text,
     speedup_of,
 )
-from steadytorch.tune.verdict import OutputError, Reference
+from steadytorch.verification.verdict import OutputError, Reference
 
 CHOSEN = (TransformSpec("inference_mode"),)
 
@@ -25,7 +25,7 @@ def result():
         regime="memory-bound",
         candidates=(Trial(transforms=()), Trial(transforms=CHOSEN, median_ns=150.0, samples=100)),
         not_applicable={"cuda_graph": "no CUDA device"},
-        not_tried={"cudnn_deterministic": "the budget ended"},
+        not_tried={"cudnn_deterministic": "budget exhausted"},
         speedup=Speedup(1.7, 1.6, 1.8, "process", "faster", 12),
         break_even_calls=40,
         reference="float64",
@@ -62,7 +62,7 @@ def test_evidence_survives_a_journey_through_json(result):
 
 @pytest.mark.parametrize("missing", ["baseline", "winner", "speedup"])
 def test_a_search_that_was_cut_short_is_no_evidence(result, missing):
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="interrupted"):
         msgspec.structs.replace(result, **{missing: None}).evidence()
 
 

@@ -1,4 +1,4 @@
-"""A stored plan looked at again: held to the rules of a search, in fresh processes."""
+"""Checking a stored plan by the rules of a search, in fresh processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.plan.fingerprint import make_key
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.record import Evidence, Speedup, Timing
 from steadytorch.process import worker as processes
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.serve.plan import Plan
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
-from steadytorch.tune.verdict import OutputError
-from steadytorch.tune.verify import INPUT_SETS
+from steadytorch.verification.verdict import OutputError
+from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 
@@ -76,7 +76,7 @@ def _plan(workload=None, candidate=(EAGER,), **asked):
 
 
 def _rounds(act, processes=3, base=None, options=None):
-    """What rounds of scripted workers find, and the stage of each."""
+    """Results of rounds with scripted workers, and the stage of each."""
     stages = []
 
     def prepared(number):
@@ -106,7 +106,7 @@ def test_every_round_has_fresh_processes_and_leaves_none():
 
 def test_a_plan_gone_slow_fails():
     result, _ = _rounds(Act(11 * MS))
-    assert "slower than the untouched workload by" in result.failed
+    assert "slower than the untouched workload" in result.failed
     assert result.claim.verdict == "slower"
 
 
@@ -159,12 +159,12 @@ def test_a_cap_on_memory_still_counts():
 @pytest.mark.parametrize("method", ["set_up", "characterise", "block"])
 def test_a_workload_that_fails_itself_is_not_the_plans_fault(method):
     base = Act(faults={method: [died()]})
-    with pytest.raises(UsageError, match="the workload itself fails, without any plan: segm"):
+    with pytest.raises(UsageError, match="the untouched workload fails: segm"):
         _rounds(Act(), base=base)
 
 
 def test_a_workload_that_dies_while_it_is_timed_is_not_the_plans_fault():
-    with pytest.raises(UsageError, match="the workload itself fails"):
+    with pytest.raises(UsageError, match="the untouched workload fails"):
         _rounds(Act(), base=Act(blocks_until_death=4))
 
 
@@ -219,7 +219,7 @@ def test_the_empty_plan_holds_without_a_process(no_process):
         ([TransformSpec("os.system")], "unknown transform"),
         ([TransformSpec("threads", (("count", -1),))], "not known to this version"),
         ([TransformSpec("cast_weights", (("dtype", "bf16"),))], "it computes in bf16"),
-        ([EAGER, EAGER], "occurs twice"),
+        ([EAGER, EAGER], "is listed twice"),
     ],
 )
 def test_a_candidate_that_no_search_could_choose_fails(no_process, candidate, said):
@@ -263,7 +263,7 @@ def test_a_name_in_a_plan_is_never_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("open('ran', 'w')\ndef make(): pass\n")
     for name in ("evil.py:make", "evil:make", f"{tmp_path}/evil.py:make", "torchvision:resnet18"):
-        with pytest.raises(UsageError, match="name its workload with --workload"):
+        with pytest.raises(UsageError, match="pass it with --workload"):
             rebuilt(replace(_plan(), name=name))
     assert not (tmp_path / "ran").exists()
 
@@ -277,6 +277,7 @@ def faulty_workers(faulty_transforms, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_good_plan_holds_in_real_processes(faulty_workers, no_process_left, tmp_path):
     told = []
     result = reverify(
@@ -285,10 +286,11 @@ def test_a_good_plan_holds_in_real_processes(faulty_workers, no_process_left, tm
     assert result.failed is None
     assert result.error < 1e-5
     assert result.claim.estimate < -0.5
-    assert told == ["processes 1 of 1"]
+    assert told == ["round 1 of 1"]
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_plan_gone_wrong_is_found_in_real_processes(faulty_workers, no_process_left):
     result = reverify(_plan(candidate=(spec("wrong"),)), _workload())
     assert "relative error 1.0e-03 exceeds" in result.failed

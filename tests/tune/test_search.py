@@ -15,7 +15,7 @@ from scripted import (
 
 from steadytorch.process.worker import Fault
 from steadytorch.tune.select import Options
-from steadytorch.tune.verdict import OutputError, Reference
+from steadytorch.verification.verdict import OutputError, Reference
 
 OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
 
@@ -26,7 +26,7 @@ def _trial(result, *candidate):
 
 
 def _acts(**times_ms):
-    """Acts of single transforms by name; combinations take as long as the untouched workload."""
+    """Acts of single transforms by name; combinations are as slow as the untouched workload."""
     specs = {spec.name: spec for spec in (EAGER, FOLD, DETERMINISTIC, LAYOUT, TF32)}
     return {(specs[name],): Act(time * MS) for name, time in times_ms.items()}
 
@@ -148,7 +148,7 @@ def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
     options = Options(max_memory_bytes=1 << 30)
     result = make_search(Stage(acts), [EAGER], options, watcher=watcher).run()
     untouched = _trial(result)
-    assert watcher.phases[1] == f"{untouched.reason}: a candidate has to take less"
+    assert watcher.phases[1] == f"{untouched.reason}: looking for candidates below the cap"
     assert untouched.reason == (
         "the untouched workload itself peaks at 3.00 GiB, over the cap of 1.00 GiB"
     )

@@ -1,4 +1,4 @@
-"""What a search does with its time: what is begun, in which order, and what is given up."""
+"""How a search spends its time: what it starts, in which order, and what it gives up."""
 
 import msgspec
 import pytest
@@ -56,7 +56,7 @@ def test_what_no_longer_fits_the_budget_is_named():
     result = make_search(stage, [EAGER, DETERMINISTIC, FOLD], Options(budget_s=60), slots=1).run()
     assert result.chosen == (EAGER,)
     assert result.not_tried
-    assert set(result.not_tried.values()) == {"the budget ended"}
+    assert set(result.not_tried.values()) == {"budget exhausted"}
     assert all(
         label in {"cudnn_deterministic", "fold_batch_norm"} or "+" in label
         for label in result.not_tried
@@ -96,7 +96,7 @@ def test_variations_of_the_leader_come_before_weak_combinations(budget_s):
 
 def test_a_known_combination_that_is_also_a_variation_is_tried_once():
     stage = Stage({(): Act(7 * MS), (BF16, GRAPH): Act(1 * MS)}, regime="launch-bound")
-    # The second round has what is left of the combinations, and variations of the leader.
+    # The second round has the remaining combinations and variations of the leader.
     options = Options(budget_s=1000, precision="bf16")
     make_search(stage, [BF16, LAYOUT, FROZEN, PLAIN, GRAPH], options, slots=4).run()
     assert len(stage.tried()) == len(set(stage.tried()))
@@ -147,11 +147,11 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
     monkeypatch.setattr(ScriptedWorker, "ready", never)
     monkeypatch.setattr(search, "_decide", decide)
     result = search.run()
-    late = [t for t in result.candidates if "there was no time left" in (t.reason or "")]
+    late = [t for t in result.candidates if "budget exhausted" in (t.reason or "")]
     assert late
     assert all(FOLD in trial.transforms for trial in late)
     assert sum(trial.samples > 0 for trial in result.candidates) >= 4
-    assert left[0] >= -1.0  # it is looked for every half second
+    assert left[0] >= -1.0  # polled every half second
 
 
 def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
@@ -168,7 +168,7 @@ def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
 
 @pytest.mark.parametrize(("device", "begun"), [("cuda:0", True), ("cpu", False)])
 def test_compilers_are_expected_to_be_as_quick_as_on_the_device_of_the_search(device, begun):
-    # Workloads lie on the CPU until a worker moves them.
+    # Workloads stay on the CPU until a worker moves them.
     frozen = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
     stage = Stage({(frozen,): Act(1 * MS, setup_s=10.0)})
     make_search(stage, [frozen], Options(budget_s=27), device=device).run()

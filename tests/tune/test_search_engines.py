@@ -1,4 +1,4 @@
-"""Engines of cuDNN are chosen once, before any candidate is made of them."""
+"""cuDNN engines are chosen once, before any candidate uses them."""
 
 import pytest
 from scripted import (
@@ -56,7 +56,7 @@ def test_candidates_are_made_with_the_engines_that_were_chosen():
     ).run()
     assert result.chosen == (FOLD, LAYOUT, CHOSEN)
     assert not any(UNCHOSEN in trial.transforms for trial in result.candidates)
-    assert "choosing an engine of cuDNN for each convolution" in notes.phases
+    assert "choosing a cuDNN engine for each convolution" in notes.phases
 
 
 def test_where_none_can_be_chosen_the_others_are_tried_and_it_is_said_why():

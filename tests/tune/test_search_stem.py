@@ -1,4 +1,4 @@
-"""The fused stem of the leader is cut up in the way that is fastest, where time allows."""
+"""The leader's fused stem gets its fastest configuration if time allows."""
 
 import pytest
 from scripted import EAGER, FOLD, MS, Act, Notes, Stage, died, make_search
@@ -8,7 +8,7 @@ from steadytorch.tune.search import STEM_S
 from steadytorch.tune.select import Options
 
 CONFIG = "64x32x7-w4s1"
-PHASE = "choosing how the stem is cut up"
+PHASE = "tuning the fused stem"
 
 
 def fused(config="", residual=False):
@@ -25,7 +25,7 @@ ACTS = {
 
 
 class Chooser:
-    """Names a configuration, and remembers what it was asked."""
+    """Returns a configuration and records its arguments."""
 
     def __init__(self, answer=CONFIG):
         self.answer, self.asked = answer, []
@@ -64,7 +64,11 @@ def test_what_else_the_leader_fuses_stays():
 def test_otherwise_the_stem_stays_as_it_follows_from_the_sizes(answer):
     result, notes = _search([EAGER, FOLD, fused()], Chooser(answer))
     assert result.chosen == (FOLD, fused())
-    said = [phase for phase in notes.phases if phase.startswith("the stem stays as it is")]
+    said = [
+        phase
+        for phase in notes.phases
+        if phase.startswith("keeping the default stem configuration")
+    ]
     assert bool(said) == bool(answer)
 
 

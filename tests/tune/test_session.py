@@ -35,7 +35,7 @@ def _not_here(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def tuned(faulty_transforms, tmp_path_factory):
-    """One real tuning with one option, and this process before and after."""
+    """One real tuning with one option, with this process's state before and after."""
     store, scratch = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("scratch")
     workload, results = _workload(), []
     weights = {name: value.clone() for name, value in workload.model.state_dict().items()}
@@ -52,7 +52,7 @@ def tuned(faulty_transforms, tmp_path_factory):
             return results[-1]
 
         patch.setattr(Session, "search", remembered)
-        # Unlike a change of the class, a hook for all modules is no part of the workload.
+        # Unlike a change of the class, a global module hook is not part of the workload.
         guard = register_module_forward_pre_hook(_not_here)
         try:
             plan = tune(workload, budget="10m", store=store, seed=3)
@@ -73,7 +73,7 @@ def tuned(faulty_transforms, tmp_path_factory):
 
 @pytest.fixture
 def searches(tuned, monkeypatch):
-    """Searches that return at once what the real one found; counts them."""
+    """Counted searches that return the real one's result at once."""
     made = []
 
     def search(self, watcher=None):
@@ -87,6 +87,7 @@ def searches(tuned, monkeypatch):
 # -- one tuning -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_holds_the_winner_and_the_evidence(tuned):
     plan = tuned.plan
     assert (plan.candidate, plan.name) == ((QUICK,), "Slow")
@@ -205,12 +206,12 @@ def test_a_broken_search_leaves_no_file_and_no_process(
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken = Workload(Slow().eval(), torch.randn(2, 9))
-    with pytest.raises(UsageError, match="fails before anything is changed"):
+    with pytest.raises(UsageError, match="the untouched workload fails"):
         Session(broken, Options(), store=tmp_path / "plans").search(Silent())
     assert list(tmp_path.iterdir()) == []
 
 
-# -- what is refused --------------------------------------------------------------------------
+# -- misuse -----------------------------------------------------------------------------------
 
 
 def test_inference_that_updates_statistics_is_refused_with_what_to_do(tmp_path):

@@ -58,7 +58,7 @@ assert served.report().calls == {{"tuned": 1}} or not plan.candidate, served.rep
 print(plan.path)
 """
 WAYS = {"file": "cudnn_deterministic", "stdin": "cudnn_deterministic", "-c": "compile(default)"}
-"""How Python is given a script, and the one option that it searches over."""
+"""How Python gets a script, and the only option that it searches over."""
 
 
 def _script(folder, option="inference_mode"):
@@ -78,30 +78,21 @@ def _started(folder, way):
         )
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Scripts given in every way, run side by side: their folders, exit codes and outputs."""
-    folders = {way: tmp_path_factory.mktemp("script") for way in WAYS}
-    started = {way: _started(folder, way) for way, folder in folders.items()}
-    try:
-        outputs = {way: process.communicate(timeout=280) for way, process in started.items()}
-    finally:
-        for process in started.values():
-            process.kill()
-    return {way: (folders[way], started[way].returncode, *outputs[way]) for way in WAYS}
-
-
-@pytest.mark.compiles
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(ended, way):
-    folder, code, printed, errors = ended[way]
-    assert code == 0, errors
-    assert printed.strip().startswith(str(folder / "plans"))
-    assert (folder / "marker").read_text() == "x"
+@pytest.mark.sampled(every=3)
+def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, way):
+    with _started(tmp_path, way) as process:
+        try:
+            printed, errors = process.communicate(timeout=280)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert printed.strip().startswith(str(tmp_path / "plans"))
+    assert (tmp_path / "marker").read_text() == "x"
 
 
 def _interruptible():
-    # Whoever runs these tests in the background may have had them ignore it.
+    # A test run in the background may have inherited that SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

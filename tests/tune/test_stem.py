@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from steadytorch.bench.worker import save_payload
 from steadytorch.conv.timing import Measured
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune import stem
 from steadytorch.tune.stem import calls_of, choose_config, fastest
 from steadytorch.workload.workload import Workload
@@ -48,7 +48,7 @@ def program(name, is_idle):
 
 
 class Clock:
-    """Stands for the device: each configuration takes a time of its own."""
+    """A fake device with a fixed time per configuration."""
 
     def __init__(self, monkeypatch, times, unfit=(), idle=(), usual=""):
         self.times = times

@@ -8,7 +8,7 @@ from steadytorch.tune.trial import HANDLER, LiveTrial, WorkerLauncher
 
 
 def _live(candidate=(EAGER,), act=None):
-    """A trial whose worker is set up and may be timed."""
+    """A trial whose worker is set up and can be timed."""
     stage = Stage({candidate: act or Act(8 * MS)})
     live = LiveTrial(candidate, stage("t"))
     specs = [{"name": s.name, "parameters": s.parameters} for s in candidate]
@@ -52,7 +52,7 @@ def test_five_blocks_have_no_interval_and_say_why():
     live.blocks = [[100 + i] * 3 for i in range(5)]
     found = live.measured("latency")
     assert found.median_ci_ns is None
-    assert "50 are needed" in found.why_no_ci
+    assert "of 50 needed" in found.why_no_ci
 
 
 def test_many_samples_have_their_own_interval():

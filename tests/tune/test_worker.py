@@ -6,16 +6,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from steadytorch import transforms
+from steadytorch.bench import worker as base
+from steadytorch.bench.ramp import RAMP_NS
+from steadytorch.bench.worker import SetUp, save_payload
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.explain.worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
-from steadytorch.trial import worker as base
-from steadytorch.trial.ramp import RAMP_NS
-from steadytorch.trial.worker import SetUp, save_payload
 from steadytorch.tune import worker as module
-from steadytorch.tune.verdict import Reference, Verification, decide
 from steadytorch.tune.worker import Character, Explained, TuningHandler
+from steadytorch.verification.verdict import Reference, Verification, decide
 from steadytorch.workload.workload import Workload
 
 EAGER = [{"name": "inference_mode", "parameters": []}]
@@ -23,7 +23,7 @@ EAGER = [{"name": "inference_mode", "parameters": []}]
 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch):
-    """Warming up for half a second a test would be most of what these tests do."""
+    """Skips warm-up, which would take half a second per test."""
     monkeypatch.setattr(
         base, "warm_up", lambda step, timer: sampler.warm_up(step, timer, min_ns=1_000_000)
     )
@@ -36,7 +36,7 @@ def model():
 
 @pytest.fixture
 def loaded(model, tmp_path):
-    """A handler in this process, with the workload that its directory holds."""
+    """A handler in this process, with the workload in its directory."""
     save_payload(Workload(model, torch.randn(2, 8)), tmp_path)
     handler = TuningHandler(tmp_path)
     handler.load("cpu", transforms.ambient())
@@ -125,7 +125,7 @@ def test_what_follows_a_switch_is_not_kept_for_a_time(loaded, iteration_ns, most
     loaded._step, loaded._group, loaded._iteration_ns = counted, 1, iteration_ns
     assert len(loaded.block("period", 4)) == 4
     assert calls == most + 4
-    loaded.block("period", 4)  # by what the block before has shown: far below a microsecond each
+    loaded.block("period", 4)  # as the block before has shown: far below a microsecond each
     assert calls > most + 4 + 1000
 
 

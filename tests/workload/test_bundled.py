@@ -59,7 +59,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def build_on_meta(name: str) -> nn.Module:
-    """The architecture without weights, for what only shapes decide."""
+    """The architecture without weights, for tests of shapes."""
     with torch.device("meta"):
         return bundled.build(name)
 
@@ -69,7 +69,7 @@ def meta_inputs(name: str) -> tuple[Tensor, ...]:
 
 
 def small_inputs(name: str, seed: int = 0) -> Tensor:
-    """The smallest inputs that reach every layer, so that a test on a CPU takes no time."""
+    """The smallest inputs that reach every layer, for fast tests on a CPU."""
     (inputs,) = bundled.example_inputs(name, 2, generator(seed))
     if name == "gpt2":
         return inputs[:, :16]
@@ -88,7 +88,7 @@ def build_seeded(name: str, seed: int = 0) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def built() -> Callable[[str], nn.Module]:
-    """Models of seed 0, each built once: to draw weights takes seconds."""
+    """Models with seed 0, each built once, since drawing weights takes seconds."""
     return cache(build_seeded)
 
 
@@ -168,17 +168,20 @@ def test_symbolic_trace_keeps_the_output_shape(name):
     assert traced(*meta_inputs(name)).shape == OUTPUT_SHAPES[name]
 
 
+@pytest.mark.sampled(every=3)
 def test_models_come_in_eval_mode(seeded):
     _, model = seeded
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.sampled(every=3)
 def test_the_same_seed_gives_the_same_weights(seeded):
     name, model = seeded
     again = build_seeded(name).state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
+@pytest.mark.sampled(every=3)
 def test_another_seed_gives_other_weights(seeded):
     name, model = seeded
     other = build_seeded(name, seed=1)
@@ -192,12 +195,14 @@ def test_another_seed_gives_other_weights(seeded):
 
 
 @torch.inference_mode()
+@pytest.mark.sampled(every=3)
 def test_outputs_are_finite(seeded):
     name, model = seeded
     assert torch.isfinite(model(small_inputs(name))).all()
 
 
 @torch.inference_mode()
+@pytest.mark.sampled(every=3)
 def test_outputs_are_of_a_size_that_half_precision_can_hold(seeded):
     name, model = seeded
     output = model(small_inputs(name))
@@ -206,12 +211,14 @@ def test_outputs_are_of_a_size_that_half_precision_can_hold(seeded):
 
 
 @torch.inference_mode()
+@pytest.mark.sampled(every=3)
 def test_outputs_depend_on_the_inputs(seeded):
     name, model = seeded
     first, second = model(small_inputs(name, seed=0)), model(small_inputs(name, seed=1))
     assert (first - second).norm() > 0.05 * first.norm()
 
 
+@pytest.mark.sampled(every=3)
 def test_training_reaches_every_parameter(seeded):
     name, model = seeded
     trained = copy.deepcopy(model).train()
@@ -222,7 +229,7 @@ def test_training_reaches_every_parameter(seeded):
         assert parameter.grad.count_nonzero() > 0
 
 
-@pytest.mark.compiles
+@pytest.mark.sampled(every=6)
 def test_the_whole_model_is_one_graph(seeded):
     name, model = seeded
     torch.compiler.reset()
@@ -294,8 +301,8 @@ def test_unet_maps_have_the_sizes_of_the_figure():
 def test_unet_crops_the_middle_of_each_skip(built):
     model = built("unet")
     images = small_inputs("unet")
-    # Every kernel mirrored: a mirrored image then has to give the mirrored scores, which an
-    # off-centre crop would shift.
+    # With mirrored kernels, a mirrored image must give mirrored scores; an off-centre crop would
+    # shift them.
     mirrored = copy.deepcopy(model)
     for layer in mirrored.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):

@@ -1,4 +1,4 @@
-"""The bundled architectures against the libraries that published them, under the same weights."""
+"""The bundled architectures against reference implementations with the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE_MODELS = (*CONVOLUTIONAL, "vit_b_16")
 
 
 def import_or_skip(name: str) -> ModuleType:
-    # What another project's import warns of is not ours to fail on.
+    # Ignore warnings of other projects' imports.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip(name, reason=f"needs {name}, to compare its outputs with ours")
@@ -26,13 +26,13 @@ def import_or_skip(name: str) -> ModuleType:
 
 
 def build_with_full_state(name: str) -> nn.Module:
-    """The bundled model with no bias at zero and no normalisation at identity."""
+    """The bundled model with non-zero biases and non-identity normalisation."""
     torch.manual_seed(0)
     model = bundled.build(name)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:
-                # Positive, so that a variance stays one.
+                # Positive, so that variances stay valid.
                 tensor.add_(torch.rand_like(tensor), alpha=0.2)
     return model
 
@@ -96,9 +96,9 @@ def test_gpt2_agrees_with_transformers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         twin = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
-    # Iterated by parameter, both count the tied head once.
+    # Iterating over parameters counts the tied head once in both.
     for mine, (key, theirs) in zip(ours.parameters(), twin.named_parameters(), strict=True):
-        # There the weights of a block's projections are stored as (inputs, outputs).
+        # The reference stores projection weights as (inputs, outputs).
         transposed = ".h." in key and theirs.dim() == 2
         theirs.copy_(mine.T if transposed else mine)
     (ids,) = bundled.example_inputs("gpt2", 2, torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 def kinds(tree: Any) -> Any:
-    """Types and items of nested containers, down to the identity of what stands in them."""
+    """Types and items of nested containers, with the identity of their leaves."""
     if isinstance(tree, dict):
         return type(tree), [(key, kinds(value)) for key, value in tree.items()]
     if isinstance(tree, (list, tuple, deque)):
@@ -134,7 +134,7 @@ def test_a_container_of_another_class_cannot_be_written_to(own):
     lent.arguments[1].items.append(2)
     assert lent.is_written()
     plain: list[int] = []
-    with pytest.raises(UnsupportedError, match="container of a class of its own"):
+    with pytest.raises(UnsupportedError, match="container of a custom class"):
         lent.give_back(plain)
     assert own.items == [1]
 

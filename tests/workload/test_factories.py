@@ -19,7 +19,7 @@ HEADER = "import torch\nfrom torch import nn\nfrom steadytorch.workload.workload
 
 
 class Folder:
-    """A folder of the user's: writes files, and calls a factory of the last one."""
+    """A user's folder: writes files and calls a factory of the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ def test_batch_is_passed_to_a_factory_that_takes_it(folder: Folder, signature: s
 
 
 def test_batch_is_refused_for_a_factory_that_does_not_take_it(folder: Folder):
-    with pytest.raises(UsageError, match=r"batch 5 .* model\.py:factory takes no argument named b"):
+    with pytest.raises(UsageError, match=r"batch 5 .* model\.py:factory has no argument named b"):
         folder.call("def factory(size=1): return nn.ReLU(), torch.ones(size)", 5)
 
 
@@ -93,7 +93,9 @@ def test_a_factory_that_needs_a_batch_says_so(folder: Folder):
 
 
 def test_a_factory_that_needs_more_is_refused(folder: Folder):
-    with pytest.raises(UsageError, match=r"needs arguments \(width, depth\): only batch is passed"):
+    with pytest.raises(
+        UsageError, match=r"needs arguments \(width, depth\): factories receive only batch"
+    ):
         folder.call("def factory(width, depth, batch=1): return nn.ReLU(), torch.ones(1)", 2)
 
 
@@ -119,7 +121,9 @@ def test_a_missing_factory_is_answered_with_near_ones(folder: Folder):
 
 
 def test_a_missing_factory_is_answered_with_what_is_there(folder: Folder):
-    with pytest.raises(UsageError, match=r"no factory 'factory' in model\.py, which has make, Net"):
+    with pytest.raises(
+        UsageError, match=r"no factory 'factory' in model\.py; it defines make, Net"
+    ):
         folder.call("def make(): pass\nclass Net: pass")
 
 
@@ -129,20 +133,22 @@ def test_a_factory_that_is_no_function_is_refused(folder: Folder):
 
 
 def test_a_missing_file_is_named_with_where_it_was_looked_for(folder: Folder):
-    with pytest.raises(UsageError, match=f"no such file: sub/model.py .* seen from {folder.path}"):
+    with pytest.raises(
+        UsageError, match=f"file not found: sub/model.py .* looked up from {folder.path}"
+    ):
         call_factory("sub/model.py:factory", None, False)
 
 
 @pytest.mark.parametrize("spec", ["model.py:", ":factory", ":"])
 def test_half_a_name_is_refused(folder: Folder, spec: str):
-    with pytest.raises(UsageError, match=r"lacks a part: write file\.py:factory or"):
+    with pytest.raises(UsageError, match=r"is incomplete: use file\.py:factory or"):
         call_factory(spec, None, False)
 
 
 def test_a_path_alone_is_told_apart_from_one_that_is_not_there(folder: Folder):
-    with pytest.raises(UsageError, match="needs the name of its factory"):
+    with pytest.raises(UsageError, match="needs a factory name"):
         explain_missing_factory(folder.write(""))
-    with pytest.raises(UsageError, match=r"no such file: other\.py"):
+    with pytest.raises(UsageError, match=r"file not found: other\.py"):
         explain_missing_factory("other.py")
 
 
@@ -353,10 +359,10 @@ def test_relative_imports_in_a_file_name_the_way_out(
         folder.write("", name)
     folder.write("LAYER = nn.Linear(3, 1)", "steady_outer/inner/layers.py")
     path = folder.write(code, "steady_outer/inner/model.py")
-    way_out = "name steady_outer.inner.model:factory"
+    way_out = "use steady_outer.inner.model:factory"
     with pytest.raises(UsageError) as caught:
         call_factory(f"{path}:factory", None, False)
-    assert message(caught).splitlines()[0].endswith(f"for relative imports: {way_out}")
+    assert message(caught).splitlines()[0].endswith(f"relative imports need a package: {way_out}")
     monkeypatch.chdir("steady_outer")
     with pytest.raises(UsageError) as caught:
         call_factory(f"{path}:factory", None, False)

@@ -50,17 +50,17 @@ def test_a_batch_is_the_models_arguments_in_any_form(given: Any, inputs: Any, kw
     ("given", "seen"), [(torch.zeros(2), "Tensor"), ((1, 2, 3), "tuple of 3"), ({"a": 1}, "dict")]
 )
 def test_targets_come_in_a_pair_or_not_at_all(given: Any, seen: str):
-    with pytest.raises(UsageError, match=rf"\(inputs, targets\), the loader gave a {seen}"):
+    with pytest.raises(UsageError, match=rf"\(inputs, targets\), but the loader gave a {seen}"):
         read_batch(given, supervised=True)
 
 
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (3, "a int does not"),
+        (3, "must be iterable, got a int"),
         (iter([torch.zeros(1)]), "list_iterator, which gives its batches only once"),
         ((torch.zeros(1) for _ in range(2)), "generator, which gives its batches only once"),
-        ([], "gives no batch"),
+        ([], "the loader is empty"),
     ],
     ids=["none", "iterator", "generator", "empty"],
 )
@@ -106,7 +106,7 @@ def test_a_loader_that_has_none_of_these_shapes_any_more_says_so_instead_of_goin
     found = batches(loader)
     next(found)
     loader[0] = torch.zeros(2)
-    with pytest.raises(UsageError, match="no batch of the shapes of its first one"):
+    with pytest.raises(UsageError, match="no batch with the shapes of its first one"):
         next(found)
 
 
@@ -144,7 +144,7 @@ def test_a_loader_is_let_go_with_its_batches():
 
     found = batches(Watched())
     next(found)
-    ended.clear()  # that of the first look
+    ended.clear()  # the one used to read the first batch
     del found
     assert ended == [True]
 
@@ -173,6 +173,6 @@ def test_targets_are_moved_and_converted_with_a_loss():
     )
     loss.double()
     assert inner.weight is not None
-    assert {inner.weight.dtype, loss.targets["values"][0].dtype} == {torch.float64}
-    assert loss.targets["classes"].dtype == torch.long
+    assert {inner.weight.dtype, loss.targets[0]["values"][0].dtype} == {torch.float64}
+    assert loss.targets[0]["classes"].dtype == torch.long
     assert loss.to("meta").targets["classes"].device.type == "meta"

@@ -13,7 +13,7 @@ from steadytorch.workload.given import with_values, workload_of
 from steadytorch.workload.workload import Workload
 
 NOWHERE = "cuda:99"
-"""A device that no machine has: what comes so far has been accepted as a workload."""
+"""A device that no machine has: an error about it means that the workload was accepted."""
 FUNCTIONS = {
     "measure": lambda given: steady.measure(given, device=NOWHERE),
     "tune": lambda given: steady.tune(given, device=NOWHERE),
@@ -35,7 +35,9 @@ def test_functions_take_a_model_with_its_inputs(function, kind):
 
 
 def test_functions_say_in_one_line_what_to_pass(function):
-    said = "the model Linear alone is no workload: pass steady.Workload(model, inputs), or the pair"
+    said = (
+        "the model Linear alone is not a workload: pass steady.Workload(model, inputs), or the pair"
+    )
     with pytest.raises(UsageError, match=re.escape(said)) as caught:
         function(nn.Linear(4, 4).eval())
     assert "\n" not in str(caught.value)
@@ -44,11 +46,14 @@ def test_functions_say_in_one_line_what_to_pass(function):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("resnet18", "the text 'resnet18' is no workload: pass steady.load_workload('resnet18')"),
-        (torch.ones(2), "a Tensor is no workload"),
-        ((nn.ReLU(),), "a tuple of 1 is no workload"),
-        ((torch.ones(2), nn.ReLU()), "a tuple of 2 is no workload"),
-        (None, "a NoneType is no workload"),
+        (
+            "resnet18",
+            "the text 'resnet18' is not a workload: pass steady.load_workload('resnet18')",
+        ),
+        (torch.ones(2), "a Tensor is not a workload"),
+        ((nn.ReLU(),), "a tuple of 1 is not a workload"),
+        ((torch.ones(2), nn.ReLU()), "a tuple of 2 is not a workload"),
+        (None, "a NoneType is not a workload"),
     ],
 )
 def test_what_is_no_workload_is_named(given, said):

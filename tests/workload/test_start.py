@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Tied weights, a batch norm, and a buffer that every call replaces by a longer one."""
+    """Tied weights, a batch norm, and a buffer that each call replaces by a longer one."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Learned(nn.Module):
-    """A loss with a weight and a buffer of its own."""
+    """A loss with its own weight and buffer."""
 
     def __init__(self):
         super().__init__()

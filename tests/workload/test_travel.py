@@ -54,7 +54,7 @@ main()
 
 
 def python(directory: Path, code: str, *, as_input: bool = False) -> str:
-    """What a fresh interpreter prints for code that it is given in the one way or the other."""
+    """Output of a fresh interpreter for code passed in either way."""
     done = subprocess.run(
         [sys.executable, "-"] if as_input else [sys.executable, "-c", code],
         input=code if as_input else "",
@@ -69,7 +69,7 @@ def python(directory: Path, code: str, *, as_input: bool = False) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where a script given by `-c` saved its workload, and the losses that it saw."""
+    """Where a `-c` script saved its workload, and its losses."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, python(folder, SAVE)
 
@@ -79,6 +79,7 @@ def test_a_model_of_the_main_script_trains_alike_elsewhere(saved: tuple[Path, st
     assert python(folder, OPEN.format(change="")) == losses
 
 
+@pytest.mark.slow
 def test_a_model_of_a_script_on_standard_input_trains_alike_elsewhere(tmp_path: Path):
     losses = python(tmp_path, SAVE, as_input=True)
     assert python(tmp_path, OPEN.format(change="")) == losses
@@ -91,6 +92,7 @@ def test_what_came_by_value_can_be_captured_whole(saved: tuple[Path, str]):
     assert python(folder, OPEN.format(change=change)) == losses
 
 
+@pytest.mark.slow
 def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):
     (tmp_path / "layers.py").write_text("SCALE = 2.0\ndef scaled(x): return x * SCALE\n")
     python(
@@ -129,7 +131,7 @@ def test_code_within_an_importable_module_leaves_it_alone(tmp_path: Path):
 
 
 def test_a_module_with_a_type_of_its_own_travels_by_name(tmp_path: Path):
-    """As many scripts have it: `import torch.backends.cudnn as cudnn`."""
+    """As in many scripts: `import torch.backends.cudnn as cudnn`."""
     printed = python(
         tmp_path,
         "import pathlib, torch\n"

@@ -1,4 +1,4 @@
-"""Code of modules that a worker process cannot import, and the operators registered in them."""
+"""Modules that a worker process cannot import, and operators registered in them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from steadytorch.bench.worker import own_errors, save_payload
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import StepError
 from steadytorch.process.child import describe
-from steadytorch.trial.worker import own_errors, save_payload
 from steadytorch.workload import operators
 from steadytorch.workload.travel import save
 from steadytorch.workload.workload import Workload
@@ -80,7 +80,7 @@ for path in sys.argv[1:]:
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> types.ModuleType:
-    """A module that no other process can import, as multiprocessing and notebooks make them."""
+    """A module that other processes cannot import, as in multiprocessing and notebooks."""
     made = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, made)
     exec(source, made.__dict__)
@@ -88,7 +88,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> types.Mod
 
 
 def called_by_a_worker(step: Callable[[torch.Tensor], object]) -> None:
-    """Calls a step whose operator is missing, as a worker does."""
+    """Calls a step whose operator is missing, like a worker."""
     with own_errors():
         try:
             step(torch.ones(1))
@@ -97,7 +97,7 @@ def called_by_a_worker(step: Callable[[torch.Tensor], object]) -> None:
 
 
 def opened(*paths: Path) -> list[str]:
-    """What a fresh interpreter finds in saved workloads."""
+    """Contents of saved workloads in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN, *map(str, paths)],
         capture_output=True,
@@ -147,7 +147,7 @@ def test_an_operator_with_rules_for_tensor_subclasses_is_refused_by_name(
     made.doubled.register_torch_dispatch(torch.nn.Parameter, lambda *_: NotImplemented)
     with pytest.raises(UsageError, match=r"^operator steady_subclassed::doubled has rules"):
         save_payload(Workload(made.Model(), torch.ones(1)), tmp_path)
-    save_payload(Workload(torch.neg, torch.ones(1)), tmp_path)  # which has no use for it
+    save_payload(Workload(torch.neg, torch.ones(1)), tmp_path)  # does not use the operator
 
 
 def test_compiled_code_that_a_worker_cannot_import_is_refused_by_name(

@@ -72,10 +72,10 @@ def compare(
     """
     from msgspec.structs import replace
 
+    from steadytorch.bench.compare import compare_files, compare_live
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.compare import markdown, render_compare
     from steadytorch.results.saved import to_json
-    from steadytorch.trial.compare import compare_files, compare_live
 
     limit = None if fail_slower is None else _fraction(fail_slower)
     replicates = _replicates(processes, limit)

@@ -39,11 +39,11 @@ def measure(
     WORKLOAD takes the forms that steady tune lists. WORKLOAD@TRANSFORM+TRANSFORM applies
     transforms, such as resnet50@channels_last+inference_mode.
     """
+    from steadytorch.bench.measure import measure as take
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.measure import render_measure
     from steadytorch.report.text import plain
     from steadytorch.results.saved import to_json
-    from steadytorch.trial.measure import measure as take
 
     resolved = resolve_device(device)
     facts = load_facts(resolved)

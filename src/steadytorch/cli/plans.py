@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from steadytorch.plan.plan import Plan
     from steadytorch.plan.store import Store
+    from steadytorch.serve.plan import Plan
     from steadytorch.tune.reverify import Reverified
 
 
@@ -112,8 +112,8 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
 
     Writes all plans by default. FILE may be - for standard output.
     """
-    from steadytorch.plan.exchange import export_plans
     from steadytorch.report.plans import render_exported
+    from steadytorch.serve.exchange import export_plans
 
     with options.file_for("FILE", path) as target:
         exported = export_plans(target, plan_ids, store)
@@ -129,8 +129,8 @@ def import_(path: Path, store: Path | None) -> None:
     Says which of them fit this machine. A plan that does not fit is stored but not used. A plan
     that the store already has stays unchanged.
     """
-    from steadytorch.plan.exchange import import_plans
     from steadytorch.report.plans import render_imported
+    from steadytorch.serve.exchange import import_plans
 
     render_imported(options.console(False), import_plans(path, store))
 
@@ -203,8 +203,8 @@ def _run_all(
     console: Console, opened: Store, run: Callable[[Plan], Reverified]
 ) -> Iterator[Reverified]:
     """Yields results one by one; prints and skips plans that cannot be verified here."""
-    from steadytorch.plan.plan import Plan
     from steadytorch.report.plans import render_passed_over
+    from steadytorch.serve.plan import Plan
 
     done = 0
     for plan in [entry.payload for entry in opened.entries(Plan) if entry.key]:
@@ -245,7 +245,7 @@ def _open(store: Path | None) -> Store:
 def _plan(opened: Store, plan_id: str) -> Plan:
     from msgspec.structs import replace
 
-    from steadytorch.plan.plan import Plan
+    from steadytorch.serve.plan import Plan
 
     found = opened.find(plan_id, Plan)
     if found.problem is not None:

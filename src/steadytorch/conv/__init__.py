@@ -1,1 +1,1 @@
-"""Convolution engines of cuDNN: listed, chosen by measurement, kept by name, and run."""
+"""cuDNN convolution engines: list them, choose by measurement, store by name, and run them."""

@@ -1,4 +1,4 @@
-"""Choosing for all problems of a workload: time shared out, faults kept to the one they are of."""
+"""Choose engines for all problems of a workload: share out the time, isolate faults."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from steadytorch.conv.timing import device_answers
 from steadytorch.errors import one_line
 
 LEAST_S = 0.5
-"""For one convolution: what listing, building and timing its engines takes on an H200 where it is
-small."""
+"""Minimum time per problem: on an H200, it is enough for the engines of a small convolution."""
 
 
 SPARE = 2.0
-"""Times its share that a problem may take: most need less than theirs."""
+"""A problem may take this multiple of its share, because most problems need less than theirs."""
 
 
 class Result(NamedTuple):
-    """What came of one problem.
+    """Result for one problem.
 
     Attributes:
-        choice: how it is to run; None to leave it to PyTorch.
-        outcome: what was found; None where there is nothing, and without times where an engine was
-            taken untimed.
-        reason: why it was not timed; None where it was.
+        choice: how to run it; None for PyTorch's own.
+        outcome: the measurements; None if there are none. Without times if the engine was taken
+            without timing.
+        reason: why it was not timed; None if it was.
     """
 
     choice: Choice | None
@@ -47,19 +46,19 @@ def choose_all(
     end: float,
     grace_s: float,
 ) -> dict[str, Result]:
-    """What comes of each problem, by key.
+    """Choose engines for all problems; return the results by problem key.
 
     Args:
-        options_of: the problems; what one may take is set here.
-        counts: how often each occurs.
-        before: chosen before, by key.
+        options_of: options of each problem; their `seconds` are an upper limit.
+        counts: number of occurrences of each problem.
+        before: earlier choices, by key.
         device: a CUDA device.
-        end: of choosing, on the clock `perf_counter`.
-        grace_s: seconds after it, for those that were not reached.
+        end: deadline, on the clock `perf_counter`.
+        grace_s: further seconds to find untimed engines for problems that were not reached.
     """
     found: dict[str, Result] = {}
     weights = {problem: problem.traffic_bytes * counts[problem] for problem in options_of}
-    # The largest first: they matter most where time runs out.
+    # Largest first: they matter most if time runs out.
     waiting = sorted(weights, key=weights.__getitem__, reverse=True)
     with torch.no_grad():
         while waiting and device_answers() and (left_s := end - time.perf_counter()) > 0:
@@ -78,13 +77,13 @@ def choose_all(
 
 
 def share_s(weights: Sequence[float], left_s: float) -> float:
-    """Seconds for the first of the problems that are left.
+    """Time limit of the next problem, in seconds.
 
-    Each has `LEAST_S`, and what the time left has beyond that is shared out by weight, `SPARE`
-    times over.
+    Each problem gets `LEAST_S`. The remaining time is shared by weight; the next problem may take
+    `SPARE` times its share.
 
     Args:
-        weights: of the problems, that of the first first.
+        weights: weights of the remaining problems, the next one first.
         left_s: seconds left for all of them.
     """
     beyond_s = max(0.0, left_s - LEAST_S * len(weights))
@@ -92,14 +91,14 @@ def share_s(weights: Sequence[float], left_s: float) -> float:
 
 
 def _attempted(work: Callable[..., Outcome], *given: Any) -> Result:
-    """What was found; where it raised, PyTorch's own and the reason."""
+    """Run `work`; if it raises, return PyTorch's own with the reason."""
     try:
         outcome = work(*given)
     except Exception as fault:
         reason = one_line(fault)
     else:
         return Result(read_choice(outcome.choice), outcome)
-    # After the handler, which holds the frames that the fault passed, and their tensors.
+    # Not in the `except` block: the exception holds frames, and they hold tensors.
     if device_answers():
         torch.cuda.empty_cache()
     return Result(None, None, reason)
@@ -112,9 +111,9 @@ def _unreached(
     device: torch.device,
     late: bool,
 ) -> Result:
-    """What was chosen before if it is sound, else the first that is, if it is not too late."""
+    """Take the earlier choice if it verifies, else the first engine that does, unless `late`."""
     alive = device_answers()
-    reason = "the time ran out before" if alive else "the device failed at another before"
+    reason = "the time ran out before" if alive else "the device failed at an earlier problem"
     own = before is not None and before.engine == ATEN
     if own or late or not alive:
         return Result(before if own else None, None, reason)

@@ -1,4 +1,4 @@
-"""A block of runs timed on the device, whatever the host that feeds it is doing."""
+"""Device timing of a block of runs, independent of delays on the host."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 
 REPEATS = 3
 LEAST_CYCLES = 200_000
-"""Of the device's clock: 0.1 ms on an H200, in which a fast host enqueues a block."""
+"""Device cycles: 0.1 ms on an H200, in which a fast host enqueues a block."""
 MOST_CYCLES = 2**6 * LEAST_CYCLES
 TRIES = 8
 
 
 class Lead:
-    """Holds the device up while the host enqueues a block, where it would be there first otherwise.
+    """Delays the device so that the host can enqueue a whole block ahead of it.
 
-    A recorded convolution of one image takes 7 us, and a slow or busy host longer to launch it:
-    between two events would then lie what the host took. How long to wait is found out: not at all,
-    until a run was late, and twice as long each time that one is again.
+    A recorded convolution of one image takes 7 us; a slow or busy host takes longer to launch it,
+    and events would then measure the host. The delay starts at zero. It doubles whenever a run was
+    late.
     """
 
     def __init__(self) -> None:
         self._cycles = 0
 
     def __call__(self) -> None:
-        """Enqueues it."""
+        """Enqueue the delay."""
         if self._cycles:
             torch.cuda._sleep(self._cycles)
 
     def lengthen(self) -> None:
-        """After a block with a run that was late."""
+        """Increase the delay; call this after a block with a late run."""
         self._cycles = min(MOST_CYCLES, max(LEAST_CYCLES, 2 * self._cycles))
 
 
 class Flush:
-    """Empties the L2 cache of all but the input, which the layer before has just written.
+    """Evicts everything from the L2 cache except the input, which the previous layer just wrote.
 
     Args:
         device: a CUDA device.
@@ -52,21 +52,21 @@ class Flush:
         self._kept = kept
 
     def __call__(self) -> None:
-        """Enqueues it."""
+        """Enqueue the flush."""
         self._junk.zero_()
         self._kept.add_(0)
 
 
 def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead) -> float:
-    """Median time of a few runs, each between two events.
+    """Median time of a few runs in ns, each between two events.
 
-    Where the device had come to a run before the host had enqueued it, the block is no measurement
-    of the device, whatever it shows: another is taken, with a longer lead, up to `TRIES` of them.
+    If the device waited for the host, the block does not measure the device. It is then repeated
+    with a longer lead, up to `TRIES` times.
 
     Args:
-        run: enqueues what is timed on the current stream, best as one launch.
-        flush: before each run; None for a warm cache.
-        lead: before the block; one for all blocks that are compared.
+        run: enqueues the work on the current stream, preferably as one launch.
+        flush: called before each run; None for a warm cache.
+        lead: called before the block; share one among all blocks that are compared.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(TRIES):

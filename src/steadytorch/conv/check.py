@@ -1,4 +1,4 @@
-"""Whether an engine computes what it should: against a reference, twice, between guard zones."""
+"""Verification of engines: two runs, compared with a reference, in guarded memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from steadytorch.conv.plans import DTYPES, Geometry, Plan, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
 GUARD_BYTES = 4096
-"""Before and after outputs and workspaces; a multiple of the alignment that engines rely on."""
+"""Size of each guard zone; a multiple of the alignment that engines rely on."""
 _PATTERN = 0xA5
 
 
 class Operands(msgspec.Struct, frozen=True):
-    """Tensors of one problem on a device, and what it should compute of them.
+    """Tensors of one problem on a device, with the reference result.
 
     Attributes:
-        problem: whose they are.
+        problem: the problem.
         first: the input, or the gradient of the output (dgrad).
         second: the weight, or the gradient of the output (wgrad).
-        bias: where there is one.
-        other: the residual, where there is one.
+        bias: the bias, or None.
+        other: the residual, or None.
         reference: the result in float32, or in float64 for problems in float32.
     """
 
@@ -46,12 +46,12 @@ class Operands(msgspec.Struct, frozen=True):
         return geometry_of(self.problem)
 
     def by_pytorch(self) -> Tensor:
-        """What PyTorch makes of them, in the precision that the problem names."""
+        """Compute PyTorch's result, in the precision of the problem."""
         with _float32_as("tf32" if self.problem.number == "tf32" else "ieee"):
             return _computed(self.problem, self.first, self.second, self.bias, self.other)
 
     def error_of(self, result: Tensor) -> float:
-        """Relative L2 error of a result; NaN where it holds one."""
+        """Relative L2 error of a result; NaN if it contains NaN."""
         wide = self.reference
         difference = torch.linalg.vector_norm(result.to(wide.dtype) - wide)
         return float(difference / torch.linalg.vector_norm(wide))
@@ -63,7 +63,7 @@ def geometry_of(problem: ConvProblem) -> Geometry:
 
 
 def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Operands:
-    """Random tensors for a problem, scaled so that results are about 1, and their reference."""
+    """Draw random tensors, scaled so that results are about 1, and compute the reference."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = DTYPES[problem.number]
 
@@ -88,7 +88,7 @@ def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Opera
 
 
 def _terms(problem: ConvProblem) -> int:
-    """How many products one element of the result sums up; for dgrad, as many as for fprop."""
+    """Number of products summed per element of the result; for dgrad, the number of fprop."""
     if problem.operation == "wgrad":
         return math.prod(problem.output) // problem.output[1]
     return math.prod(problem.weight[1:])
@@ -114,11 +114,11 @@ def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: A
 
 
 class Guarded:
-    """Memory between two zones of a known pattern.
+    """Memory between two guard zones of a known pattern.
 
     Args:
-        size: bytes in between.
-        device: where.
+        size: usable bytes.
+        device: a CUDA device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -131,18 +131,18 @@ class Guarded:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing wrote outside."""
+        """Whether the guard zones are unchanged."""
         outside = (self._all[:GUARD_BYTES], self._all[GUARD_BYTES + self._size :])
         return all(bool((zone == _PATTERN).all()) for zone in outside)
 
 
 class Verified(NamedTuple):
-    """What two runs of a plan showed.
+    """Result of verifying a plan.
 
     Attributes:
-        error: relative L2 error; None where there is none to give.
-        fault: why the plan is not to be used, or None.
-        repeats: whether both runs gave the same bits; None where they were not compared.
+        error: relative L2 error; None if it could not be computed.
+        fault: why the plan must not be used, or None.
+        repeats: whether both runs were bitwise equal; None if they were not compared.
     """
 
     error: float | None
@@ -151,12 +151,12 @@ class Verified(NamedTuple):
 
 
 def verify(plan: Plan, given: Operands, bound: float) -> Verified:
-    """Runs a plan twice on NaN-filled output and compares with the reference.
+    """Run a plan twice on NaN-filled output and compare with the reference.
 
     Args:
-        plan: built.
+        plan: a built plan.
         given: its operands.
-        bound: relative L2 error that is allowed.
+        bound: maximum relative L2 error.
     """
     problem, device = given.problem, given.first.device
     dtype, shape = DTYPES[problem.number], tuple(given.reference.shape)
@@ -172,16 +172,16 @@ def verify(plan: Plan, given: Operands, bound: float) -> Verified:
         runs.append(result.clone())
     error = given.error_of(runs[0])
     if not math.isfinite(error):
-        return Verified(None, "leaves parts of the output unwritten, or not finite")
+        return Verified(None, "leaves parts of the output unwritten or not finite")
     repeats = torch.equal(runs[0], runs[1])
     if not (output.intact and scratch.intact):
         return Verified(error, "writes outside of its output or workspace", repeats)
     if error > bound:
         return Verified(error, f"relative error {error:.1e} exceeds {bound:.1e}", repeats)
-    return Verified(error, None if repeats else "gives other bits from run to run", repeats)
+    return Verified(error, None if repeats else "results differ from run to run", repeats)
 
 
 def addresses(given: Operands) -> dict[int, int]:
-    """Where the operands lie, by tensor of the graph."""
+    """Addresses of the operands, by tensor ID of the graph."""
     tensors = {INPUT: given.first, WEIGHT: given.second, BIAS: given.bias, OTHER: given.other}
     return {uid: tensor.data_ptr() for uid, tensor in tensors.items() if tensor is not None}

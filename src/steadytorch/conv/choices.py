@@ -1,4 +1,4 @@
-"""Choices as text: which engine each convolution of a plan runs with. Data only, closed grammar."""
+"""Engine choices as text, with a closed grammar: which engine runs each convolution of a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from steadytorch.conv.problem import parse
 from steadytorch.errors import UsageError
 
 ATEN = "aten"
-"""The engine that stands for PyTorch's own choice."""
+"""Engine name for PyTorch's own choice."""
 HEURISTIC = ""
-"""The engine that stands for the first plan of cuDNN's heuristics."""
+"""Engine name for the first plan of cuDNN's heuristics."""
 MOST_BYTES = 1 << 18
-"""Far more than any network needs: a ResNet-50's choices take 3 kB."""
+"""Maximum size of stored choices; those of a ResNet-50 take 3 kB."""
 
 _ENGINE = r"aten|eng\d{1,4}(?:_k\d{1,4}=-?\d{1,10})*"
 _GRAMMAR = re.compile(
@@ -26,13 +26,13 @@ _GRAMMAR = re.compile(
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """How one convolution is run.
+    """How to run one convolution.
 
     Attributes:
         engine: a plan's name, ATEN or HEURISTIC.
-        channels: input channels it is padded to with zeros; None for those it has.
-        number: 16-bit type it computes in if not its own, its result converted back; None for its
-            own.
+        channels: number of input channels after zero padding; None for no padding.
+        number: other 16-bit type to compute in, with the result converted back; None for the
+            problem's own type.
     """
 
     engine: str = HEURISTIC
@@ -46,14 +46,14 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def read_choice(text: str) -> Choice:
-    """The choice that a text such as `c4:eng48` names.
+    """Parse a choice such as `c4:eng48`.
 
     Raises:
-        UsageError: it has another form.
+        UsageError: the text has another form.
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None:
-        raise UsageError(f"{text[:80]!r} is no choice of an engine, such as eng41_k2=4 or c4:eng48")
+        raise UsageError(f"{text[:80]!r} is not an engine choice like eng41_k2=4 or c4:eng48")
     channels, number = found["channels"], found["number"]
     return Choice(
         found["engine"],
@@ -63,25 +63,25 @@ def read_choice(text: str) -> Choice:
 
 
 def read_choices(text: str) -> dict[str, Choice]:
-    """Choices by problem key, from the JSON object that `write_choices` wrote; empty for "".
+    """Parse the output of `write_choices`: choices by problem key; empty for "".
 
     Raises:
-        UsageError: the text is longer than any network needs, or a part of it has another form.
+        UsageError: the text exceeds `MOST_BYTES` or is malformed.
     """
     if not text:
         return {}
     if len(text) > MOST_BYTES:
-        raise UsageError(f"choices of engines take at most {MOST_BYTES} bytes, got {len(text)}")
+        raise UsageError(f"engine choices take at most {MOST_BYTES} bytes, got {len(text)}")
     try:
         named = msgspec.json.decode(text, type=dict[str, str])
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise UsageError(f"choices of engines are no JSON object of texts: {error}") from None
+        raise UsageError(f"engine choices are not a JSON object of strings: {error}") from None
     for key in named:
         parse(key)
     return {key: read_choice(value) for key, value in named.items()}
 
 
 def write_choices(choices: Mapping[str, Choice]) -> str:
-    """The choices as compact JSON, the same text for the same choices."""
+    """Serialise choices as compact JSON, sorted by key; "" if there are none."""
     named = {key: str(choices[key]) for key in sorted(choices)}
     return msgspec.json.encode(named).decode() if named else ""

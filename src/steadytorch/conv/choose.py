@@ -1,7 +1,7 @@
-"""Choosing engines by measurement, on the device they are to run on.
+"""Choose engines by measurement on the target device.
 
-All engines that may be used are built, verified and warmed up; then they race in random order,
-PyTorch's own choices among them, and losers drop out early.
+All permitted engines are built, verified and warmed up. Then they race in random order, together
+with PyTorch's own choices, and losers drop out early.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from steadytorch.errors import UnsupportedError
 from steadytorch.results.conv import Outcome
 
 ERROR_FACTOR = 2.0
-"""An engine's error may be this many times that of PyTorch's own in the problem's element type, as
-for class `same`; also where it computes in the other 16-bit type."""
+"""Maximum error of an engine, as a multiple of PyTorch's error in the problem's element type.
+
+The bound also holds for engines that compute in the other 16-bit type.
+"""
 BUILDING = 0.5
-"""Of the time for one problem, what may go into building and verifying; the rest is for timing."""
+"""Share of a problem's time for building and verifying; the rest is for timing."""
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How to choose.
+    """Options of a choice.
 
     Attributes:
-        filters: which engines may be used.
-        cold: whether the L2 cache is flushed before each run, as in a network whose tensors do not
-            all fit into it.
-        seconds: for one problem. Where half of it is over, no more engines are built, and where all
-            is, no more rounds are run; what was begun is finished.
-        seed: of operands and order.
-        other_half: whether fp16 may be tried in place of bf16, the result converted back. What is
-            verified here are errors on random operands of size 1: whether a network's own values
-            lie in the range of fp16 is for the caller to know (see `headroom`).
-        padded: whether input channels may be padded, and weights with them; not while these change.
+        filters: which engines are permitted.
+        cold: whether to flush the L2 cache before each run, for networks that overflow it.
+        seconds: time limit for one problem. After half of it, no more engines are built; at its
+            end, no more rounds are run. Work in progress is finished.
+        seed: seed of operands and order.
+        other_half: whether fp16 may be tried instead of bf16, with the result converted back. Only
+            the error on random operands of about 1 is verified here. The caller must check that the
+            network's values are in the range of fp16 (see `headroom`).
+        padded: whether input channels and weights may be padded; False if weights change.
     """
 
     filters: Filters = Filters()
@@ -73,20 +74,20 @@ def choose(
     options: Options | None = None,
     incumbent: Choice | None = None,
 ) -> Outcome:
-    """Measures every engine for a problem and chooses one.
+    """Measure every engine for a problem and choose one.
 
     An engine that raises while it is built, verified, recorded or timed is excluded, with its
     message as the reason. Other exceptions propagate.
 
     Args:
-        problem: what is to be computed.
-        device: a CUDA device; this process should have it to itself.
-        options: how.
-        incumbent: chosen before; see `stays`.
+        problem: the convolution.
+        device: a CUDA device that no other process uses.
+        options: see `Options`.
+        incumbent: the earlier choice; see `stays`.
 
     Raises:
-        UnsupportedError: the frontend or cuDNN is missing, nothing could be timed, or an engine
-            made the device unusable to this process.
+        UnsupportedError: the frontend or cuDNN is missing, every engine failed, or an engine made
+            the device unusable for this process.
     """
     options = options or Options()
     start = time.perf_counter()
@@ -133,16 +134,16 @@ def first_sound(
     options: Options | None = None,
     incumbent: Choice | None = None,
 ) -> Outcome:
-    """The first engine that builds and verifies, in cuDNN's order, nothing timed.
+    """Choose the first engine in cuDNN's order that builds and verifies, without timing.
 
     Args:
-        problem: what is to be computed.
+        problem: the convolution.
         device: a CUDA device.
-        options: which engines may be used, and the seed of operands.
-        incumbent: chosen before, which is tried first.
+        options: permitted engines and seed of operands.
+        incumbent: the earlier choice, which is tried first.
 
     Raises:
-        UnsupportedError: there is none, the frontend or cuDNN is missing.
+        UnsupportedError: no engine verifies, or the frontend or cuDNN is missing.
     """
     options = options or Options()
     start = time.perf_counter()
@@ -155,7 +156,7 @@ def first_sound(
             engines = (tried.found, *excluded)
             return Outcome(problem.key, tried.found.choice, None, None, None, engines, took)
         excluded.append(tried)
-    raise UnsupportedError(f"no engine of cuDNN is sound for {problem.key}")
+    raise UnsupportedError(f"every cuDNN engine failed verification for {problem.key}")
 
 
 def _median_ns(found: Measured | None) -> float | None:
@@ -163,10 +164,10 @@ def _median_ns(found: Measured | None) -> float | None:
 
 
 def variants(problem: ConvProblem, options: Options) -> Iterator[tuple[ConvProblem, Choice]]:
-    """The problem itself, and others by which the same result can be computed.
+    """Yield the problem and variants of it that compute the same result.
 
-    Few input channels are padded to 4 and 8 with zeros, where cuDNN has other engines; the other
-    16-bit type is tried where that is allowed.
+    Fewer than 8 input channels are also padded to 4 and 8, for which cuDNN has other engines. The
+    other 16-bit type is tried if permitted.
     """
     numbers: list[Any] = [None]
     if options.other_half and problem.number == "bf16":
@@ -200,7 +201,7 @@ def _field(
     options: Options,
     incumbent: Choice | None,
 ) -> Iterator[Arm | Measured]:
-    """Engines of all variants, the incumbent first: it is not to be left out for want of time."""
+    """Engines of all variants; the incumbent comes first, in case time is short."""
     ways = list(variants(problem, options))
     if incumbent is not None:
         way = (incumbent.channels, incumbent.number)
@@ -217,7 +218,7 @@ def _engines(
     options: Options,
     incumbent: Choice | None = None,
 ) -> Iterator[Arm | Measured]:
-    """Engines of one variant in cuDNN's order: arms that may run, and others with the reason."""
+    """Engines of one variant in cuDNN's order: usable ones as arms, others with the reason."""
     device = given.first.device
     try:
         offered = list_engines(problem, target(device), options.filters)
@@ -243,7 +244,7 @@ def _engines(
 def _tried(
     found: Measured, plan: Plan, given: Operands, varied: Operands, bound: float
 ) -> Arm | Measured:
-    """A built plan as an arm if it computes what it should, else the reason why not."""
+    """Verify a built plan; return an arm, or the measurement with the reason for excluding it."""
     seen = verify(plan, varied, bound)
     found = msgspec.structs.replace(
         found, error=seen.error, excluded=seen.fault, repeats=seen.repeats
@@ -261,7 +262,7 @@ def _measured(engine: Engine, name: str) -> Measured:
 
 
 def _varied(given: Operands, problem: ConvProblem) -> Operands:
-    """The operands as a variant of their problem takes them; the same reference."""
+    """Convert operands to a variant of their problem; the reference stays."""
     if problem == given.problem:
         return given
     dtype, added = DTYPES[problem.number], problem.input[1] - given.problem.input[1]
@@ -271,7 +272,7 @@ def _varied(given: Operands, problem: ConvProblem) -> Operands:
 
 
 def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
-    """Times the plan, and with it the conversion that a variant needs at each call."""
+    """Make an arm that times the plan together with the conversions that a variant needs."""
     problem, device = varied.problem, given.first.device
     shape = tuple(given.reference.shape)
     y = empty(shape, DTYPES[problem.number], device, problem.layout)
@@ -280,9 +281,9 @@ def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
     workspace = scratch.data_ptr()
 
     def run() -> None:
-        # One that runs nothing would be the fastest.
+        # Without this check, a plan that fails to launch would look fastest.
         if not plan.enqueue(pointers, workspace):
-            raise UnsupportedError("does not run any more")
+            raise UnsupportedError("no longer runs")
 
     if problem == given.problem:
         return Arm(found, run, keep=(y, scratch, varied))
@@ -301,7 +302,7 @@ def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
 
 
 def is_cold(problems: Mapping[ConvProblem, int], device: torch.device) -> bool:
-    """Whether tensors of all these convolutions, with their counts, overflow the L2 cache."""
+    """Whether the traffic of all these convolutions (problem: count) exceeds the L2 cache."""
     properties: Any = torch.cuda.get_device_properties(device)
     traffic = sum(problem.traffic_bytes * count for problem, count in problems.items())
     return traffic > properties.L2_cache_size

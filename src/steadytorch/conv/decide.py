@@ -1,4 +1,4 @@
-"""What is chosen among engines that were timed: by pairs, by medians, and what stays."""
+"""Choose among timed engines: keep the earlier choice by paired tests, or pick by medians."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from steadytorch.measure.race import ALPHA
 from steadytorch.measure.statistics import signed_rank_interval
 
 KEPT = 0.03
-"""An engine chosen before is kept unless another is shown to be faster by more than this."""
+"""The earlier choice is kept unless another engine is shown to be faster by more than this."""
 
 STEADY = 0.02
-"""Spread up to which the times of an engine are steady. On an H200 683 of 690 near the fastest are;
-the others go up to 0.11 (`docs/convolutions.md`)."""
+"""Maximum spread of steady times. On an H200, 683 of 690 engines near the fastest are below it; the
+others reach up to 0.11 (`docs/convolutions.md`)."""
 
 
 def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
-    """Whether an engine that was chosen before is to stay.
+    """Whether to keep the earlier choice.
 
-    It is, unless another is shown to be faster by more than `KEPT`: the exact interval of their
-    paired blocks (signed ranks), at `ALPHA` shared out among the others, lies beyond it. Medians
-    alone would let kernels of a few microseconds take turns from run to run.
+    It is kept unless another engine is shown to be faster by more than `KEPT`. The test is an exact
+    signed-rank interval of paired blocks, at level `ALPHA` divided by the number of other engines.
+    With medians alone, the choice between kernels of a few microseconds would change from run to
+    run.
 
     Args:
-        times_ns: by choice, of blocks in the order of the rounds, which all ran from the first on;
-            those that dropped out have fewer.
-        incumbent: the choice made before; one that is not among them does not stay.
+        times_ns: block times by choice, in the order of the rounds. All start with the first round;
+            engines that dropped out have fewer.
+        incumbent: the earlier choice; returns False if it is not in `times_ns`.
     """
     if incumbent not in times_ns:
         return False
@@ -47,18 +48,17 @@ def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
 
 
 def pick(measured: Sequence[Measured]) -> Measured:
-    """The choice among engines that were timed, fastest first, where none was made before.
+    """Choose among timed engines (sorted, fastest first) without an earlier choice.
 
-    Within the noise band of the fastest: one that is `STEADY`, where there is one; of these the
-    smallest workspace, then the name. PyTorch's own only where it is faster than all others by more
-    than the band.
+    Of the engines within `NOISE` of the fastest, steady ones win, then the smallest workspace, then
+    the name. PyTorch's own is chosen only if it beats all engines by more than `NOISE`.
 
     Raises:
-        UnsupportedError: none was timed.
+        UnsupportedError: nothing was timed.
     """
     timed = [m for m in measured if m.median_ns is not None and m.choice != BENCHMARK]
     if not timed:
-        raise UnsupportedError("neither an engine of cuDNN nor PyTorch's own could be timed")
+        raise UnsupportedError("timing failed for every cuDNN engine and for PyTorch's own")
     engines = [m for m in timed if m.choice != ATEN]
     fastest = timed[0].median_ns or 0.0
     near = [m for m in engines if (m.median_ns or 0.0) <= fastest * (1 + NOISE)]
@@ -68,6 +68,6 @@ def pick(measured: Sequence[Measured]) -> Measured:
 
 
 def _is_steady(measured: Measured) -> bool:
-    """Whether the times of an engine lie together, as far as is known: too few show nothing."""
+    """Whether the spread is at most `STEADY`; assumed if there are too few times."""
     few = measured.spread is None or measured.runs < RACE_LOOKS[0]
     return few or (measured.spread or 0.0) <= STEADY

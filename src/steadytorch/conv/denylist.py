@@ -1,4 +1,4 @@
-"""Engines known to compute wrong or unrepeatable results, each with where that was found."""
+"""Engines known to compute wrong or unrepeatable results, with sources."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _ERRATA = "errata of PyTorch's cuDNN convolutions (aten/src/ATen/native/cudnn/Co
 
 
 class Denied(msgspec.Struct, frozen=True):
-    """An engine and where it is not to be used.
+    """A denied engine and the conditions under which it is denied.
 
     Attributes:
-        engine: its number.
-        operation: of the convolution.
-        source: who found it.
-        since: first cuDNN version concerned, as cuDNN counts: 90800 is 9.8.0.
-        until: last one, any patch of it included; None where no version is known to be good.
-        capability: compute capability concerned, as `8.6`; None for all.
-        dimensions: spatial dimensions concerned; None for all.
+        engine: number of the engine.
+        operation: operation of the convolution.
+        source: report of the fault.
+        since: first affected cuDNN version, as cuDNN counts: 90800 is 9.8.0.
+        until: last affected version, including all its patches; None if no fix is known.
+        capability: affected compute capability, e.g. `8.6`; None for all.
+        dimensions: affected number of spatial dimensions; None for all.
     """
 
     engine: int
@@ -33,7 +33,7 @@ class Denied(msgspec.Struct, frozen=True):
     dimensions: int | None = None
 
     def concerns(self, problem: ConvProblem, name: str, version: int, capability: str) -> bool:
-        """Whether a plan of this name falls under the entry."""
+        """Whether the entry applies to a plan of this name."""
         return (
             engine_number(name) == self.engine
             and problem.operation == self.operation
@@ -62,19 +62,19 @@ DENYLIST = (
 
 
 def engine_number(name: str) -> int | None:
-    """The engine of a plan's name such as `eng41_k2=4_k13=0`; None where it has no such form."""
+    """Engine number in a plan's name such as `eng41_k2=4_k13=0`; None for other names."""
     found = re.match(r"eng(\d+)(?:_|$)", name)
     return None if found is None else int(found[1])
 
 
 def denied(problem: ConvProblem, name: str, version: int, capability: str) -> str | None:
-    """Why a plan is not to be used, or None.
+    """Why a plan must not be used, or None.
 
     Args:
-        problem: what it would compute.
-        name: of the plan.
-        version: of cuDNN, as it counts itself.
-        capability: of the device, as `9.0`.
+        problem: the convolution.
+        name: name of the plan.
+        version: cuDNN version as a number, e.g. 91900.
+        capability: compute capability, e.g. `9.0`.
     """
     for entry in DENYLIST:
         if entry.concerns(problem, name, version, capability):

@@ -1,7 +1,7 @@
-"""What cuDNN offers for one convolution: plans by name, with notes and workspace, and one built.
+"""cuDNN's execution plans for one convolution: list them with notes and workspace, and build one.
 
-Through nvidia-cudnn-frontend, which is optional. Plans are known by name: their places in the list
-change with the version of cuDNN.
+Needs nvidia-cudnn-frontend, which is optional. Plans are identified by name, because their order
+changes with the version of cuDNN.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from steadytorch.errors import UnsupportedError, first_line
 from steadytorch.results.conv import NONDETERMINISTIC
 
 WORKSPACE_CAP_BYTES = 256 * 2**20
-"""Fixed, so that the engines on offer do not depend on what else happens to hold memory."""
+"""Default cap; fixed, so that the set of engines does not depend on free memory."""
 INPUT, WEIGHT, BIAS, OTHER, OUTPUT = 1, 2, 3, 4, 9
-"""A graph's tensors. The gradient of the output takes the place of INPUT in dgrad, and that of
-WEIGHT in wgrad."""
+"""Tensor IDs of a graph. The gradient of the output is INPUT in dgrad, and WEIGHT in wgrad."""
 
 _NOTES = (
     "TENSOR_CORE",
@@ -66,18 +65,20 @@ _KNOBS = {
     42: "WARP_SPEC_CFG",
     43: "SWAP_AB",
 }
-"""The frontend's knobs by their numbers in plan names, which are those of `cudnnBackendKnobType_t`
-in cuDNN's header cudnn_graph.h; it has none for those that are deprecated there."""
+"""The frontend's knobs by their numbers in plan names.
+
+The numbers are those of `cudnnBackendKnobType_t` in cuDNN's header cudnn_graph.h. Knobs that are
+deprecated there are missing in the frontend."""
 _TYPES = {"fp16": "HALF", "bf16": "BFLOAT16", "fp32": "FLOAT", "tf32": "FLOAT"}
 
 
 class Filters(msgspec.Struct, frozen=True):
-    """Which engines may be used.
+    """Which engines are permitted.
 
     Attributes:
-        workspace_cap_bytes: scratch memory an engine may take.
-        deterministic: only those that give the same bits on every run.
-        runtime_compiled: also those that cuDNN compiles when they are built, 0.4 to 1.1 s each.
+        workspace_cap_bytes: maximum workspace of an engine.
+        deterministic: permit only engines with bitwise reproducible results.
+        runtime_compiled: also permit engines that cuDNN compiles when built, in 0.4 to 1.1 s each.
     """
 
     workspace_cap_bytes: int = WORKSPACE_CAP_BYTES
@@ -86,20 +87,20 @@ class Filters(msgspec.Struct, frozen=True):
 
     @property
     def repeatable(self) -> bool:
-        """Whether only deterministic ones may be used: as asked, or as PyTorch's own in force."""
+        """Whether only deterministic engines are permitted, here or by PyTorch's settings."""
         own = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
         return self.deterministic or bool(own)
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """A plan that cuDNN offers, not built.
+    """A plan offered by cuDNN, not yet built.
 
     Attributes:
-        name: engine and knobs, as `eng41_k2=4_k13=0`.
-        index: its place in the heuristic's order.
-        workspace_bytes: scratch memory it needs; None where it cannot be learnt without building.
-        notes: what cuDNN says of it.
-        excluded: why it is not to be used, None if it may be.
+        name: engine and knobs, e.g. `eng41_k2=4_k13=0`.
+        index: position in the heuristic's order.
+        workspace_bytes: workspace it needs; None if unknown before building.
+        notes: cuDNN's numerical and behaviour notes.
+        excluded: why it must not be used, or None.
     """
 
     name: str
@@ -110,19 +111,19 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Graph:
-    """The graph of one problem with the plans that cuDNN's heuristics list for it.
+    """cuDNN graph of one problem with the plans that the heuristics list.
 
     Args:
-        problem: what to compute.
-        target: where.
-        wanted: name of the one plan that is asked for. It is made of its engine and knobs, without
-            asking the heuristics, at a twentieth of the time; where that cannot be, all are listed.
+        problem: the convolution.
+        target: the device.
+        wanted: name of the only plan needed. It is made from engine and knobs without the
+            heuristics, in a twentieth of the time. If that fails, all plans are listed.
 
     Attributes:
-        names: of the plans, the heuristic's favourite first.
+        names: names of the plans, in the heuristic's order.
 
     Raises:
-        UnsupportedError: cuDNN has no engine for it.
+        UnsupportedError: cuDNN has no engine for the problem.
     """
 
     def __init__(self, problem: ConvProblem, target: Target, wanted: str | None = None) -> None:
@@ -142,7 +143,7 @@ class Graph:
         self.names = tuple(self._graph.get_plan_name_at_index(i) for i in range(count))
 
     def _begin(self, target: Target) -> None:
-        """Writes the problem down as a graph without plans."""
+        """Build the operation graph, without plans."""
         cudnn = frontend()
         settings: dict[str, Any] = {
             "io_data_type": self._number,
@@ -160,7 +161,7 @@ class Graph:
         self._graph.build_operation_graph()
 
     def _made(self, name: str, target: Target) -> bool:
-        """Makes the graph with the plan of this name alone; False where cuDNN cannot."""
+        """Build the graph with only the plan of this name; return False if cuDNN cannot."""
         engine, knobs = engine_number(name), _knobs(name)
         if engine is None or knobs is None:
             return False
@@ -168,14 +169,14 @@ class Graph:
         try:
             self._graph.create_execution_plan(engine, knobs)
             return self._graph.get_plan_name_at_index(0) == name
-        except Exception:  # some 4 % of the plans that are listed cannot be made this way
+        except Exception:  # about 4 % of the listed plans cannot be made this way
             return False
 
     def build(self, index: int) -> int:
-        """Makes the plan ready to run and returns the bytes of workspace it needs.
+        """Build a plan and return its workspace in bytes.
 
         Raises:
-            UnsupportedError: cuDNN refuses; the message says why.
+            UnsupportedError: cuDNN cannot build it; the message says why.
         """
         try:
             self._graph.build_plan_at_index(index)
@@ -184,32 +185,32 @@ class Graph:
         return int(self._graph.get_workspace_size_plan_at_index(index))
 
     def execute(self, index: int, pointers: dict[int, int], workspace: int, handle: int) -> None:
-        """Enqueues a built plan on the handle's stream.
+        """Enqueue a built plan on the handle's stream.
 
         Args:
-            index: of the plan.
-            pointers: addresses by tensor (INPUT, WEIGHT, ...), aligned to 16 bytes.
-            workspace: address of the scratch memory; 0 where none is needed.
-            handle: of cuDNN, used on this thread alone.
+            index: index of the plan.
+            pointers: addresses by tensor ID (INPUT, WEIGHT, ...), aligned to 16 bytes.
+            workspace: address of the workspace; 0 if none is needed.
+            handle: a cuDNN handle of this thread.
         """
         self._graph.execute_plan_at_index(pointers, workspace, index, handle)
 
     def runtime_compiled(self, index: int) -> bool:
-        """Whether building the plan compiles it."""
+        """Whether cuDNN compiles the plan when it is built."""
         notes = self._graph.get_behavior_notes_for_plan_at_index(index)
         return any(note.name == _RUNTIME for note in notes)
 
     def refusals(self, note: str | None) -> list[str | None]:
-        """What cuDNN says to each plan where a note, or any workspace, is not allowed; None: fine.
+        """Errors of the plans if a note (for None, any workspace) is forbidden; None if accepted.
 
-        Plans stay barred afterwards: ask on a graph made for it.
+        This changes the graph: rejected plans stay rejected, so call it on a graph of its own.
         """
         if note is None:
             self._graph.deselect_workspace_greater_than(-1)
         else:
             member = getattr(frontend().numerical_note, note)
             self._graph.deselect_numeric_notes([member])
-            # Refused for its workspace unless for its note: nothing is built.
+            # Every plan is then rejected, for its note or its workspace, so nothing gets built.
             self._graph.deselect_workspace_greater_than(-1)
         return [self._refusal(index) for index in range(len(self.names))]
 
@@ -227,7 +228,7 @@ class Graph:
         )
 
     def _state(self) -> None:
-        """Writes the problem down as operations of the graph."""
+        """Add the problem's tensors and operations to the graph."""
         problem, layout = self.problem, self.problem.layout
         flat = len(problem.input) == 3
         window = {
@@ -250,7 +251,7 @@ class Graph:
             self._finish(self._graph.conv_wgrad(image=x, loss=dy, **window), problem.weight)
 
     def _epilogue(self, y: Any) -> Any:
-        # In this order cuDNN has precompiled engines; with the bias first it compiles them.
+        # cuDNN has precompiled engines for this order; with the bias first, it must compile them.
         problem = self.problem
         if problem.adds:
             y = self._graph.add(a=y, b=self._tensor(problem.output, OTHER, problem.layout))
@@ -268,10 +269,10 @@ class Graph:
 def list_engines(
     problem: ConvProblem, target: Target, filters: Filters | None = None
 ) -> list[Engine]:
-    """Every plan for the problem, those not to be used with the reason; builds none.
+    """List every plan for a problem, excluded ones with their reason, without building any.
 
     Raises:
-        UnsupportedError: cuDNN has no engine for it.
+        UnsupportedError: cuDNN has no engine for the problem.
     """
     filters = filters or Filters()
     graph = Graph(problem, target)
@@ -284,7 +285,7 @@ def list_engines(
     here = version()
     engines: list[Engine] = []
     for index, (name, need, found) in enumerate(zip(graph.names, needs, notes, strict=True)):
-        # The fallback list repeats some of what the heuristics gave.
+        # The fallback list repeats some plans of the heuristics.
         if name in graph.names[:index]:
             continue
         engine = Engine(name, index, need, tuple(found))
@@ -295,7 +296,7 @@ def list_engines(
 
 
 def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | None:
-    """Why the filters leave an engine out, or None."""
+    """Why the filters exclude an engine, or None."""
     need = engine.workspace_bytes
     objections = (
         (
@@ -310,18 +311,18 @@ def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | No
         ),
         (
             filters.repeatable and NONDETERMINISTIC in engine.notes,
-            "gives other bits from run to run, by cuDNN's own note",
+            "results may differ from run to run, as cuDNN notes",
         ),
         (
             not filters.runtime_compiled and _RUNTIME in engine.notes,
-            "is compiled when it is built, which takes up to a second each time",
+            "needs run-time compilation, up to 1 s each time",
         ),
     )
     return next((reason for holds, reason in objections if holds), None)
 
 
 def _knobs(name: str) -> dict[Any, int] | None:
-    """The knobs of a plan's name as the frontend takes them; None where it has no such one."""
+    """Parse the knobs in a plan's name for the frontend; None if it lacks one of them."""
     members, found = frontend().knob_type, {}
     for number, value in _KNOB.findall(name):
         if int(number) not in _KNOBS:

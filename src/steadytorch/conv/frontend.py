@@ -1,4 +1,4 @@
-"""The optional package through which cuDNN is asked, and the device that is asked about."""
+"""The optional cuDNN frontend package, and the target device of its queries."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from steadytorch.errors import UnsupportedError, first_line
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where plans are to run: a device at hand, or the description of one.
+    """Target of plans: a device of this machine, or a description of another.
 
     Attributes:
-        handle: of cuDNN on the device at hand; None for a description.
-        described: the frontend's device properties; None for a device at hand.
-        capability: compute capability, as `9.0`.
+        handle: cuDNN handle on the device; None for a description.
+        described: the frontend's device properties; None for a device of this machine.
+        capability: compute capability, e.g. `9.0`.
     """
 
     handle: int | None
@@ -29,10 +29,10 @@ class Target(msgspec.Struct, frozen=True):
 
 @functools.cache
 def frontend() -> ModuleType:
-    """The frontend's module.
+    """Import the frontend.
 
     Raises:
-        UnsupportedError: it or cuDNN is missing, or of a version that does not fit.
+        UnsupportedError: the frontend or cuDNN is missing or has an unsupported version.
     """
     need = f"choosing cuDNN engines needs nvidia-cudnn-frontend {CUDNN_FRONTEND}"
     remedy = f"pip install '{CUDNN_EXTRA}'"
@@ -59,28 +59,28 @@ def _check_library(cudnn: Any) -> None:
     of_torch = torch.backends.cudnn.version()
     if of_torch is not None and of_torch != here:
         raise UnsupportedError(
-            f"the frontend loads cuDNN {here}, PyTorch has {of_torch}: take the other one off "
-            "LD_LIBRARY_PATH, or uninstall it"
+            f"the frontend loads cuDNN {here}, but PyTorch uses {of_torch}: remove the other one "
+            "from LD_LIBRARY_PATH, or uninstall it"
         )
 
 
 def version() -> int:
-    """The version of cuDNN as it counts itself: 91900 is 9.19.0.
+    """Version of cuDNN as a number: 91900 is 9.19.0.
 
     Raises:
-        UnsupportedError: as `frontend`.
+        UnsupportedError: see `frontend`.
     """
     return int(frontend().backend_version())
 
 
 def describe(properties: Mapping[str, Any]) -> Target:
-    """A target that is not at hand; plans can be listed and built for it, not run.
+    """Make a target for another device; plans can be listed and built for it, but not run.
 
     Args:
-        properties: of the device, by the names that cuDNN's JSON has for them (cuDNN 9.8 or newer).
+        properties: device properties, by their names in cuDNN's JSON (cuDNN 9.8 or newer).
 
     Raises:
-        UnsupportedError: as `frontend`, or cuDNN takes no such description.
+        UnsupportedError: see `frontend`; or cuDNN rejects the description.
     """
     text = msgspec.json.encode(dict(properties)).decode()
     try:
@@ -89,7 +89,7 @@ def describe(properties: Mapping[str, Any]) -> Target:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"cuDNN {version()} takes no such device: {first_line(error)}"
+            f"cuDNN {version()} rejects the device description: {first_line(error)}"
         ) from None
     number = int(properties.get("deviceVer", 0))
     return Target(None, described, f"{number // 100}.{number % 100 // 10}")

@@ -1,4 +1,4 @@
-"""Which convolutions of a network have values that fp16 can hold with room to spare."""
+"""Find convolutions whose values are too large for fp16."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from steadytorch.conv.module import EngineConv, engine_convolutions
 
 HEADROOM = 16.0
-"""Values of other inputs may be this many times as large before fp16 overflows."""
+"""Safety factor below fp16's largest number, for inputs with larger values."""
 MOST = torch.finfo(torch.float16).max / HEADROOM
 
 
 def beyond_fp16(model: nn.Module, run: Callable[[], Any]) -> set[str]:
-    """Problems, by key, of convolutions whose values come too near the end of fp16's range.
+    """Keys of problems with values that exceed fp16's range divided by `HEADROOM`.
 
-    Looked at are input, residual, weight, bias and result of each call; sums in between are kept in
-    float32. It speaks for the inputs of this run alone: others are seen by verification and, in
-    production, by the canary.
+    Input, residual, weight, bias and result of each call are checked; sums are kept in float32. The
+    result holds only for the inputs of this run. Verification and, in production, the canary check
+    others.
 
     Args:
         model: from `rewrite`.
-        run: calls it.
+        run: calls the model.
     """
     found: set[str] = set()
 
@@ -32,7 +32,7 @@ def beyond_fp16(model: nn.Module, run: Callable[[], Any]) -> set[str]:
         if module.problem is None:
             return
         tensors = [t for t in (*given, module.weight, module.bias, result) if t is not None]
-        # So that NaN counts as beyond.
+        # Negated, so that NaN counts as too large.
         if not all(float(torch.linalg.vector_norm(t, torch.inf)) <= MOST for t in tensors):
             found.add(module.problem.key)
 

@@ -1,4 +1,4 @@
-"""A convolution as a module: with its epilogue fused, run by a chosen engine."""
+"""A convolution with fused epilogue as a module, run by a chosen engine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class EngineConv(nn.Module):
-    """`relu(conv(x) + other + bias)`, each of the three only where asked for.
+    """Computes `relu(conv(x) + other + bias)`; residual, bias and ReLU are optional.
 
     Args:
-        weight: of shape (K, C / groups, kernel).
-        bias: of shape (K,), or None.
+        weight: shape (K, C / groups, *kernel).
+        bias: shape (K,), or None.
         geometry: stride, padding, dilation and groups.
-        relu: whether negative results become zero.
-        label: where the convolution stood in the model.
-        problem: what it poses to cuDNN on the inputs it was traced with; None where that has no
-            engines.
-        reason: why it has none.
+        relu: whether to apply ReLU.
+        label: name of the convolution in the original model.
+        problem: the problem for the traced inputs; None if it has no engines.
+        reason: why it has no engines, or None.
 
     Attributes:
         choice: how it is run; set by `choose`.
@@ -56,10 +55,7 @@ class EngineConv(nn.Module):
         self.eval()
 
     def choose(self, choice: Choice) -> None:
-        """Runs it this way from now on.
-
-        Padding of channels and another element type are done to the weights here, once.
-        """
+        """Set the engine; pads or converts the weights if the choice requires it."""
         self.choice = choice
         self._call = Repeated(self.geometry, self.relu, choice.engine)
         weight, bias = self.weight.detach(), self.bias
@@ -79,10 +75,10 @@ class EngineConv(nn.Module):
         return self.stride, self.padding, self.dilation, self.groups
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Maps (N, C, spatial) to (N, K, spatial), in the element type of `x`."""
+        """Map (N, C, *spatial) to (N, K, *spatial), in the dtype of `x`."""
         weight, bias = self.weight, self.bias
         if self.choice.engine == ATEN:
-            # As PyTorch's own operators, which a compiler around this can fuse with others.
+            # PyTorch's own operators, so that a surrounding compiler can fuse them with others.
             return plain(x, weight, bias, other, self.relu, self.geometry)
         outer, dtype = x.dtype, weight.dtype
         if outer != dtype:
@@ -101,8 +97,7 @@ class EngineConv(nn.Module):
 def layer_geometry(layer: Any) -> Geometry | None:
     """Stride, padding, dilation and groups of a convolution layer.
 
-    None for another module, and for a layer that pads other than with the same zeros on both sides
-    of a dimension.
+    None for other modules and for layers that engines cannot run; see `objection`.
     """
     if objection(layer) is not None:
         return None
@@ -112,24 +107,24 @@ def layer_geometry(layer: Any) -> Geometry | None:
 
 
 def objection(layer: Any) -> str | None:
-    """Why a layer has no engines whatever it is given; None where it may have."""
-    # A subclass or a parametrised layer has a type of its own, and may compute something else.
+    """Why engines cannot run a layer for any input, or None."""
+    # Exact types only: a subclass or parametrised layer may compute something else.
     if type(layer) not in _LAYERS:
         return f"a {type(layer).__name__}: engines are for Conv1d, Conv2d and Conv3d"
     if layer.padding_mode != "zeros":
         return f"padding_mode {layer.padding_mode!r}: engines pad with zeros"
     if _padding(layer) is None:
-        return "another padding on either side of a dimension"
+        return "different padding on the two sides of a dimension"
     return None
 
 
 def convolves(layer: Any) -> bool:
-    """Whether a module is a convolution layer of any kind, transposed ones included."""
+    """Whether a module is a convolution layer of any kind, including transposed ones."""
     return isinstance(layer, _ConvNd)
 
 
 def misfit(x: Tensor, weight: Tensor) -> str | None:
-    """Why no engine takes this input and weight together; None where one may."""
+    """Why engines cannot run this input with this weight, or None."""
     if x.dim() != weight.dim():
         return f"an input of {x.dim()} dimensions: engines need {weight.dim()}"
     if x.numel() == 0:
@@ -140,7 +135,7 @@ def misfit(x: Tensor, weight: Tensor) -> str | None:
 
 
 def _padding(layer: Any) -> tuple[int, ...] | None:
-    """Zeros on either side of each dimension; None where the two sides differ."""
+    """Padding per side of each dimension; None if the two sides differ."""
     if layer.padding == "valid":
         return (0,) * len(layer.kernel_size)
     if layer.padding == "same":
@@ -151,7 +146,7 @@ def _padding(layer: Any) -> tuple[int, ...] | None:
 
 
 def pad_channels(tensor: Tensor, added: int) -> Tensor:
-    """The tensor with zeros for `added` more channels (its second dimension), in its layout."""
+    """Pad the second dimension with zeros by `added` channels; keeps the layout."""
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, added]) if added else tensor
 
 
@@ -162,17 +157,17 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def engine_convolutions(module: nn.Module) -> list[EngineConv]:
-    """The convolutions of a rewritten module, in the order of the graph's calls."""
+    """Convolutions of a rewritten module, in the order of the graph's calls."""
     return [m for m in module.modules() if isinstance(m, EngineConv)]
 
 
 def use(module: nn.Module, choices: dict[str, Choice]) -> None:
-    """Sets the engine of every convolution of a rewritten module.
+    """Set the engine of every convolution of a rewritten module.
 
     Args:
         module: from `rewrite`.
-        choices: by problem key. Where there are none at all, each runs with the first plan of
-            cuDNN's heuristics; one that is missing among others runs as PyTorch would.
+        choices: choices by problem key. If empty, every convolution runs the first plan of cuDNN's
+            heuristics. Otherwise, a problem without a choice runs PyTorch's own.
     """
     default = Choice(ATEN) if choices else Choice()
     for convolution in engine_convolutions(module):

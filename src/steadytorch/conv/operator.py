@@ -1,8 +1,9 @@
-"""The operator that runs a convolution with a chosen engine, and falls back to PyTorch's.
+"""The operator `conv_engine`: runs a convolution with a chosen engine, or falls back to PyTorch.
 
-`torch.ops.steadytorch.conv_engine` runs in eager mode and is seen as one operator by CUDA graphs,
-`torch.compile` and `torch.export`. A plan that is gone, does not build or does not fit the tensors
-is no error: that one convolution runs as PyTorch runs it, and `plans.MISSES` and the log say why.
+`torch.ops.steadytorch.conv_engine` works in eager mode, in CUDA graphs, and as one operator under
+`torch.compile` and `torch.export`. A plan that is missing, fails to build or does not fit the
+tensors is not an error: PyTorch runs that convolution, and `plans.MISSES` and the log give the
+reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from steadytorch.conv.plans import (
 from steadytorch.conv.problem import ConvProblem, Layout, Operation
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
 
-_FITTING = "engines take fp16, bf16 or float32, no broadcasting, and a bias with any add or ReLU"
+_FITTING = (
+    "engines need fp16, bf16 or float32, operands without broadcasting, and a bias with any add "
+    "or ReLU"
+)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -43,7 +47,7 @@ _LIBRARY.define(
     "conv_engine(Tensor x, Tensor weight, Tensor? bias, Tensor? other, int[] stride, "
     "int[] padding, int[] dilation, int groups, bool relu, str engine, str dgrad, str wgrad) "
     "-> Tensor",
-    # Plans are made for one layout: Inductor is to hand tensors over as they were traced.
+    # Plans are made for one layout, so Inductor must pass tensors with the traced strides.
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _LIBRARY.define(
@@ -80,15 +84,15 @@ def runner_of(
     relu: bool,
     engine: str,
 ) -> Runner:
-    """What runs a call on this thread, and every one whose tensors are laid out alike.
+    """Get this thread's runner for a call and for all calls with the same shapes and layouts.
 
     Args:
         x: the input.
-        weight: that it is convolved with.
-        bias: where there is one.
-        other: the residual, where there is one.
+        weight: the weight.
+        bias: the bias, or None.
+        other: the residual, or None.
         geometry: stride, padding and dilation as tuples, and groups.
-        relu: whether negative results become zero.
+        relu: whether to apply ReLU.
         engine: the plan's name, or ATEN or HEURISTIC.
     """
     key = (
@@ -236,11 +240,12 @@ def _gradients(ctx: Any, grad: Tensor, run: Callable[..., Tensor]) -> tuple[Any,
     needs = ctx.needs_input_grad
     db = grad.sum([0, *range(2, grad.dim())]) if ctx.biased and needs[2] else None
     dz = grad if ctx.added and needs[3] else None
-    # Engines for TF32 are none for float32: the setting may have changed since the forward pass.
+    # The TF32 setting may have changed since the forward pass, and engines for TF32 are not valid
+    # for float32.
     same = number_of(x.dtype) == ctx.number
     dgrad, wgrad = ctx.engines if same else (ATEN, ATEN)
     stride, padding, dilation, groups = ctx.geometry
-    # All three passes in the layout of the first, as PyTorch runs them.
+    # All three passes use the layout of the forward pass, as in PyTorch.
     layout, shapes = memory_layout(x, weight), (list(x.shape), list(weight.shape))
     grad = as_laid_out(grad, layout)
     dx = dw = None
@@ -265,7 +270,7 @@ def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Gradients of gradients, by PyTorch's own operators: both are linear in either operand."""
+    """Second-order gradients by PyTorch's operators; both operations are bilinear."""
     first, second = ctx.saved_tensors
     needs, operands = ctx.needs_input_grad, (ctx.shapes, ctx.geometry)
     one = two = None
@@ -293,9 +298,9 @@ conv_engine: Any = torch.ops.steadytorch.conv_engine
 
 
 class _Directly(torch.autograd.Function):
-    """The operator past the dispatcher, which takes more than half of its time on the host."""
+    """Bypasses the dispatcher, which takes more than half of the operator's host time."""
 
-    # Not with `setup_context` apart: PyTorch then looks at the signature of `forward` at each call.
+    # No separate `setup_context`: PyTorch would inspect the signature of `forward` at each call.
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         output = _impl(*given)
@@ -311,9 +316,10 @@ class _Directly(torch.autograd.Function):
 
 
 def observed(x: Tensor, weight: Tensor) -> bool:
-    """Whether something looks at the operators of a call on these.
+    """Whether a call must go through the dispatcher.
 
-    That is: a compiler, a mode, a transform of functions, a profiler, or tensors of other types.
+    True under a compiler, dispatch mode, `torch.func` transform or profiler, and for tensor
+    subclasses.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -325,12 +331,12 @@ def observed(x: Tensor, weight: Tensor) -> bool:
 
 
 def conv_engine_eagerly(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """As `conv_engine`, sooner where nothing looks at its operators.
+    """Call `conv_engine`, bypassing the dispatcher unless the call is `observed`.
 
     Args:
         x: the input.
-        weight: that it is convolved with.
-        rest: the operator's other arguments.
+        weight: the weight.
+        rest: the other arguments of the operator.
     """
     if observed(x, weight):
         return conv_engine(x, weight, *rest)

@@ -1,4 +1,4 @@
-"""The same convolutions and gradients by PyTorch's own operators."""
+"""Convolutions and their gradients by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain(
     relu: bool,
     geometry: Geometry,
 ) -> Tensor:
-    """The same convolution, add and ReLU by PyTorch's own operators."""
+    """Compute convolution, add and ReLU by PyTorch's own operators."""
     stride, padding, dilation, groups = geometry
     zeros = [0] * len(stride)
     y = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
@@ -34,10 +34,10 @@ def plain_grad(
     operation: Operation,
     layout: Layout,
 ) -> Tensor:
-    """The gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
+    """Compute a gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
 
-    PyTorch takes its layout from the operand that is not needed, and would copy one whose elements
-    share memory: a dense tensor stands in for it, of which nothing is read.
+    PyTorch takes the layout of the gradient from the operand that the gradient replaces, but reads
+    none of its values. An uninitialised dense tensor stands in for it.
     """
     stride, padding, dilation, groups = geometry
     by_input = operation == "dgrad"

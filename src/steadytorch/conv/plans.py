@@ -1,4 +1,4 @@
-"""A plan of cuDNN built on this thread for tensors as PyTorch has them, and how it is run."""
+"""Built cuDNN plans that run on PyTorch tensors, and the fallback if a plan cannot run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steadytorch.conv.problem import EPILOGUES, ConvProblem, Layout, Number
 from steadytorch.errors import UnsupportedError, one_line
 
 ALIGNMENT = 16
-"""Bytes to which plans take addresses to be aligned, a power of two: the frontend's default."""
+"""Alignment in bytes that plans assume: the frontend's default, a power of two."""
 NUMBERS: dict[torch.dtype, Number] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -33,22 +33,22 @@ DTYPES = {
     "tf32": torch.float32,
 }
 MISSES: dict[str, str] = {}
-"""Problems that fell back to PyTorch in this process, by key, each with the first reason."""
+"""First reason for each problem that fell back to PyTorch in this process, by key."""
 MOST_MISSES = 1000
-"""That are kept and logged: where every call has other shapes, the rest says nothing new."""
-_RIGHT = "results are right, the gain is lost"
+"""Maximum misses kept and logged, to bound memory and logs if every call has new shapes."""
+_RIGHT = "results are correct, but the speedup is lost"
 TUNE_AGAIN = f"{_RIGHT}: tune again here"
 
 _log = logging.getLogger("steadytorch")
 _NOTING = Lock()
-_UNALIGNED = f"a tensor's address is no multiple of {ALIGNMENT} bytes"
-_ALIGN = "give it tensors that start where their memory does"
+_UNALIGNED = f"a tensor's address is not a multiple of {ALIGNMENT} bytes"
+_ALIGN = f"pass tensors aligned to {ALIGNMENT} bytes, such as clones"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 """Stride, padding, dilation and groups."""
 Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""Runs a convolution on its two operands, the bias and the residual."""
+"""Runs a convolution on two operands, a bias and a residual."""
 
 
 class _Runners(local):
@@ -57,20 +57,20 @@ class _Runners(local):
 
 
 RUNNERS = _Runners()
-"""What runs a call, by all that decides it; of each thread its own, as handles of cuDNN are."""
+"""Runners by everything that determines the plan; per thread, as cuDNN handles are."""
 
 
 def note_miss(
     problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN, of_all: bool = False
 ) -> None:
-    """Notes that PyTorch runs a convolution in place of its engine, and logs it the first time.
+    """Record that PyTorch runs a convolution in place of its engine; log it the first time.
 
     Args:
-        problem: its key, or other words for one that has none.
-        engine: that was to run it.
-        reason: why it did not.
-        remedy: what to do.
-        of_all: whether the reason holds for every convolution; it is then logged once for all.
+        problem: key of the problem, or a description if it has no key.
+        engine: the engine that should have run.
+        reason: why it did not run.
+        remedy: what the user can do.
+        of_all: whether the reason applies to every convolution; then it is logged only once.
     """
     with _NOTING:
         if problem in MISSES or len(MISSES) >= MOST_MISSES:
@@ -84,17 +84,17 @@ def note_miss(
 
 
 def memory_layout(*tensors: Tensor) -> Layout:
-    """The layout in which a convolution of these runs: channels last if any of them is."""
+    """Layout in which a convolution of these tensors runs: channels last if any of them is."""
     if any(tensor.dim() in _FORMATS and _channels_innermost(tensor) for tensor in tensors):
         return "last"
     return "first"
 
 
 def _channels_innermost(tensor: Tensor) -> bool:
-    """Whether strides rise from the channels over the spatial dimensions to the batch.
+    """Whether the strides increase from channels over spatial dimensions to the batch.
 
-    Strides decide, not addresses: a weight of one row and column, or an image of one channel, can
-    be read either way, and PyTorch's convolutions go by the strides it was given.
+    A 1x1 weight or an image of one channel has the same memory order in both layouts. PyTorch's
+    convolutions then decide by strides, and so does this.
     """
     step = 0
     for axis in (1, *range(tensor.dim() - 1, 1, -1), 0):
@@ -113,19 +113,19 @@ def problem_of(
     relu: bool,
     geometry: Geometry,
 ) -> ConvProblem:
-    """The problem that a call poses.
+    """Describe a call as a problem.
 
     Args:
-        x: the input, of which shape, type and layout count.
-        weight: likewise.
-        bias: whether one is added.
+        x: the input; only shape, dtype and layout are used.
+        weight: the weight; only shape, dtype and layout are used.
+        bias: whether a bias is added.
         other: whether a residual is added.
         relu: whether a ReLU follows.
         geometry: stride, padding, dilation and groups.
 
     Raises:
-        UnsupportedError: an element type or an epilogue that has no name here.
-        UsageError: sizes that do not fit.
+        UnsupportedError: the dtype or the epilogue is not supported.
+        UsageError: the sizes do not match.
     """
     number, epilogue = number_of(x.dtype), EPILOGUES.get((bias, other, relu))
     if number is None or epilogue is None or weight.dtype != x.dtype:
@@ -151,10 +151,10 @@ def problem_of(
 def check_operands(
     problem: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
 ) -> None:
-    """Sees that operands are what a plan reads, which takes addresses alone.
+    """Check the operands' shapes, dtypes and devices, since a plan gets only addresses.
 
     Raises:
-        UnsupportedError: one that PyTorch would broadcast, or refuse.
+        UnsupportedError: PyTorch would broadcast or reject an operand.
     """
     wanted = ((weight, problem.weight), (bias, problem.weight[:1]), (other, problem.output))
     for tensor, shape in wanted:
@@ -162,7 +162,7 @@ def check_operands(
             continue
         found, needed = _described(tensor), (shape, x.dtype, x.device)
         if found != needed:
-            raise UnsupportedError(f"an operand is {found}, engines read {needed}")
+            raise UnsupportedError(f"an operand is {found}, but engines need {needed}")
 
 
 def _described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
@@ -170,7 +170,7 @@ def _described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 
 def number_of(dtype: torch.dtype) -> Number | None:
-    """What this process lets convolutions of an element type compute in; None for other types."""
+    """Precision of convolutions of a dtype under the current settings; None if unsupported."""
     cudnn: Any = torch.backends.cudnn
     if dtype == torch.float32 and cudnn.conv.fp32_precision == "tf32":
         return "tf32"
@@ -178,19 +178,19 @@ def number_of(dtype: torch.dtype) -> Number | None:
 
 
 class Plan:
-    """A plan of cuDNN, built on this thread and ready to run.
+    """A cuDNN plan, built on this thread and ready to run.
 
     Args:
-        problem: what it computes.
-        engine: its name; HEURISTIC for the first that builds within the cap on workspace.
-        device: where.
+        problem: the convolution.
+        engine: name of the plan; HEURISTIC for the first within the workspace cap.
+        device: a CUDA device.
 
     Attributes:
-        name: of the plan that was built.
-        workspace_bytes: scratch memory of a call.
+        name: name of the built plan.
+        workspace_bytes: workspace of a call.
 
     Raises:
-        UnsupportedError: there is no such plan here, it is faulty, or it does not build.
+        UnsupportedError: the plan does not exist here, is on the denylist, or does not build.
     """
 
     def __init__(self, problem: ConvProblem, engine: str, device: torch.device) -> None:
@@ -200,7 +200,7 @@ class Plan:
             if engine == HEURISTIC:
                 engine = _first(problem, device)
             where = target(device)
-            # Names also come from stored and imported plans, and from other versions of cuDNN.
+            # The name may come from a stored or imported plan, or from another version of cuDNN.
             if (reason := denied(problem, engine, version(), where.capability)) is not None:
                 raise UnsupportedError(reason)
             self._graph = Graph(problem, where, engine)
@@ -223,44 +223,44 @@ class Plan:
         bias: Tensor | None,
         other: Tensor | None,
     ) -> Tensor:
-        """The result in a new tensor; by `fallback` where cuDNN refuses these tensors."""
+        """Compute into a new tensor; call `fallback` if cuDNN fails on these tensors."""
         form = self._format
         first = first.contiguous(memory_format=form)
         second = second.contiguous(memory_format=form)
         bias = None if bias is None else bias.contiguous()
         other = None if other is None else other.contiguous(memory_format=form)
-        # By strides: two thirds of the time that it takes by memory format.
+        # With explicit strides, this takes two thirds of the time that a memory format takes.
         y = torch.empty_strided(self._output, self._strides, dtype=self._dtype, device=self._device)
         refused = self._refused(first, second, bias, other, y)
         if refused is None:
             return y
         note_miss(self.problem.key, self.name, *refused)
-        del y  # PyTorch makes its own, perhaps for want of memory
+        del y  # the fallback allocates its own, and memory may be short
         return fallback(first, second, bias, other)
 
     def _refused(
         self, first: Tensor, second: Tensor, bias: Tensor | None, other: Tensor | None, y: Tensor
     ) -> tuple[str, str] | None:
-        """Runs it; where that cannot be, the reason and what to do."""
-        # Kept from call to call; one amid another, as of a finalizer, finds none and makes its own.
+        """Run the plan; on failure return the reason and a remedy."""
+        # The dict is reused between calls; a nested call, as from a finalizer, makes its own.
         pointers = self._spare.pop() if self._spare else {}
         try:
             if _place(pointers, first, second, bias, other, y) % ALIGNMENT:
                 return _UNALIGNED, _ALIGN
             scratch = self._scratch()
             self._execute(pointers, 0 if scratch is None else scratch.data_ptr())
-        except Exception as error:  # whatever cuDNN says, the model must run
+        except Exception as error:  # any cuDNN error: the model must still run
             return one_line(error), TUNE_AGAIN
         finally:
             self._spare.append(pointers)
         return None
 
     def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
-        """Runs on the current stream; False where cuDNN refuses.
+        """Run on the current stream; return False if cuDNN fails.
 
         Args:
-            pointers: addresses by tensor of the graph.
-            workspace: address of scratch memory.
+            pointers: addresses by tensor ID of the graph.
+            workspace: address of the workspace.
         """
         try:
             self._execute(pointers, workspace)
@@ -271,18 +271,18 @@ class Plan:
     def _execute(self, pointers: dict[int, int], workspace: int) -> None:
         own = self._device.index
         if own is not None and own != torch.cuda.current_device():
-            with torch.cuda.device(own):  # cuDNN launches on the one that is current
+            with torch.cuda.device(own):  # cuDNN launches on the current device
                 self._execute(pointers, workspace)
             return
         number = self._handle.on_current_stream()
         self._graph.execute(self._index, pointers, workspace, number)
 
     def _scratch(self) -> Tensor | None:
-        """Memory for one call.
+        """Allocate the workspace of one call.
 
-        The allocator orders its reuse by stream and shares it among plans, and keeps it in a
-        graph's own pool while one is recorded. Memory kept by the plan would be written to by
-        every graph that recorded it, at once where they are replayed on two streams.
+        PyTorch's allocator orders reuse by stream, shares memory among plans, and uses a CUDA
+        graph's own pool during capture. A workspace owned by the plan would be shared by all graphs
+        that captured it, which is a race if they are replayed on two streams.
         """
         if not self.workspace_bytes:
             return None
@@ -297,7 +297,7 @@ def _place(
     other: Tensor | None,
     y: Tensor,
 ) -> int:
-    """Writes addresses by tensor of the graph, always of the same; returns all of their bits."""
+    """Store the addresses in `pointers`; return their bitwise OR, to check alignment."""
     pointers[INPUT], pointers[WEIGHT] = first.data_ptr(), second.data_ptr()
     pointers[OUTPUT] = y.data_ptr()
     bits = pointers[INPUT] | pointers[WEIGHT]
@@ -311,15 +311,15 @@ def _place(
 
 
 def planned(problem: ConvProblem, engine: str, device: torch.device, fallback: Runner) -> Runner:
-    """What runs a problem by an engine, and by `fallback` where that cannot be."""
+    """Make a runner that uses an engine, or return `fallback` if the engine is unavailable."""
     try:
         version()
-    except Exception as error:  # the frontend or cuDNN is missing: so it is for all
+    except Exception as error:  # the frontend or cuDNN is missing, for every convolution
         note_miss(problem.key, "its engine", one_line(error), _RIGHT, of_all=True)
         return fallback
     try:
         return partial(Plan(problem, engine, device).run, fallback)
-    except Exception as error:  # whatever cuDNN says, the model must run
+    except Exception as error:  # any cuDNN error: the model must still run
         note_miss(problem.key, engine, one_line(error))
         return fallback
 
@@ -334,13 +334,13 @@ def _first(problem: ConvProblem, device: torch.device) -> str:
 def empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout
 ) -> Tensor:
-    """A new tensor of this layout, its values undefined."""
+    """Allocate an uninitialised tensor in a layout."""
     form = _memory_format(layout, len(shape))
     return torch.empty(shape, dtype=dtype, device=device, memory_format=form)
 
 
 def as_laid_out(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensor, or a copy of it that is dense in this layout."""
+    """Return the tensor, copied if it is not dense in this layout."""
     return tensor.contiguous(memory_format=_memory_format(layout, tensor.dim()))
 
 

@@ -1,4 +1,4 @@
-"""What cuDNN is asked to compute: one convolution with everything that decides its engines."""
+"""A convolution problem: one convolution with everything that determines its engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPILOGUES: dict[tuple[bool, bool, bool], Epilogue] = {
     (True, True, False): "add_bias",
     (True, True, True): "add_bias_relu",
 }
-"""Which of bias, residual add and ReLU follow the convolution; others are not offered fused."""
+"""Supported epilogues, by (bias, residual add, ReLU)."""
 
 _NUMBERS = r"[1-9]\d{0,9}(?:x[1-9]\d{0,9})*"
 _PADS = r"\d{1,10}(?:x\d{1,10})*"
@@ -41,23 +41,23 @@ _MOST_SPATIAL = 3
 
 
 class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One convolution; two with equal fields have the same engines.
+    """One convolution; problems with equal fields have the same engines.
 
     Attributes:
-        operation: forward, or the gradient by the input (dgrad) or by the weight (wgrad).
-        epilogue: what is fused behind it, in this order: residual add, bias, ReLU.
+        operation: forward (fprop), or the gradient of the input (dgrad) or of the weight (wgrad).
+        epilogue: fused operations after it, in this order: residual add, bias, ReLU.
         number: element type of input, weight and output, accumulated in float32; `tf32` is float32
             data that may be rounded to TF32.
-        layout: channels `last` or `first`; the same for input, weight and output.
-        input: N, C and 1 to 3 spatial sizes, of the forward input whatever the operation.
-        weight: K, C / groups and the kernel's sizes.
-        stride: per spatial dimension, as padding and dilation.
-        padding: zeros on either side.
-        dilation: distance of kernel elements.
-        groups: of channels that do not mix.
+        layout: channels `last` or `first`, for input, weight and output alike.
+        input: N, C and 1 to 3 spatial sizes of the forward input, for every operation.
+        weight: K, C / groups and the kernel sizes.
+        stride: stride per spatial dimension.
+        padding: zero padding per side of each spatial dimension.
+        dilation: dilation per spatial dimension.
+        groups: number of channel groups.
 
     Raises:
-        UsageError: sizes that do not fit each other.
+        UsageError: the sizes do not match.
     """
 
     operation: Operation
@@ -99,20 +99,21 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def result(self) -> tuple[int, ...]:
-        """The shape of what is computed: of the output, or of the gradient that is asked for."""
+        """Shape of the result of `operation`: the output or the gradient."""
         computed = {"fprop": self.output, "dgrad": self.input, "wgrad": self.weight}
         return computed[self.operation]
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions, two per product."""
+        """Number of multiplications and additions, two per product."""
         return 2 * math.prod(self.output) * math.prod(self.weight[1:])
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes that are read and written if each element moves once.
+        """Bytes read and written if each element moves once.
 
-        Of the input only what the kernel sees is read; its gradient is written as a whole.
+        Only input elements under the kernel are counted as read; the input's gradient is written
+        completely.
         """
         output = math.prod(self.output)
         outer, spatial = math.prod(self.input[:2]), self.input[2:]
@@ -136,12 +137,12 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rectified(self) -> bool:
-        """Whether negative results become zero."""
+        """Whether a ReLU is applied."""
         return self.epilogue in ("bias_relu", "add_bias_relu")
 
     @property
     def key(self) -> str:
-        """The problem as text, by which choices are kept; `parse` reads it."""
+        """The problem as text, the key of stored choices; see `parse`."""
         parts = (
             *(self.operation, self.epilogue, self.number, self.layout),
             f"i{_joined(self.input)}",
@@ -163,10 +164,10 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(text: str) -> ConvProblem:
-    """Reads a problem's key.
+    """Parse a problem's key.
 
     Raises:
-        UsageError: it is not one, or its sizes do not fit each other.
+        UsageError: the text is malformed, or its sizes do not match.
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None:
@@ -183,7 +184,7 @@ def parse(text: str) -> ConvProblem:
 
 
 def strides(shape: Sequence[int], layout: Layout) -> list[int]:
-    """Strides in elements of a dense tensor of this shape and layout."""
+    """Strides, in elements, of a dense tensor of a shape and layout."""
     order = [*range(len(shape))]
     if layout == "last":
         order = [0, *order[2:], 1]
@@ -195,7 +196,7 @@ def strides(shape: Sequence[int], layout: Layout) -> list[int]:
 
 
 def _seen(size: int, taps: int, stride: int, padding: int, dilation: int, outputs: int) -> int:
-    """Positions along an axis of the input that are under a tap of the kernel for some output."""
+    """Number of positions along an input axis that some output reads."""
     under = np.zeros(size, bool)
     for tap in range(taps):
         first = tap * dilation - padding

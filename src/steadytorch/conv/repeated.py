@@ -1,4 +1,4 @@
-"""A convolution that is called again and again, and finds what runs it without building a key."""
+"""Call cache of one convolution: repeated calls find their runner without building a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steadytorch.conv.plans import Geometry, Runner, number_of
 
 
 class _Call:
-    """What ran a call, and all that decided it of tensors in one element type on one device."""
+    """The runner of a call and the properties of its tensors that determine it."""
 
     __slots__ = ("device", "dtype", "number", "runner", "shapes", "strides")
 
@@ -25,7 +25,7 @@ class _Call:
         self.strides, self.runner = (x.stride(), weight.stride()), runner
 
     def is_like(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
-        """Compared value by value: what PyTorch makes to show a shape is gone at once."""
+        """Whether the runner fits a call; compares shapes and strides without keeping objects."""
         dtype, device = self.dtype, self.device
         x_shape, weight_shape, bias_shape, other_shape = self.shapes
         x_stride, weight_stride = self.strides
@@ -51,11 +51,11 @@ def _fits(tensor: Tensor | None, shape: torch.Size | None, dtype: torch.dtype, d
 
 
 class Repeated(local):
-    """Calls of one convolution; of each thread its own, as plans are.
+    """Calls one convolution and caches the last runner; per thread, as plans are.
 
     Args:
         geometry: stride, padding and dilation as tuples, and groups.
-        relu: whether negative results become zero.
+        relu: whether to apply ReLU.
         engine: the plan's name, or HEURISTIC.
     """
 
@@ -69,7 +69,7 @@ class Repeated(local):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
     ) -> Tensor:
-        """The result, by what ran the last call where this one is like it."""
+        """Compute the result, with the runner of the last call if it fits."""
         last = self._last
         if last is None or not last.is_like(x, weight, bias, other):
             runner = runner_of(x, weight, bias, other, *self._settings)

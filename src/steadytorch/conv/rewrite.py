@@ -1,9 +1,8 @@
-"""Puts convolutions with their batch norm, bias, residual add and ReLU into one operator each.
+"""Fuse convolutions with their batch norm, bias, residual add and ReLU, in a torch.fx graph.
 
-A pass over a torch.fx graph for inference. It changes what it can prove to leave results alone, up
-to rounding, and leaves the rest as it is: a convolution is fused with what follows only where each
-step in between has one reader, shapes and types agree, and nothing between the first and the last
-of the fused steps writes to a tensor.
+For inference only. Fusion keeps results up to rounding. A convolution is fused with the following
+steps only if each intermediate value has one reader, shapes and dtypes agree, and nothing between
+the first and the last fused step writes to a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SEEN = "steadytorch_seen"
 
 
 class _Found(NamedTuple):
-    """A convolution and what can be fused into it; `last` gives the result."""
+    """A convolution and the nodes that can be fused into it; `last` produces the result."""
 
     conv: fx.Node
     norm: fx.Node | None
@@ -51,19 +50,19 @@ class _Found(NamedTuple):
 def rewrite(
     traced: fx.GraphModule, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.GraphModule:
-    """Fuses the convolutions of a traced model, in place.
+    """Fuse the convolutions of a traced model, in place.
 
-    The model is run once, without gradients, to see the shapes, types and layouts of its values.
+    Runs the model once without gradients, to record shapes, dtypes and layouts.
 
     Args:
-        traced: a model in evaluation mode, its layers as calls of modules; its modules are its own,
-            its tensors may be shared: none is written to.
-        inputs: positional arguments it is to serve; results hold for their shapes and layouts.
+        traced: a model in evaluation mode with layers as `call_module` nodes. Its modules must not
+            be shared. Its tensors may be shared; they are not written to.
+        inputs: positional arguments; the result holds for their shapes and layouts.
         kwargs: keyword arguments, likewise.
 
     Returns:
-        `traced`, its eligible convolutions replaced by `EngineConv`, which run as PyTorch would
-        until engines are chosen (`module.use`).
+        `traced`, with eligible convolutions replaced by `EngineConv`. They run PyTorch's own until
+        engines are chosen (`module.use`).
     """
     _Recorder(traced).record(inputs, kwargs)
     _drop_identities(traced)
@@ -76,13 +75,13 @@ def rewrite(
 
 
 def left_out(model: nn.Module) -> dict[str, list[str]]:
-    """The convolutions of a rewritten model that no engine can run.
+    """List the convolutions of a rewritten model that engines cannot run.
 
     Args:
-        model: from `rewrite`, or one with such a module in it.
+        model: a model from `rewrite`, or one that contains such a module.
 
     Returns:
-        Names of layers, by the reason; of calls of functions, those of the graph's nodes.
+        Layer names by reason; for function calls, the names of graph nodes.
     """
     found: dict[str, list[str]] = {}
     graphs = [module for module in model.modules() if isinstance(module, fx.GraphModule)]
@@ -105,7 +104,7 @@ def _left_out(node: fx.Node, modules: Mapping[str, Any]) -> tuple[str, str | Non
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and notes at each node what its tensor was like."""
+    """Runs a graph and stores a meta tensor of each node's result in `node.meta`."""
 
     def record(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with torch.no_grad():
@@ -122,7 +121,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _placed(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Values of the graph's placeholders, in order."""
+    """Values for the graph's placeholders, in order."""
     waiting, placed = list(inputs), []
     for node in module.graph.nodes:
         if node.op != "placeholder":
@@ -151,7 +150,7 @@ def _drop_identities(traced: fx.GraphModule) -> None:
 
 
 def _find(traced: fx.GraphModule) -> Iterator[_Found]:
-    """Each eligible convolution, with as much of what follows as may be fused."""
+    """Yield each eligible convolution with the longest chain of nodes that can be fused."""
     modules = dict(traced.named_modules())
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
     nodes, taken = list(order), set()
@@ -176,18 +175,18 @@ def _find(traced: fx.GraphModule) -> Iterator[_Found]:
 
 
 def _objection(node: fx.Node, modules: Mapping[str, Any]) -> str | None:
-    """Why the call of a module is not replaced; None where it is."""
+    """Why a module call cannot be replaced, or None."""
     module, seen = modules[str(node.target)], node.meta.get(_SEEN)
     if (reason := objection(module)) is not None:
         return reason
     if len(node.args) != 1 or node.kwargs:
-        return "a call with more than the input"
+        return "a call with more arguments than the input"
     if hooked(module):
         return "a hook"
     source = node.args[0]
     x = source.meta.get(_SEEN) if isinstance(source, fx.Node) else None
     if seen is None or x is None:
-        return "an input or a result that is no dense tensor"
+        return "an input or a result that is not a dense tensor"
     if seen.dtype != x.dtype:
         return f"an input of {x.dtype} with a result of {seen.dtype}"
     return misfit(x, module.weight)
@@ -205,7 +204,7 @@ def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
 def _add_after(
     node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]
 ) -> tuple[fx.Node | None, fx.Node | None]:
-    """An add of two equal shapes that reads `node`, the later computed of the two."""
+    """Find an add of `node` and a tensor of the same shape and dtype; return both."""
     user = _sole_user(node)
     if user is None or user in taken or user.kwargs or len(user.args) != 2:
         return None, None
@@ -217,7 +216,7 @@ def _add_after(
         return None, None
     writes = user.target in (operator.iadd, "add_")
     other = second if first is node else first
-    # An add in place into the other operand writes to a tensor that may be seen elsewhere.
+    # An in-place add into the other operand writes to a tensor that may be read elsewhere.
     if other is node or (writes and first is not node):
         return None, None
     here, there = node.meta.get(_SEEN), other.meta.get(_SEEN)
@@ -253,7 +252,7 @@ def _quiet(
 ) -> bool:
     """Whether nothing between the convolution and the last fused step may write to a tensor.
 
-    The fused operator reads its input where the last step stands.
+    The fused operator reads its input at the position of the last step.
     """
     between = nodes[order[found.conv] + 1 : order[found.last]]
     return not any(may_write(node, modules) for node in between if node not in found.nodes)
@@ -265,14 +264,14 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
     if found.norm is not None:
         weight, bias = _folded(weight, bias, traced.get_submodule(str(found.norm.target)))
     if bias is None and (found.add is not None or found.relu is not None):
-        # cuDNN has precompiled engines for these forms with a bias alone.
+        # cuDNN has precompiled engines for these epilogues only with a bias.
         bias = weight.detach().new_zeros(weight.shape[0])
     geometry = layer_geometry(conv)
     assert geometry is not None
     source: Any = found.conv.args[0]
     label, relu = str(found.conv.target), found.relu is not None
     posed = _problem(source, weight, bias is not None, found, geometry)
-    # The residual may have been replaced since it was found; the add reads what it is now.
+    # Read the residual from the add: the node found earlier may have been replaced since.
     summed = found.norm or found.conv
     read = () if found.add is None else found.add.args
     traced.add_submodule(name, EngineConv(weight, bias, geometry, relu, label, *posed))
@@ -288,7 +287,7 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
 def _problem(
     source: fx.Node, weight: Tensor, biased: bool, found: _Found, geometry: Geometry
 ) -> tuple[ConvProblem | None, str | None]:
-    """The problem that is posed, or why there is none."""
+    """The problem, or the reason why there is none."""
     seen: Tensor = source.meta[_SEEN]
     stored = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     fused = (biased, found.other is not None, found.relu is not None)
@@ -299,7 +298,7 @@ def _problem(
 
 
 def _folded(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias with the batch norm's scale and shift in them, rounded once."""
+    """Fold a batch norm into weight and bias, in float64, rounded once."""
     with torch.inference_mode(False), torch.no_grad():
         wide = [
             None if t is None else t.detach().double()

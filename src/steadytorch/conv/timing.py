@@ -1,6 +1,6 @@
-"""Timing ways to compute one convolution beside each other, each recorded as a CUDA graph.
+"""Time several ways to compute one convolution side by side, each recorded as a CUDA graph.
 
-A recorded run is one launch, so that what is timed is the device and not the host that feeds it.
+A graph is one launch, so the device is timed and not the host.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from steadytorch.measure.race import race
 from steadytorch.results.conv import Measured
 
 BENCHMARK = "aten, benchmark mode"
-"""PyTorch's choice with its benchmark mode on: shown, not chosen, since nothing keeps it."""
+"""PyTorch's choice in benchmark mode. It is shown but never chosen, because it cannot be stored."""
 NOISE = 0.01
-"""Medians closer than this are one: between processes the same engine differs by up to 0.55 %, and
-within one, events resolve 0.5 us of some 20."""
+"""Medians closer than this count as equal. The same engine differs by up to 0.55 % between
+processes, and events resolve 0.5 us of about 20 us."""
 SCREEN_ROUNDS = 4
 FAR_BEHIND = 1.15
-"""Only what is within this factor of the fastest goes on from the screening to the race."""
+"""Only arms within this factor of the fastest pass from the screening to the race."""
 HOPELESS = 3.0
-"""What takes more than so many times the fastest is not screened on after its first round: of some
-100 engines the slow ones take most of the time."""
+"""Arms slower than this multiple of the fastest drop out after the first screening round.
+Of about 100 engines, the slow ones would take most of the time."""
 RACE_LOOKS = (16, 24, 36)
 
 
 def device_answers() -> bool:
-    """Whether CUDA still does what it is asked in this process.
-
-    After a fault such as an illegal access to memory it does not, whoever asks.
-    """
+    """Whether CUDA still works in this process; after an illegal memory access it does not."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -51,25 +48,25 @@ def device_answers() -> bool:
 
 
 def barred(found: Measured, fault: Exception) -> Measured:
-    """An engine that raised: excluded, with what it said.
+    """Exclude an engine that raised, with its message as the reason.
 
     Raises:
-        UnsupportedError: it took the device along, so that nothing else runs in this process.
+        UnsupportedError: the fault made the device unusable for this process.
     """
     reason = one_line(fault)
     if not device_answers():
-        raise UnsupportedError(f"{found.choice} ended all work on the device ({reason})") from None
+        raise UnsupportedError(f"{found.choice} made the device unusable ({reason})") from None
     return msgspec.structs.replace(found, excluded=reason)
 
 
 class Arm:
-    """Something to time: a built plan, or PyTorch's own way.
+    """One way to compute the convolution: a built plan, or PyTorch's own.
 
     Args:
-        found: what is known of it.
+        found: its measurements so far.
         run: enqueues it on the current stream.
-        thread: on which it is recorded; None for the caller's.
-        keep: whose memory it uses by address.
+        thread: thread to record it on; None for the caller's.
+        keep: objects whose memory it uses by address.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class Arm:
         self.times_ns: list[float] = []
 
     def record(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Warms it up and records it on a stream, in memory of this pool."""
+        """Warm up and record on a stream, with memory from a pool."""
         if self._thread is None:
             self._record(stream, pool)
             return
@@ -98,7 +95,7 @@ class Arm:
                 self.run()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Not `torch.cuda.graph`, which collects garbage and empties the cache at each use.
+            # Not `torch.cuda.graph`, which runs the garbage collector and empties the cache.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self.run()
@@ -107,11 +104,11 @@ class Arm:
         self.run = graph.replay
 
     def block_ns(self, flush: Flush | None, lead: Lead) -> float:
-        """Median time of a few runs; see `blocks.block_ns`."""
+        """Median time of a block; see `blocks.block_ns`."""
         return block_ns(self.run, flush, lead)
 
     def summary(self) -> Measured:
-        """What is known of it, with its times unless it is excluded."""
+        """Its measurements, with times unless it is excluded."""
         if self.found.excluded is not None:
             return self.found
         low, median, high = np.quantile(self.times_ns, [0.25, 0.5, 0.75])
@@ -124,9 +121,9 @@ class Arm:
 
 
 def by_pytorch(given: Operands, error: float) -> list[Arm]:
-    """PyTorch's default, and what its benchmark mode would choose.
+    """Make the arms of PyTorch's default and of its benchmark mode.
 
-    PyTorch keeps what it chose per thread: only a fresh one looks anew.
+    PyTorch caches its choice per thread, so each arm gets a new thread.
     """
 
     def benchmarked() -> None:
@@ -144,7 +141,7 @@ def by_pytorch(given: Operands, error: float) -> list[Arm]:
 
 
 class _Thread:
-    """A thread that runs what it is given, one at a time."""
+    """A thread that runs functions, one at a time."""
 
     def __init__(self) -> None:
         self._work: Callable[[], Any] | None = None
@@ -153,17 +150,17 @@ class _Thread:
         threading.Thread(target=self._loop, daemon=True).start()
 
     def run(self, work: Callable[[], Any]) -> None:
-        """Runs it and waits for it; raises what it raises."""
+        """Run a function on the thread and wait for it; its exceptions propagate."""
         self._work, self._error = work, None
         self._ready.release()
         self._done.acquire()
-        # A kept error would keep the frames that it passed, and their tensors.
+        # Drop the reference: an exception keeps frames, and they keep tensors.
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Lets the thread end."""
+        """Stop the thread."""
         self._work = None
         self._ready.release()
 
@@ -180,13 +177,13 @@ class _Thread:
 
 
 def record_all(arms: Sequence[Arm]) -> list[Arm]:
-    """Records arms and warms them up, before rounds are taken of them.
+    """Warm up and record arms.
 
     Returns:
-        Those that can be timed; the others are excluded with the reason.
+        The arms that can be timed; the others are excluded with their reason.
 
     Raises:
-        UnsupportedError: the device no longer answers.
+        UnsupportedError: a fault made the device unusable.
     """
     recorded: list[Arm] = []
     place: tuple[torch.cuda.Stream, Any] | None = None
@@ -196,7 +193,7 @@ def record_all(arms: Sequence[Arm]) -> list[Arm]:
             arm.record(*place)
         except Exception as fault:
             arm.found = barred(arm.found, fault)
-            # What was being recorded may still hold the stream and the pool.
+            # The failed capture may still hold the stream and the pool.
             place = None
         else:
             recorded.append(arm)
@@ -210,21 +207,21 @@ def take_rounds(
     stop: Callable[[], bool],
     incumbent: str | None = None,
 ) -> None:
-    """Screens arms, and races those that are near the fastest.
+    """Screen arms, then race those near the fastest.
 
-    PyTorch's own are screened to the end, since they are shown. The incumbent races too, however
-    far behind: what takes its place is to be shown by pairs. An arm that raises is excluded with
-    the reason, and the others race anew.
+    PyTorch's own arms are screened to the end, because they are shown. The incumbent always races,
+    because its replacement must be proved by pairs. An arm that raises is excluded with the reason,
+    and the others race again.
 
     Args:
-        arms: get their times, in the order of the rounds.
-        flush: before each run; None for a warm cache.
-        rng: of the order within a round.
-        stop: asked before each round of the race.
-        incumbent: the choice made before.
+        arms: recorded arms; their `times_ns` are filled in the order of the rounds.
+        flush: called before each run; None for a warm cache.
+        rng: randomises the order within a round.
+        stop: polled before each round of the race; True ends it.
+        incumbent: the earlier choice.
 
     Raises:
-        UnsupportedError: the device no longer answers.
+        UnsupportedError: a fault made the device unusable.
     """
     screened, lead = list(arms), Lead()
     for _ in range(SCREEN_ROUNDS):
@@ -242,7 +239,7 @@ def take_rounds(
 
 
 class _ArmError(Exception):
-    """An arm raised and is excluded."""
+    """An arm raised and has been excluded."""
 
 
 def _block_ns(arm: Arm, flush: Flush | None, lead: Lead) -> float:
@@ -254,7 +251,7 @@ def _block_ns(arm: Arm, flush: Flush | None, lead: Lead) -> float:
 
 
 def _within(factor: float, arms: Sequence[Arm], kept: Sequence[str | None]) -> list[Arm]:
-    """Those within a factor of the fastest, and those of the names that are kept in any case."""
+    """Arms within a factor of the fastest, and those whose choice is in `kept`."""
     medians = {arm: float(np.median(arm.times_ns)) for arm in arms if arm.found.excluded is None}
     fastest = min(medians.values(), default=0.0)
     return [

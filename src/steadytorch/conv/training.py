@@ -1,7 +1,7 @@
-"""Convolutions of a model that trains: forward and both gradients by engines known by name.
+"""Engines for training: the forward pass and both gradients of each convolution.
 
-Layers stay layers, with their parameters, hooks and names; what changes is the call. Nothing is
-fused but the bias. A convolution for which no engine was chosen is called as PyTorch calls it.
+Layers keep their parameters, hooks and names; only the call changes. Only the bias is fused. A
+convolution without a chosen engine runs PyTorch's own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from steadytorch.conv.problem import ConvProblem, Layout, Number, Operation, par
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 OPERATIONS: tuple[Operation, ...] = ("fprop", "dgrad", "wgrad")
-"""The passes of a convolution: forward, and the gradients by its input and by its weight."""
+"""Passes of a convolution: forward, and the gradients of its input and its weight."""
 Passes = tuple[str, str, str]
-"""The engines of one convolution, in the order of `OPERATIONS`."""
+"""Engines of one convolution, in the order of `OPERATIONS`."""
 _OWN: Passes = (ATEN, ATEN, ATEN)
 
 
 class Posed(NamedTuple):
-    """What the three problems of one convolution share; fields as those of `ConvProblem`."""
+    """The fields that the three problems of one convolution share; see `ConvProblem`."""
 
     number: Number
     layout: Layout
@@ -41,18 +41,18 @@ class Posed(NamedTuple):
     biased: bool
 
     def problem(self, operation: Operation) -> ConvProblem:
-        """The problem of one pass; the bias is part of the forward one alone."""
+        """The problem of one pass; only the forward pass includes the bias."""
         epilogue = "bias" if self.biased and operation == "fprop" else "none"
         return ConvProblem(operation, epilogue, *self[:-1])
 
 
 class Engines:
-    """Which engines run the convolutions of a model.
+    """The engines of a model's convolutions.
 
     Args:
-        choices: by problem key. Where there are none at all, each pass runs with the first plan of
-            cuDNN's heuristics; one that is missing among others runs as PyTorch would. Those that
-            need other weights, or fuse more than the bias, are left out: they are for inference.
+        choices: choices by problem key. If empty, every pass runs the first plan of cuDNN's
+            heuristics. Otherwise, a problem without a choice runs PyTorch's own. Choices that
+            change weights or fuse more than the bias are ignored; they are for inference.
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
@@ -64,7 +64,7 @@ class Engines:
                 self._keep(problem, choice.engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
-        return self  # copies of a model are run by the same
+        return self  # copies of a model share it
 
     def _keep(self, problem: ConvProblem, engine: str) -> None:
         forward = problem.operation == "fprop"
@@ -78,30 +78,30 @@ class Engines:
             self._chosen[posed] = (passes["fprop"], passes["dgrad"], passes["wgrad"])
 
     def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
-        """The engines of a convolution that is about to run.
+        """Engines of a convolution that is about to run.
 
         Args:
             label: name of its layer.
             posed: the problem.
             x: the input.
-            weight: that it is convolved with.
+            weight: the weight.
         """
         return self._chosen.get(posed, self._default)
 
     def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
-        """As `of`, for a call that poses no problem."""
+        """Like `of`, for a call that is not a supported problem."""
         return _OWN
 
     def leave(self, label: str, reason: str) -> None:
-        """Is told of a convolution that no engine can run, and why."""
+        """Called for a convolution that engines cannot run, with the reason."""
 
 
 class Recorder(Engines):
-    """Has PyTorch run every convolution, and notes which problems a step of the model poses.
+    """Runs every convolution by PyTorch and records the problems of a step.
 
     Attributes:
-        found: the distinct problems in order, with the names of the layers that pose them.
-        left_out: names of the layers that pose none, by the reason.
+        found: distinct problems in order, with the names of their layers.
+        left_out: names of layers that engines cannot run, by reason.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Recorder(Engines):
         self.left_out: dict[str, list[str]] = {}
 
     def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
-        """Notes the passes of this call: gradients are computed by what requires them."""
+        """Record the passes of this call; a gradient counts if its tensor requires one."""
         recorded = torch.is_grad_enabled()
         needs = (True, recorded and x.requires_grad, recorded and weight.requires_grad)
         for operation, needed in zip(OPERATIONS, needs, strict=True):
@@ -119,12 +119,12 @@ class Recorder(Engines):
         return _OWN
 
     def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
-        """Notes the call with the reason."""
+        """Record the call with the reason."""
         self.leave(label, misfit(x, weight) or f"no engines for {x.dtype}")
         return _OWN
 
     def leave(self, label: str, reason: str) -> None:
-        """Notes it."""
+        """Record the layer under the reason."""
         self.left_out.setdefault(reason, []).append(label)
 
 
@@ -137,10 +137,10 @@ class _Way(NamedTuple):
 
 
 class _EngineLayer:
-    """A convolution layer that is called by engines; stands before PyTorch's own class.
+    """Mixin that runs a convolution layer by engines; precedes PyTorch's class in the MRO.
 
-    A compiler takes it in whole where it computes in 16 bits. In float32 it breaks the graph: which
-    precision is allowed has to be read at the call.
+    In 16 bits, `torch.compile` captures it completely. In float32 it breaks the graph, because the
+    TF32 setting must be read at each call.
     """
 
     steady_way: _Way
@@ -176,11 +176,11 @@ _KINDS: dict[type, Any] = {
 
 
 def equip(model: ModuleT, engines: Engines) -> ModuleT:
-    """Has the convolutions of a model called by engines, from now on.
+    """Make the convolutions of a model run by engines.
 
     Args:
-        model: changed in place; its parameters, buffers and their names are not.
-        engines: which.
+        model: changed in place; parameters, buffers and names stay the same.
+        engines: the engines.
 
     Returns:
         `model`.
@@ -196,7 +196,7 @@ def equip(model: ModuleT, engines: Engines) -> ModuleT:
 
 
 def _posed(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Posed | None:
-    """What a call poses; None for one that PyTorch is to run, or to refuse."""
+    """The problem of a call; None if PyTorch must run or reject it."""
     number = number_of(x.dtype)
     fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
     if number is None or not fitting or misfit(x, weight) is not None:
@@ -210,7 +210,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_autocast(*tensors: Tensor | None) -> Any:
-    """The tensors as autocast hands them to a convolution, if it is on."""
+    """Cast tensors as autocast does for a convolution, if it is enabled."""
     given = tensors[0]
     if given is None or not torch.is_autocast_enabled(given.device.type):
         return tensors

@@ -1,4 +1,4 @@
-"""Which nodes of a graph may write to tensors that others read."""
+"""Detection of graph nodes that may write to tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imat
 
 
 def may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
-    """Whether a node may write to a tensor that it is given; of what is unknown, it may.
+    """Whether a node may write to one of its arguments; unknown nodes may.
 
     Args:
-        node: of a traced graph.
-        modules: the layers that the graph refers to, by name.
+        node: a node of a traced graph.
+        modules: layers of the graph, by name.
     """
     if node.op == "call_method":
-        return str(node.target).endswith("_")  # of `__iadd__` and `__setitem__` too
+        return str(node.target).endswith("_")  # also `__iadd__` and `__setitem__`
     if node.op == "call_module":
         module = modules[str(node.target)]
         known = type(module).__module__.startswith(("torch.nn.", "steadytorch.conv."))
@@ -41,7 +41,7 @@ def _function_may_write(node: fx.Node) -> bool:
 
 
 def _is_said_to_write(target: Any) -> bool:
-    """Whether it is an operator out of `torch.ops` that writes, in any of its overloads."""
+    """Whether any overload of a `torch.ops` operator is declared mutable."""
     overloads = [target]
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
@@ -49,7 +49,7 @@ def _is_said_to_write(target: Any) -> bool:
 
 
 def _asked_in_place(node: fx.Node) -> bool:
-    """Whether the argument `inplace` is given, by name or by place."""
+    """Whether the argument `inplace` is true, as keyword or positional argument."""
     target: Any = node.target
     try:
         given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
@@ -59,5 +59,5 @@ def _asked_in_place(node: fx.Node) -> bool:
 
 
 def hooked(module: Any) -> bool:
-    """Whether a hook may look at, or replace, what goes into a layer or comes out of it."""
+    """Whether a layer has hooks, which may read or replace its input or output."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,6 +1,6 @@
-"""What a recorder reads at each tick: the operating system, the GPU, and PyTorch's own counters.
+"""Telemetry sources of a recorder: the operating system, the GPU and PyTorch's own counters.
 
-A channel raises where it cannot be read; the recorder then lets it go, with the reason.
+A channel raises if it cannot be read; the recorder then drops it and keeps the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steadytorch.device.telemetry import count_others, holds_context, own_pids
 GPU_FIELDS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
 ALLOCATOR_FIELDS = ("allocator_retries", "allocator_device_calls")
 
-_ENOUGH_READINGS = 10  # over ten ticks even one core's counters at 100 Hz must move
+_ENOUGH_READINGS = 10  # over ten ticks, even one core's counters at 100 Hz must advance
 
 
 class Channel(Protocol):
@@ -30,20 +30,20 @@ class Channel(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The columns of the recording it fills, in the order that `read` returns them."""
+        """Columns of the recording that `read` fills, in its order."""
         ...
 
     def read(self) -> Sequence[int]:
-        """The values now."""
+        """Current values."""
         ...
 
     def doubts(self) -> dict[str, str]:
-        """Asked after the last tick: the fields whose values mean nothing, with the reason."""
+        """Fields whose values are meaningless, with the reason; called after the last tick."""
         ...
 
 
 class ProcessUsage:
-    """Context switches and page faults of this process, less those of the thread that asks."""
+    """Context switches and page faults of this process, without those of the recorder's thread."""
 
     fields = ("voluntary_switches", "involuntary_switches", "minor_faults", "major_faults")
 
@@ -57,7 +57,7 @@ class ProcessUsage:
         self._resource: Any = resource
 
     def read(self) -> Sequence[int]:
-        """The four counts; a getrusage costs under a microsecond."""
+        """Read the four counts; each getrusage call takes under 1 us."""
         whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
         own = self._resource.getrusage(self._resource.RUSAGE_THREAD)
         return (
@@ -68,21 +68,22 @@ class ProcessUsage:
         )
 
     def doubts(self) -> dict[str, str]:
-        """Sandboxes that count nothing: the recorder's thread waits between ticks, at least."""
+        """Counters that some sandboxes leave at zero."""
+        # The recorder's thread waits between ticks, so true counts are not zero.
         whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
-        reason = "the kernel counts none at all, as in some sandboxes"
+        reason = "the kernel's counters stay at zero, as in some sandboxes"
         silent = self.fields[:2] if whole.ru_nvcsw + whole.ru_nivcsw == 0 else ()
         silent += self.fields[2:] if whole.ru_minflt + whole.ru_majflt == 0 else ()
         return dict.fromkeys(silent, reason)
 
 
 class RunQueue:
-    """How long one thread has waited for a core, exact, from the scheduler.
+    """Exact time that one thread waited for a core, from the scheduler.
 
     Args:
-        thread_id: the thread as the kernel numbers it.
+        thread_id: kernel ID of the thread.
         stack: closes the file.
-        root: stands for the root of the file system.
+        root: root of the file system to read.
     """
 
     fields = ("wait_ns",)
@@ -93,22 +94,22 @@ class RunQueue:
         self._run_ns = 0
 
     def read(self) -> Sequence[int]:
-        """The waiting time in ns."""
+        """Waiting time in ns."""
         self._run_ns, wait_ns = map(int, os.pread(self._file, 80, 0).split()[:2])
         return (wait_ns,)
 
     def doubts(self) -> dict[str, str]:
-        """A thread that has run for no time at all is not being timed."""
-        reason = "the kernel does not time its threads (schedstats are off)"
+        """The waiting time, if the kernel reports no run time either."""
+        reason = "the kernel does not time threads (schedstats are off)"
         return {} if self._run_ns else {"wait_ns": reason}
 
 
 class CpuTimes:
-    """CPU time stolen and CPU time idle for a disk, over all cores.
+    """Stolen CPU time and disk wait (iowait), summed over all cores.
 
     Args:
         stack: closes the file.
-        root: stands for the root of the file system.
+        root: root of the file system to read.
     """
 
     fields = ("steal_ns", "iowait_ns")
@@ -119,25 +120,25 @@ class CpuTimes:
         self._first = self._last = self._readings = 0
 
     def read(self) -> Sequence[int]:
-        """Stolen time and disk-idle time in ns."""
+        """Stolen time and iowait in ns."""
         line = os.pread(self._file, 256, 0).split(b"\n", 1)[0].split()
         steps = [int(field) for field in line[1:9]]
         if line[:1] != [b"cpu"] or len(steps) < 8 or not sum(steps):
-            raise NotObservable("/proc/stat does not count it")
+            raise NotObservable("/proc/stat does not count stolen time")
         self._last = sum(steps)
         self._first = self._first or self._last
         self._readings += 1
         return steps[7] * self._step_ns, steps[4] * self._step_ns
 
     def doubts(self) -> dict[str, str]:
-        """Counters that stand still, as some sandboxes leave them."""
+        """Counters that never advance, as in some sandboxes."""
         if self._last > self._first or self._readings < _ENOUGH_READINGS:
             return {}
         return dict.fromkeys(self.fields, "the kernel's CPU time counters do not advance")
 
 
 class Compilations:
-    """Frames torch.compile began to compile; zero for as long as it is not loaded."""
+    """Frames that torch.compile began to compile; zero until it is loaded."""
 
     fields = ("compilations",)
 
@@ -145,7 +146,7 @@ class Compilations:
         self._last = self._count = 0
 
     def read(self) -> Sequence[int]:
-        """The count so far, whatever the program resets in between."""
+        """Count so far; survives resets of PyTorch's counters."""
         counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
         now = int(counters.get("frames", {}).get("total", 0))
         self._count += now - self._last if now >= self._last else now
@@ -153,17 +154,17 @@ class Compilations:
         return (self._count,)
 
     def doubts(self) -> dict[str, str]:
-        """Nothing was compiled, and nothing could have been."""
+        """The count, if torch.compile was never loaded."""
         if "torch._dynamo.utils" in sys.modules:
             return {}
         return {"compilations": "does not apply: torch.compile is not in use"}
 
 
 class Allocator:
-    """What PyTorch's CUDA allocator asked of the driver; zero until CUDA is initialised.
+    """Calls of PyTorch's CUDA allocator to the driver; zero until CUDA is initialised.
 
     Args:
-        index: CUDA's number of the device.
+        index: CUDA index of the device.
     """
 
     fields = ALLOCATOR_FIELDS
@@ -173,7 +174,7 @@ class Allocator:
         self._seen = False
 
     def read(self) -> Sequence[int]:
-        """Retries, and segments requested or given back; initialises nothing."""
+        """Retries, and segments allocated or freed; does not initialise CUDA."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return 0, 0
@@ -184,17 +185,17 @@ class Allocator:
         return counts.get("num_alloc_retries", 0), calls
 
     def doubts(self) -> dict[str, str]:
-        """There was no allocator to ask."""
+        """Both counts, if CUDA was never initialised."""
         reason = "CUDA is not initialised in this process"
         return {} if self._seen else dict.fromkeys(self.fields, reason)
 
 
 class GpuReading:
-    """One reading of the GPU.
+    """One NVML reading of the GPU.
 
     Args:
-        field: the column it fills.
-        reading: takes it.
+        field: the column to fill.
+        reading: returns the current value.
     """
 
     def __init__(self, field: str, reading: Callable[[], int]) -> None:
@@ -202,20 +203,20 @@ class GpuReading:
         self._reading = reading
 
     def read(self) -> Sequence[int]:
-        """The value now."""
+        """Current value."""
         return (self._reading(),)
 
     def doubts(self) -> dict[str, str]:
-        """None: the library refuses what it does not know."""
+        """Nothing: NVML raises for values it cannot supply."""
         return {}
 
 
 class Neighbours:
-    """How many processes of others have a compute context on the GPU.
+    """Number of other processes with a compute context on the GPU.
 
     Args:
         gpu: the GPU.
-        index: CUDA's number of it.
+        index: its CUDA index.
     """
 
     fields = ("other_gpu_processes",)
@@ -226,7 +227,7 @@ class Neighbours:
         self._others = 0
 
     def read(self) -> Sequence[int]:
-        """The count; finding out which processes are our own takes milliseconds, so only if new."""
+        """Current count; cached until the process list changes, as finding own PIDs takes ms."""
         listed = (holds_context(self._index), *self._gpu.compute_pids())
         if listed != self._listed:
             has_context, *pids = listed
@@ -235,12 +236,12 @@ class Neighbours:
         return (self._others,)
 
     def doubts(self) -> dict[str, str]:
-        """None: a list that cannot be right is refused when read."""
+        """Nothing: `read` raises on an implausible list."""
         return {}
 
 
 def ticks_between(channel: Channel) -> int:
-    """It is read at every so many ticks, and its values are held in between."""
+    """Ticks from one read of the channel to the next; its values are held in between."""
     return READ_EVERY.get(channel.fields[0], 1)
 
 
@@ -253,15 +254,15 @@ def open_channels(
     library: Any = None,
     root: Path = host.ROOT,
 ) -> list[Channel]:
-    """All channels that open here; the others leave their reason in `readings`.
+    """Open every available channel; the reason for a missing one goes to `readings`.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        thread_id: the measured thread, as the kernel numbers it.
-        stack: closes what is opened.
-        readings: takes the reasons.
-        library: stands in for nvidia-ml-py; None imports it.
-        root: stands for the root of the file system.
+        thread_id: kernel ID of the measured thread.
+        stack: closes the opened files and sessions.
+        readings: collects the reasons.
+        library: replacement for nvidia-ml-py; None imports it.
+        root: root of the file system to read.
 
     Raises:
         UsageError: `device` is malformed.
@@ -290,7 +291,7 @@ def open_channels(
 def _gpu_channels(index: int, stack: ExitStack, readings: Readings, library: Any) -> list[Channel]:
     try:
         if "torch" not in sys.modules:
-            raise NotObservable("PyTorch, which names the GPU, is not loaded in this process")
+            raise NotObservable("PyTorch, which identifies the GPU, is not loaded in this process")
         uuid = str(gpu_properties(index).uuid)
         gpu = stack.enter_context(open_gpu(uuid, index, library))
     except Exception as error:
@@ -305,7 +306,7 @@ def _gpu_channels(index: int, stack: ExitStack, readings: Readings, library: Any
 
 
 def _open(path: Path, stack: ExitStack) -> int:
-    """A file kept open: reading it anew at each tick would cost ten times as much."""
+    """Open a file to be kept open: reopening it at each tick would cost ten times as much."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The clock of a GPU's multiprocessors over milliseconds, by their own counter of cycles.
+"""SM clock over milliseconds, from the SMs' own cycle counters.
 
-NVML tells the clock of a moment, and asking takes long: once in some 45 ms. A power limit moves it
-in steps of some 10 ms. The counter ticks with the clock itself, so that cycles between two readings
-over the time between them are the mean clock meanwhile.
+NVML is too slow for this: it takes about 45 ms for one instantaneous clock, while a power limit
+moves the clock every 10 ms or so. The cycle counter ticks with the clock itself. Cycles between two
+readings, divided by the time between them, give the mean clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from steadytorch.errors import UnsupportedError
 
 MOST = 1024
-"""Readings kept at once."""
+"""Maximum number of readings kept."""
 PROGRAM = b"""
 .version 6.3
 .target sm_75
@@ -40,44 +40,44 @@ PROGRAM = b"""
     ret;
 }
 """
-"""Each block is one thread, which writes a row: the GPU's time in ns, the cycles of its own
-multiprocessor and the number of that. The driver translates it for whatever GPU there is. Source:
-"Special Registers", PTX ISA."""
+"""Each block has one thread, which writes a row: GPU time in ns, cycle count of its SM, SM index.
+
+The driver compiles the PTX for the GPU at hand. Source: "Special Registers", PTX ISA."""
 
 
 class CycleCounter:
-    """Readings of the counters, each a kernel between others on their stream.
+    """Reads the cycle counters with small kernels, launched between other kernels of a stream.
 
-    A kernel has as many blocks as there are multiprocessors, wherever these come to run.
+    Each kernel has as many blocks as the device has SMs; several blocks may land on one SM.
 
     Args:
-        driver: of CUDA; None where there is none.
-        device: a CUDA device, the current one.
-        blocks: multiprocessors of it.
+        driver: the CUDA driver library; None if there is none.
+        device: the current CUDA device.
+        blocks: number of SMs of the device.
 
     Raises:
-        UnsupportedError: there is no driver, or it refuses the program.
+        UnsupportedError: the driver is missing or rejects the kernel.
     """
 
     def __init__(self, driver: Any, device: torch.device, blocks: int) -> None:
         if driver is None:
-            raise UnsupportedError("the clock is not counted: there is no driver of CUDA")
+            raise UnsupportedError("cannot read the cycle counters: no CUDA driver found")
         self._driver, module, self._function = driver, ctypes.c_void_p(), ctypes.c_void_p()
         self._table = torch.zeros((MOST, blocks, 3), dtype=torch.int64, device=device)
         refused = driver.cuModuleLoadData(
             ctypes.byref(module), PROGRAM
         ) or driver.cuModuleGetFunction(ctypes.byref(self._function), module, b"read_cycles")
         if refused:
-            raise UnsupportedError(f"the clock is not counted: the driver answers {refused}")
+            raise UnsupportedError(f"cannot read the cycle counters: driver error {refused}")
         self._row = ctypes.c_uint64()
         self._values = (ctypes.c_void_p * 1)(ctypes.addressof(self._row))
 
     def read(self, place: int, stream: int) -> bool:
-        """Enqueues a reading; False where the driver refuses, or none is kept at this place.
+        """Enqueue a reading; return False if the launch fails or `place` is out of range.
 
         Args:
-            place: of the reading, below `MOST`.
-            stream: handle of the current device's.
+            place: index of the reading, below `MOST`.
+            stream: handle of a stream of the current device.
         """
         if place >= MOST:
             return False
@@ -88,30 +88,30 @@ class CycleCounter:
         return self._driver.cuLaunchKernel(*asked) == 0
 
     def clocks_mhz(self, count: int) -> np.ndarray:
-        """The clock between the first readings, which were enqueued on the current stream.
+        """SM clock between the first `count` readings; waits for the current stream.
 
         Args:
-            count: how many readings.
+            count: number of readings.
 
         Returns:
-            MHz between each and the next, float64, shape (count - 1,); see `clocks_mhz`.
+            MHz from each reading to the next, float64, shape (count - 1,); see `clocks_mhz`.
         """
         return clocks_mhz(self._table[:count].cpu().numpy())
 
 
 def clocks_mhz(rows: np.ndarray) -> np.ndarray:
-    """The clock between neighbouring readings: the median over the multiprocessors seen in both.
+    """SM clock between neighbouring readings: the median over the SMs seen in both.
 
     Args:
-        rows: time in ns, cycles and number of the multiprocessor of each block, int64, shape
+        rows: time in ns, cycle count and SM index of each block, int64, shape
             (readings, blocks, 3).
 
     Returns:
-        MHz, float64, shape (readings - 1,); NaN where no multiprocessor was seen twice.
+        MHz, float64, shape (readings - 1,); NaN where no SM was seen in both readings.
     """
     times, cycles, numbers = np.moveaxis(rows, 2, 0)
     reading = np.arange(len(rows))[:, None]
-    # Where two blocks ran on one, the last counts: it is a reading as good as the other.
+    # If two blocks ran on one SM, either reading will do; the last is kept.
     seen = np.full((2, len(rows), int(numbers.max()) + 1), np.nan)
     base = rows[0, 0]
     seen[0, reading, numbers], seen[1, reading, numbers] = times - base[0], cycles - base[1]

@@ -1,4 +1,4 @@
-"""The CUDA driver's own interface, for what PyTorch has none for."""
+"""The CUDA driver API, for calls that PyTorch does not expose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @cache
 def cuda_driver() -> Any:
-    """The driver's library; None where there is none (AMD)."""
+    """The driver library; None if it is missing (AMD, CPU only)."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

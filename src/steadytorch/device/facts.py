@@ -1,4 +1,4 @@
-"""What does not change while a process runs: the device, the processor and the software."""
+"""Facts that do not change while a process runs: device, processor and software versions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton")
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Splits "cpu", "cuda" or "cuda:1" into the kind and the index (0 where none is given).
+    """Split "cpu", "cuda" or "cuda:1" into kind and index (0 by default).
 
     Raises:
-        UsageError: Anything else.
+        UsageError: `device` has another form.
     """
     found = re.fullmatch(r"(cpu)|cuda(?::(0|[1-9][0-9]{0,3}))?", device, re.ASCII)
     if found is None:
@@ -32,14 +32,14 @@ def parse_device(device: str) -> tuple[str, int]:
 
 
 def resolve_device(request: str) -> str:
-    """Turns "auto" into "cuda" or "cpu", and makes sure that a GPU asked for is there.
+    """Resolve "auto" to "cuda" or "cpu", and check that a requested GPU exists.
 
     Args:
         request: "auto", "cpu", "cuda" or "cuda:i".
 
     Raises:
-        UnsupportedError: CUDA, or that device of it, is not available; the message says why.
-        UsageError: The request is none of the above.
+        UnsupportedError: CUDA or the requested device is not available; the message says why.
+        UsageError: `request` has another form.
     """
     import torch
 
@@ -60,11 +60,13 @@ def resolve_device(request: str) -> str:
 
 
 def load_facts(device: str, *, library: Any = None) -> DeviceFacts:
-    """Observes the machine; no privileges, no network, and no field fails another.
+    """Collect facts about the machine, without privileges or network.
+
+    A field that cannot be read does not affect the others.
 
     Args:
-        device: "cpu", "cuda" or "cuda:i"; a GPU that is not there leaves its fields unknown.
-        library: Stands in for nvidia-ml-py; None imports it.
+        device: "cpu", "cuda" or "cuda:i"; the fields of a missing GPU stay unknown.
+        library: Replacement for nvidia-ml-py; None imports it.
 
     Raises:
         UsageError: `device` is malformed.
@@ -126,7 +128,7 @@ def _gpu_fields(index: int, readings: Readings, library: Any) -> dict[str, Any]:
 
 
 def gpu_properties(index: int) -> Any:
-    """What PyTorch knows of CUDA device `index`.
+    """PyTorch's properties of CUDA device `index`.
 
     Raises:
         NotObservable: CUDA is not available; the message says why.
@@ -158,7 +160,7 @@ def _driver(library: Any = None) -> str:
 
 
 def _why_no_cuda() -> str:
-    """Why `torch.cuda.is_available()` is false, and what to do."""
+    """Explain why `torch.cuda.is_available()` is false, and what to do."""
     import os
 
     import torch
@@ -168,16 +170,16 @@ def _why_no_cuda() -> str:
     readings = Readings()
     driver = readings.read("driver", _driver)
     if driver is None:
-        return f"no NVIDIA driver was found ({readings.unknown['driver']}); install one"
+        return f"no NVIDIA driver found ({readings.unknown['driver']}); install one"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return (
             f"driver {driver} is loaded, but CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU; "
-            "unset it, or name a GPU that exists"
+            "unset it or name an existing GPU"
         )
     return (
-        f"driver {driver} is loaded, but CUDA {torch.version.cuda} finds no device it can use; "
-        "check `nvidia-smi`, and that the driver is new enough"
+        f"driver {driver} is loaded, but CUDA {torch.version.cuda} finds no usable device; "
+        "check `nvidia-smi` and whether the driver is new enough"
     )
 
 
@@ -214,13 +216,13 @@ def _cudnn_version() -> str:
 
 
 def dotted_cudnn(number: int) -> str:
-    """Version number of cuDNN in words: 91900 is "9.19.0", and before version 9 8907 is "8.9.7"."""
+    """Format cuDNN's version number: 91900 is "9.19.0"; before version 9, 8907 is "8.9.7"."""
     unit = 10_000 if number >= 90_000 else 1_000
     return f"{number // unit}.{number % unit // 100}.{number % 100}"
 
 
 def _triton_version() -> str:
-    # The installed package's record: importing Triton for its version takes a second.
+    # Read the package metadata: importing Triton takes a second.
     for package in _TRITON_PACKAGES:
         try:
             return metadata.version(package)

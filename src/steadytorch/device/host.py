@@ -1,7 +1,7 @@
-"""What /proc, /sys and cgroups say about the processor this process may use.
+"""Facts about the processor and its limits, from /proc, /sys and cgroups.
 
-Each function raises `NotObservable` where its source is missing. `root` stands for the root of the
-file system, so that tests read recorded trees.
+Each function raises `NotObservable` if its source is missing. `root` replaces the root of the file
+system, so that tests can read recorded trees.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROOT = Path("/")
 
 
 def read_text(path: Path) -> str:
-    """Text of a small system file.
+    """Read a small system file.
 
     Raises:
-        NotObservable: The file is missing or may not be read.
+        NotObservable: The file is missing or cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -34,33 +34,33 @@ def cpu_model(root: Path = ROOT) -> str:
     """Model name of the processor, from /proc/cpuinfo."""
     found = re.search(r"^model name\s*:\s*(\S.*)$", read_text(root / "proc/cpuinfo"), re.MULTILINE)
     if found is None:
-        raise NotObservable("/proc/cpuinfo names no model")
+        raise NotObservable("/proc/cpuinfo does not name the processor model")
     return found.group(1).strip()
 
 
 def allowed_cpus() -> frozenset[int]:
-    """Numbers of the logical CPUs that the affinity of this process allows."""
+    """Indices of the logical CPUs in the affinity mask of this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPU quota of this process in cores (1.5 is three halves of a core); None: no quota.
+    """CPU quota of this process in cores, e.g. 1.5; None if there is no quota.
 
-    The tightest limit among the group and its ancestors counts, for cgroup v2 and v1.
+    Supports cgroup v2 and v1. The tightest limit of the group and its ancestors applies.
     """
     groups = list(_cpu_groups(root))
     if not groups:
-        raise NotObservable("no cgroup of this process can be read below /sys/fs/cgroup")
+        raise NotObservable("cannot read a cgroup of this process below /sys/fs/cgroup")
     quotas = [quota for group in groups if (quota := _group_quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def throttled_periods(root: Path = ROOT) -> int:
-    """How often a CPU quota has stopped this process so far (nr_throttled).
+    """Number of periods in which a CPU quota throttled this process (nr_throttled).
 
-    Of its group and the ancestors, the one that was stopped most often counts.
+    The highest count of the group and its ancestors is returned.
     """
     counts = []
     for group in _cpu_groups(root):
@@ -69,12 +69,12 @@ def throttled_periods(root: Path = ROOT) -> int:
             found = re.search(r"^nr_throttled (\d+)$", read_text(stat), re.MULTILINE)
             counts += [int(found.group(1))] if found else []
     if not counts:
-        raise NotObservable("no cpu.stat with nr_throttled in this process's cgroups")
+        raise NotObservable("the cgroups of this process have no cpu.stat with nr_throttled")
     return max(counts)
 
 
 def _cpu_groups(root: Path) -> Iterator[Path]:
-    """Existing directories of this process's cgroups that can limit the CPU, innermost first."""
+    """Existing cgroup directories that can limit this process's CPU use, innermost first."""
     base = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _number, controllers, path = line.split(":", 2)
@@ -84,8 +84,8 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
         mount = next((base / name for name in mounts if (base / name).is_dir()), None)
         if mount is None:
             continue
-        # Inside a container the path may name a directory of the host that is not mounted here;
-        # whichever ancestors exist are the ones that apply.
+        # In a container, the path may name a host directory that is not mounted here. The
+        # ancestors that exist are the ones that apply.
         relative = Path(path.lstrip("/"))
         for ancestor in (relative, *relative.parents):
             if ".." not in ancestor.parts and (mount / ancestor).is_dir():
@@ -93,7 +93,7 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
 
 
 def _group_quota(group: Path) -> float | None:
-    """Quota of one cgroup in cores, None where it sets none."""
+    """Quota of one cgroup in cores; None if it sets none."""
     if (group / "cpu.max").is_file():
         limit, period = read_text(group / "cpu.max").split()
         return None if limit == "max" else int(limit) / int(period)
@@ -105,7 +105,7 @@ def _group_quota(group: Path) -> float | None:
 
 
 def usable_logical_cores(root: Path = ROOT) -> int:
-    """Logical cores this process can keep busy: its affinity, cut to whole cores of its quota."""
+    """Logical cores this process can keep busy: its affinity, capped by its quota rounded down."""
     allowed = len(allowed_cpus())
     try:
         quota = cpu_quota(root)
@@ -115,7 +115,7 @@ def usable_logical_cores(root: Path = ROOT) -> int:
 
 
 def usable_physical_cores(root: Path = ROOT) -> int:
-    """Physical cores behind `usable_logical_cores`: hyper-threads of one core count once."""
+    """Physical cores behind `usable_logical_cores`; hyper-threads of one core count once."""
     cores = set()
     for cpu in allowed_cpus():
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -127,12 +127,12 @@ def usable_physical_cores(root: Path = ROOT) -> int:
             break
     count = len(cores) or psutil.cpu_count(logical=False)
     if not count:
-        raise NotObservable("neither /sys nor psutil tells physical from logical cores")
+        raise NotObservable("neither /sys nor psutil reports physical cores")
     return min(count, usable_logical_cores(root))
 
 
 def last_level_cache_bytes(root: Path = ROOT) -> int:
-    """Bytes of last-level cache that the allowed CPUs reach, each shared cache counted once."""
+    """Bytes of last-level cache that the allowed CPUs can use; shared caches count once."""
     caches: dict[int, dict[str, int]] = {}
     for cpu in allowed_cpus():
         for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
@@ -150,5 +150,5 @@ def nvidia_driver_version(root: Path = ROOT) -> str:
     text = read_text(root / "proc/driver/nvidia/version")
     found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     if found is None:
-        raise NotObservable("/proc/driver/nvidia/version holds no version number")
+        raise NotObservable("/proc/driver/nvidia/version contains no version number")
     return found.group(1)

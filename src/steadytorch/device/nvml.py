@@ -1,7 +1,7 @@
-"""The NVIDIA management library: one session, one GPU, and what can be read from it.
+"""NVML: sessions, and readings of one GPU.
 
-The GPU is found by UUID, because CUDA's index counts only the visible devices
-(CUDA_VISIBLE_DEVICES) while the management library counts all of them.
+GPUs are looked up by UUID: CUDA's index counts only visible devices (CUDA_VISIBLE_DEVICES), NVML's
+index counts all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _GPU_SENSOR = 0
 _NOT_SUPPORTED = 3
 _FUNCTION_NOT_FOUND = 13
 
-# Error codes of NVML whose stock text does not tell a reader what is the matter.
+# Clearer messages for NVML error codes whose stock text is unhelpful.
 _REASONS = {
-    _NOT_SUPPORTED: "this GPU, or the virtual machine around it, does not report it",
+    _NOT_SUPPORTED: "this GPU or its virtual machine does not report it",
     4: "no permission to read it from NVML",
     9: "the NVIDIA kernel driver is not loaded",
     12: "the NVML library (libnvidia-ml) is not installed",
-    18: "the NVML library and the loaded driver are of different versions",
+    18: "the NVML library and the loaded driver have different versions",
 }
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (NVML reference, "NvmlClocksEventReasons").
@@ -46,16 +46,16 @@ CLOCK_EVENT_REASONS = {
 
 
 class Nvml:
-    """An initialised library; `call` turns each of its failures into a reason."""
+    """An initialised NVML library; `call` raises `NotObservable` with a readable reason."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def call(self, names: str | tuple[str, ...], *arguments: Any) -> Any:
-        """Calls the first of `names` that both the bindings and the driver know.
+        """Call the first function of `names` that both the bindings and the driver provide.
 
         Raises:
-            NotObservable: None is known, or the call was refused.
+            NotObservable: No function is available, or the call failed.
         """
         names = (names,) if isinstance(names, str) else names
         for name in names:
@@ -70,28 +70,28 @@ class Nvml:
                 raise NvmlRefusal(error) from None
             # Bindings before 11.5 return bytes.
             return value.decode(errors="replace") if isinstance(value, bytes) else value
-        raise NotObservable(f"neither nvidia-ml-py nor the driver offers {names[0]}")
+        raise NotObservable(f"nvidia-ml-py or the driver is too old for {names[0]}")
 
 
 class NvmlRefusal(NotObservable):
-    """A call that the library refused; `code` is NVML's own error number."""
+    """A failed NVML call; `code` is NVML's error code."""
 
     def __init__(self, error: Exception) -> None:
         self.code = getattr(error, "value", None)
-        super().__init__(_REASONS.get(self.code or 0) or f"NVML says: {error}")
+        super().__init__(_REASONS.get(self.code or 0) or f"NVML error: {error}")
 
 
 class NvmlGpu:
-    """Live readings of one GPU, or of one MIG slice of it; each raises `NotObservable`.
+    """Live readings of one GPU or MIG slice; each reading may raise `NotObservable`.
 
-    Hold one for as long as its session is open: a reading costs tens of microseconds.
+    Valid while its session is open. A reading takes tens of microseconds.
     """
 
     def __init__(self, nvml: Nvml, handle: Any) -> None:
         self._nvml = nvml
         self._handle = handle
         self._is_slice = False
-        # Clocks, power and temperature belong to the whole GPU and are refused for a slice of it.
+        # NVML reports clocks, power and temperature for whole GPUs only.
         self._whole = handle
         with suppress(NotObservable):
             self._is_slice = bool(nvml.call("nvmlDeviceIsMigDeviceHandle", handle))
@@ -109,23 +109,23 @@ class NvmlGpu:
                 return None
             raise
         if current:
-            raise NotObservable("MIG mode is on, but which slice this process uses is not visible")
+            raise NotObservable("MIG mode is on, but the slice of this process is not visible")
         return None
 
     def sm_clock_mhz(self) -> int:
-        """Present clock of the multiprocessors."""
+        """Current SM clock."""
         return self._nvml.call("nvmlDeviceGetClockInfo", self._whole, _SM_CLOCK)
 
     def sm_clock_max_mhz(self) -> int:
-        """Highest clock the multiprocessors can reach."""
+        """Maximum SM clock."""
         return self._nvml.call("nvmlDeviceGetMaxClockInfo", self._whole, _SM_CLOCK)
 
     def power_watts(self) -> float:
-        """Present power draw of the whole board or module."""
+        """Current power draw of the whole board or module."""
         return self._nvml.call("nvmlDeviceGetPowerUsage", self._whole) / 1000
 
     def power_limit_watts(self) -> float:
-        """Power limit that is in force."""
+        """Enforced power limit."""
         return self._nvml.call("nvmlDeviceGetEnforcedPowerLimit", self._whole) / 1000
 
     def temperature_celsius(self) -> int:
@@ -134,9 +134,9 @@ class NvmlGpu:
         return self._nvml.call(names, self._whole, _GPU_SENSOR)
 
     def clock_event_reasons(self) -> tuple[str, ...]:
-        """Why the clock is where it is, by name (`CLOCK_EVENT_REASONS`); empty: nothing holds it.
+        """Names of the active clock limits (`CLOCK_EVENT_REASONS`); empty if there are none.
 
-        A bit without a name here is given as "bit_0x1000".
+        An unknown bit is named like "bit_0x1000".
         """
         names = (
             "nvmlDeviceGetCurrentClocksEventReasons",
@@ -147,21 +147,21 @@ class NvmlGpu:
         return tuple(CLOCK_EVENT_REASONS.get(bit, f"bit_{bit:#x}") for bit in bits)
 
     def memory_free_bytes(self) -> int:
-        """Free device memory, of the slice where there is one."""
+        """Free memory of the GPU or MIG slice."""
         return int(self._nvml.call("nvmlDeviceGetMemoryInfo", self._handle).free)
 
     def compute_pids(self) -> tuple[int, ...]:
-        """Processes with a compute context on the GPU, as the driver numbers them."""
+        """Host PIDs of the processes with a compute context on the GPU."""
         processes = self._nvml.call("nvmlDeviceGetComputeRunningProcesses", self._handle)
         return tuple(process.pid for process in processes)
 
 
 @contextmanager
 def open_nvml(library: Any = None) -> Iterator[Nvml]:
-    """A session of the management library, closed on leaving.
+    """Open an NVML session and close it on exit.
 
     Args:
-        library: A module with the functions of nvidia-ml-py; None imports `pynvml`.
+        library: Module with the functions of nvidia-ml-py; None imports `pynvml`.
 
     Raises:
         NotObservable: The bindings, the library, the driver or the permission is missing.
@@ -177,25 +177,25 @@ def open_nvml(library: Any = None) -> Iterator[Nvml]:
 
 @contextmanager
 def open_gpu(uuid: str, index: int, library: Any = None) -> Iterator[NvmlGpu]:
-    """The GPU that CUDA calls `index`, within a session of its own.
+    """Open one GPU in an NVML session of its own.
 
     Args:
-        uuid: What CUDA gives as its UUID.
-        index: Its place among the devices CUDA sees.
+        uuid: UUID as CUDA reports it.
+        index: CUDA index among the visible devices.
         library: See `open_nvml`.
 
     Raises:
-        NotObservable: As `open_nvml`, or the library does not show this GPU.
+        NotObservable: See `open_nvml`; or NVML does not list this GPU.
     """
     with open_nvml(library) as nvml:
         yield find_gpu(nvml, library_uuids(uuid, index))
 
 
 def find_gpu(nvml: Nvml, uuids: tuple[str, ...]) -> NvmlGpu:
-    """The first of `uuids` that the library knows.
+    """Look up the first of `uuids` that NVML knows.
 
     Raises:
-        NotObservable: It knows none of them, with its last answer.
+        NotObservable: NVML knows none of them; the message quotes its last error.
     """
     refusal = NotObservable("the device has no UUID")
     for uuid in uuids:
@@ -203,27 +203,26 @@ def find_gpu(nvml: Nvml, uuids: tuple[str, ...]) -> NvmlGpu:
             return NvmlGpu(nvml, nvml.call("nvmlDeviceGetHandleByUUID", uuid))
         except NotObservable as error:
             refusal = error
-    raise NotObservable(f"NVML does not show this GPU ({refusal})")
+    raise NotObservable(f"NVML does not list this GPU ({refusal})")
 
 
 def library_uuids(uuid: str, index: int) -> tuple[str, ...]:
-    """Names under which the library may know the device that CUDA numbers `index`, best first."""
+    """UUIDs under which NVML may list CUDA device `index`, best first."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     named = visible[index].strip() if index < len(visible) else ""
-    # Some runtimes give a slice the UUID of the GPU around it; the variable is then more precise.
+    # Some runtimes report the UUID of the whole GPU for a slice; the variable is more precise.
     slices = (named,) if named.startswith("MIG-") else ()
     return (*slices, f"GPU-{uuid}", f"MIG-{uuid}")
 
 
 def mig_profile_in(name: str) -> str | None:
-    """The MIG profile that a device name ends in ("NVIDIA H200 MIG 1g.18gb"), else None."""
+    """MIG profile at the end of a device name ("NVIDIA H200 MIG 1g.18gb"), or None."""
     found = re.search(r"\bMIG (\S+)", name)
     return found.group(1) if found else None
 
 
 def _bindings() -> Any:
-    # Some distributions of this module warn on import that they are superseded: not our caller's
-    # concern, and an error where warnings are errors.
+    # Superseded distributions of this module warn on import, which fails if warnings are errors.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

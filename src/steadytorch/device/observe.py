@@ -1,7 +1,7 @@
-"""Reading what may not be readable: a value, or the reason why there is none.
+"""Readings that may fail: each gives a value, or the reason why the value is missing.
 
-Every fact about a machine can be missing somewhere (a container hides it, a permission is refused,
-a library is not installed). A missing one costs its own field and no other.
+Any fact about a machine can be missing: hidden by a container, denied, or behind a library that is
+not installed. One missing fact leaves the other fields intact.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from steadytorch.errors import UnsupportedError
 T = TypeVar("T")
 
 NOT_ON_CPU = "does not apply to a CPU"
-"""The reason of fields that only a GPU has; a report need not repeat it."""
+"""Reason of GPU-only fields on a CPU; reports may omit it."""
 
 _REASON_LIMIT = 300
 
 
 class NotObservable(UnsupportedError):  # noqa: N818  (an expected outcome inside this room)
-    """A value cannot be observed here; the message is the reason, fit to be shown."""
+    """A value cannot be observed here; the message is a reason to show to the user."""
 
 
 class Readings:
-    """Collects values one by one; a reading that fails becomes None and leaves its reason.
+    """Collector of values; a failed reading becomes None and its reason is kept.
 
     Attributes:
-        unknown: Field name to the reason why that field could not be observed.
+        unknown: Reason for each field that could not be observed, by field name.
     """
 
     def __init__(self) -> None:
         self.unknown: dict[str, str] = {}
 
     def read(self, field: str, reading: Callable[[], T]) -> T | None:
-        """Returns `reading()`, or None with the reason noted under `field`."""
+        """Return `reading()`; on failure, store the reason under `field` and return None."""
         try:
             return reading()
         except Exception as error:
-            # Drivers, /proc and injected libraries fail in ways no list can foresee, and a report
-            # about the machine must not die of one field.
+            # Drivers, /proc and injected libraries can raise anything, and one field must not
+            # abort the whole report.
             self.refuse((field,), error)
             return None
 
     def refuse(self, fields: tuple[str, ...], why: Exception | str) -> None:
-        """Notes the same reason for all of `fields`; a reason noted earlier stays."""
+        """Store one reason for all of `fields`; earlier reasons are kept."""
         text = why if isinstance(why, str) else reason_of(why)
         for field in fields:
             self.unknown.setdefault(field, text)
 
 
 def reason_of(error: Exception) -> str:
-    """One line, at most 300 characters, that says why a reading failed."""
+    """Format the reason of a failed reading as one line of at most 300 characters."""
     text = " ".join(str(error).split())
     if not isinstance(error, NotObservable):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

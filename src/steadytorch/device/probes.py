@@ -1,4 +1,4 @@
-"""What can and cannot be observed here, and what to do about it; the substance of a check-up."""
+"""Probes behind `steady doctor`: what this machine lets us observe, and a remedy for the rest."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from steadytorch.results.machine import Observation
 _PARANOID_LIMIT = 2
 CUDNN_EXTRA = "steadytorch[cudnn]"
 CUDNN_FRONTEND = "1.26"
-"""The version whose interface is used: 1.27 rewrote the graph, 1.29 needs further packages."""
+"""The only supported version: 1.27 rewrote the graph API, 1.29 needs further packages."""
 
 
 def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:
-    """Probes the machine without privileges and without starting a program; never raises.
+    """Run all probes; needs no privileges, starts no program and never raises.
 
     Args:
-        library: Stands in for nvidia-ml-py; None imports it.
-        root: Stands for the root of the file system.
+        library: Replacement for nvidia-ml-py; None imports it.
+        root: Root of the file system to read.
     """
     probes: dict[str, tuple[Callable[[], str], str]] = {
         "NVML": (
@@ -39,23 +39,23 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
         ),
         "GPU process list": (
             lambda: _gpu_processes(library),
-            "use a GPU that no one else does, since neighbours go unseen",
+            "use a GPU that you do not share; other processes on it cannot be detected",
         ),
         "hardware counters": (
             lambda: _hardware_counters(root),
-            "nothing; diagnoses do without cycle and cache counts",
+            "nothing; diagnoses do not need cycle and cache counts",
         ),
         "CPU steal": (
             lambda: _cpu_steal(root),
-            "compare within one run only, since neighbours on the host go unseen",
+            "compare within one run only; load from other virtual machines cannot be detected",
         ),
         "context switches": (
             _context_switches,
-            "pin the process to its cores, since preemption goes unseen",
+            "pin the process to its cores; preemption cannot be detected",
         ),
         "CPU quota": (
             lambda: _cpu_quota(root),
-            "run without a CPU quota, or expect stalls at every period's end",
+            "run without a CPU quota; a quota stalls the process at the end of each period",
         ),
         "C++ compiler": (
             _cxx_compiler,
@@ -91,7 +91,7 @@ def _observe(name: str, probe: Callable[[], str], remedy: str) -> Observation:
 
 def _weight_writes() -> str:
     raise NotObservable(
-        "a write that bypasses PyTorch's version counter, to a few elements of a large tensor, "
+        "writes that bypass PyTorch's version counter and change few elements of a large tensor "
         "may be missed"
     )
 
@@ -105,7 +105,7 @@ def _nvml(library: Any) -> str:
 
 def _gpu_processes(library: Any) -> str:
     with open_nvml(library) as nvml:
-        # Permission is one of the driver, not of a device: the first GPU speaks for all.
+        # The driver grants this permission for all GPUs at once, so the first one suffices.
         handle = nvml.call("nvmlDeviceGetHandleByIndex", 0)
         listed = nvml.call("nvmlDeviceGetComputeRunningProcesses", handle)
     return f"permitted, {len(listed)} listed on the first GPU"
@@ -114,11 +114,11 @@ def _gpu_processes(library: Any) -> str:
 def _hardware_counters(root: Path) -> str:
     units = root / "sys/bus/event_source/devices"
     if not any(units.glob("cpu*")) and not any(units.glob("armv*")):
-        raise NotObservable("the kernel offers no CPU counters, as in most virtual machines")
+        raise NotObservable("the kernel exposes no CPU counters, as in most virtual machines")
     level = int(host.read_text(root / "proc/sys/kernel/perf_event_paranoid"))
     if level > _PARANOID_LIMIT and os.geteuid() != 0:
-        raise NotObservable(f"kernel.perf_event_paranoid is {level}: refused without privileges")
-    return f"permitted for own processes (kernel.perf_event_paranoid is {level})"
+        raise NotObservable(f"kernel.perf_event_paranoid is {level}: access needs privileges")
+    return f"permitted for your own processes (kernel.perf_event_paranoid is {level})"
 
 
 def _cpu_steal(root: Path) -> str:
@@ -126,7 +126,7 @@ def _cpu_steal(root: Path) -> str:
     first = host.read_text(root / "proc/stat").partition("\n")[0].split()
     ticks = [int(field) for field in first[1:9]]
     if first[:1] != ["cpu"] or len(ticks) < 8 or not sum(ticks):
-        raise NotObservable("/proc/stat does not count it")
+        raise NotObservable("/proc/stat does not count stolen time")
     return f"{ticks[7] / sum(ticks):.2%} of CPU time stolen since boot"
 
 
@@ -136,9 +136,9 @@ def _context_switches() -> str:
     except ImportError:
         raise NotObservable("this operating system does not count them per process") from None
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    # A process that has come this far has waited for a file at least once.
+    # By now this process has waited for a file at least once, so a true count is not zero.
     if usage.ru_nvcsw + usage.ru_nivcsw == 0:
-        raise NotObservable("the kernel counts none at all, as in some sandboxes")
+        raise NotObservable("the kernel's counters stay at zero, as in some sandboxes")
     return "counted, voluntary and involuntary"
 
 
@@ -148,22 +148,24 @@ def _cpu_quota(root: Path) -> str:
         return "none set"
     throttled = Readings().read("throttled", lambda: host.throttled_periods(root))
     seen = "" if throttled is None else f", throttled {throttled} times so far"
-    return f"{quota:g} cores{seen}; expect stalls where more threads than that run"
+    return f"{quota:g} cores{seen}; running more threads than that causes stalls"
 
 
 def _cxx_compiler() -> str:
     chosen = os.environ.get("CXX")
     if chosen:
         if not shutil.which(chosen):
-            raise NotObservable(f"CXX={chosen!r} is not an executable on the PATH")
+            raise NotObservable(f"CXX={chosen!r} is not an executable on PATH")
         return f"{chosen} (from CXX)"
-    # PyTorch looks for one name only, unless CXX gives another.
+    # Without CXX, PyTorch looks for this one name only.
     wanted = "clang++" if sys.platform == "darwin" else "g++"
     found = next((name for name in (wanted, "clang++", "c++") if shutil.which(name)), None)
     if found is None:
-        raise NotObservable("neither CXX, g++ nor clang++ names a compiler")
+        raise NotObservable(
+            "no C++ compiler found: CXX is not set, and g++ and clang++ are missing"
+        )
     if found != wanted:
-        raise NotObservable(f"{found} is there, but PyTorch looks for {wanted} unless CXX is set")
+        raise NotObservable(f"found {found}, but PyTorch looks for {wanted} unless CXX is set")
     return found
 
 
@@ -181,12 +183,12 @@ def _triton() -> str:
 def _cudnn_frontend() -> str:
     found = _installed("cudnn", ("nvidia-cudnn-frontend",))
     if not found.startswith(CUDNN_FRONTEND + "."):
-        raise NotObservable(f"version {found} is not usable, {CUDNN_FRONTEND} is")
+        raise NotObservable(f"version {found} is not supported; {CUDNN_FRONTEND} is required")
     return f"version {found}"
 
 
 def _installed(module: str, packages: tuple[str, ...]) -> str:
-    """Version of the first of `packages` installed, provided that `module` can be found."""
+    """Version of the first installed package of `packages` if `module` can be imported."""
     if find_spec(module) is None:
         raise NotObservable("not installed")
     for package in packages:
@@ -194,4 +196,4 @@ def _installed(module: str, packages: tuple[str, ...]) -> str:
             return metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    raise NotObservable(f"a module {module!r} is there, but not from {packages[0]}")
+    raise NotObservable(f"module {module!r} exists, but not from {packages[0]}")

@@ -1,11 +1,11 @@
-"""Records the machine beside a measurement: a thread that samples, and Python's collector itself.
+"""Telemetry recorder: samples the machine in a thread while a measurement runs.
 
-The collector's runs are exact, because it announces them. All else is sampled, so that an event is
-known to lie between two ticks. Counters are cumulative: a tick that comes late, or is thinned out,
-costs resolution and loses no event.
+Garbage collections are recorded exactly, through callbacks. Everything else is sampled, so an event
+is located between two ticks. Counters are cumulative: a late or thinned-out tick costs resolution,
+never an event.
 
-A tick holds Python's lock for part of its time, and so lengthens an iteration that is bound by the
-host. That is why dear channels take turns, and why all ticks together have a limit.
+A tick holds the GIL for part of its time and so lengthens a host-bound iteration. Therefore,
+expensive channels take turns, and the CPU time of all ticks is capped.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from steadytorch.device.recording import COUNTERS, LEVELS, Recording
 from steadytorch.errors import UsageError
 
 MAX_TICKS = 8192
-"""Two minutes at 15 ms; then every second tick is let go, and so on. At most 1 MB of memory."""
+"""Two minutes at 15 ms; when full, every second tick is dropped. At most 1 MB of memory."""
 MAX_COLLECTIONS = 8192
-"""When full, short collections are let go until half is free."""
+"""When full, the shortest collections are dropped until half of the space is free."""
 MAX_CPU_SHARE = 0.005
-"""Of a core: where ticks cost more, they become rarer. What a probe may add to a measurement."""
-_PATIENCE_S = 10.0  # for a driver that hangs in a call: it must not hang the measurement
+"""Maximum CPU use of the recorder, as a share of one core; costlier ticks become rarer."""
+_PATIENCE_S = 10.0  # a driver call that hangs must not hang the measurement
 
 
 class Tape:
-    """Columns of equal length, bounded: when full, every second row is let go.
+    """Columns of equal, bounded length; when full, every second row is dropped.
 
     Args:
-        limit: the most rows kept.
+        limit: maximum number of rows.
     """
 
     def __init__(self, limit: int = MAX_TICKS) -> None:
@@ -51,7 +51,7 @@ class Tape:
         self._latest: dict[str, int] = {}
 
     def add(self, at_ns: int, row: dict[str, int]) -> None:
-        """Adds a row. The first names the columns; later, one not in `row` holds its last value."""
+        """Add a row. The first row names the columns; later rows may omit some, which then hold."""
         if not self.at_ns:
             self._columns = {name: array("q") for name in row}
         if len(self.at_ns) >= self._limit:
@@ -64,13 +64,13 @@ class Tape:
             column.append(self._latest[name])
 
     def drop(self, names: tuple[str, ...]) -> None:
-        """Lets columns go."""
+        """Remove columns."""
         for name in names:
             self._columns.pop(name, None)
             self._latest.pop(name, None)
 
     def columns(self) -> dict[str, tuple[int, ...]]:
-        """All columns; counters count from the first row."""
+        """All columns; counters start at zero in the first row."""
         return {
             name: tuple(value - column[0] for value in column)
             if name in COUNTERS
@@ -80,11 +80,11 @@ class Tape:
 
 
 class GcWatch:
-    """Notes each run of the garbage collector, in whichever thread, while it is installed.
+    """Recorder of garbage collections in any thread while installed.
 
     Args:
-        clock: nanoseconds on the time base of the samples.
-        limit: the most collections kept.
+        clock: returns ns on the time base of the samples.
+        limit: maximum number of collections kept.
     """
 
     def __init__(self, clock: Callable[[], int], limit: int = MAX_COLLECTIONS) -> None:
@@ -96,11 +96,11 @@ class GcWatch:
         self._started: int | None = None
 
     def install(self) -> None:
-        """Begins to listen."""
+        """Register the callback."""
         gc.callbacks.append(self._hear)
 
     def remove(self) -> None:
-        """Stops; callbacks that others added meanwhile stay."""
+        """Unregister the callback; other callbacks stay."""
         if self._hear in gc.callbacks:
             gc.callbacks.remove(self._hear)
 
@@ -109,7 +109,7 @@ class GcWatch:
         if phase == "start":
             self._started = now
             return
-        if self._started is None:  # installed while a collection ran
+        if self._started is None:  # installed during a collection
             return
         took, start = now - self._started, self._started
         self._started = None
@@ -129,22 +129,22 @@ class GcWatch:
 
 
 class Recorder:
-    """Samples the machine while its body runs; `recording` holds the result afterwards.
+    """Context manager that samples the machine; `recording` holds the result afterwards.
 
-    Enter it in the thread that is measured, just around the measurement:
+    Enter it in the measured thread, tightly around the measurement:
 
         with Recorder("cuda") as recorder:
             periods, host_ns = sampler.periods(step, 1000)
         causes = attribute(starts_ns, periods, outliers, recorder.recording, host_ns)
 
-    What cannot be observed is unknown in the recording, with its reason; nothing is raised for it.
+    A channel that cannot be observed raises nothing; its reason is in `Recording.unknown`.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        interval_s: from tick to tick, in seconds.
-        clock: nanoseconds on the time base of the samples.
-        library: stands in for nvidia-ml-py; None imports it.
-        root: stands for the root of the file system.
+        interval_s: time between ticks, in seconds.
+        clock: returns ns on the time base of the samples.
+        library: replacement for nvidia-ml-py; None imports it.
+        root: root of the file system to read.
 
     Raises:
         UsageError: `device` is malformed, or the interval is not positive.
@@ -168,13 +168,13 @@ class Recorder:
 
     @property
     def recording(self) -> Recording:
-        """What was recorded.
+        """The finished recording.
 
         Raises:
-            UsageError: The body has not ended yet.
+            UsageError: The `with` block has not ended yet.
         """
         if self._recording is None:
-            raise UsageError("a recorder holds its recording once its body has ended")
+            raise UsageError("the recording is available only after the `with` block has ended")
         return self._recording
 
     def __enter__(self) -> Recorder:
@@ -184,18 +184,18 @@ class Recorder:
         self._ticks = self._ticking_ns = 0
         self._watched = threading.get_native_id()
         self._ready = threading.Event()
-        # Held while the body runs. To wait for a lock is one call; an event takes Python's lock
-        # several times over, and the iteration under way waits for it.
+        # Held while the body runs. Waiting on a lock is one call; waiting on an event takes the
+        # GIL several times, which delays the measured thread.
         self._running = threading.Lock()
         self._running.acquire()
         self._collections = GcWatch(self._clock)
-        # A daemon, so that a call into a driver that never returns cannot keep the process alive.
+        # A daemon, so that a hung driver call cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name="steadytorch-recorder", daemon=True)
         self._thread.start()
         try:
             self._ready.wait(_PATIENCE_S)
             self._collections.install()
-        except BaseException:  # interrupted: no `__exit__` will follow
+        except BaseException:  # interrupted: `__exit__` will not be called
             self._running.release()
             raise
         return self
@@ -230,7 +230,7 @@ class Recorder:
             self._ready.set()
 
     def _follow(self, channels: list[Channel]) -> None:
-        """Ticks until told to stop, and once more then."""
+        """Tick until the body ends, then once more."""
         began_ns, began_cpu_ns = self._clock(), time.thread_time_ns()
         number = 0
         while not self._running.acquire(timeout=self._pause_s):
@@ -247,7 +247,7 @@ class Recorder:
             self._cpu_share = (time.thread_time_ns() - began_cpu_ns) / elapsed_ns
 
     def _tick(self, channels: list[Channel], number: int | None) -> None:
-        """Reads the channels whose turn it is; at the first tick and the last it is everyone's."""
+        """Read the channels that are due; all of them if `number` is None (first and last tick)."""
         at_ns, row = self._clock(), {}
         for turn, channel in enumerate(tuple(channels)):
             if number is not None and (number + turn) % ticks_between(channel):

@@ -1,4 +1,4 @@
-"""What was seen of the machine while something was measured, as plain columns."""
+"""Telemetry recorded during a measurement, as plain columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from steadytorch.device.nvml import CLOCK_EVENT_REASONS
 from steadytorch.errors import UsageError
 
 REASON_BITS = {name: bit for bit, name in CLOCK_EVENT_REASONS.items()}
-"""Bit of `clock_event_mask` to each named reason."""
+"""Bit in `clock_event_mask`, by name of the reason."""
 
 COUNTERS = (
     "voluntary_switches",
@@ -22,10 +22,10 @@ COUNTERS = (
     "allocator_device_calls",
     "compilations",
 )
-"""Channels that only rise; each counts from the first tick of the recording."""
+"""Channels that only increase, counted from the first tick of the recording."""
 
 LEVELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
-"""Channels that say how things stand at a tick."""
+"""Channels that hold the current state at each tick."""
 
 READ_EVERY = {
     "steal_ns": 3,
@@ -37,49 +37,50 @@ READ_EVERY = {
     "clock_event_mask": 3,
     "other_gpu_processes": 10,
 }
-"""Channels read at every so many ticks only, taking turns, and held in between: a rise shows up to
-that many ticks late, less one. All others are read at every tick."""
+"""Ticks between reads of the slower channels, which take turns; all others are read at every tick.
+
+A value is held until the next read, so a change appears up to N - 1 ticks late."""
 
 Column = tuple[int, ...] | None
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry beside one measurement; all times on the clock of the samples, in ns.
+    """Telemetry of one measurement; all times in ns on the clock of the samples.
 
-    Every channel holds one value per tick, shape (ticks,), or is None with its reason in `unknown`;
-    those in `READ_EVERY` hold theirs over several.
+    Every channel holds one value per tick, shape (ticks,), or is None with its reason in `unknown`.
+    Channels in `READ_EVERY` hold a value over several ticks.
 
     Attributes:
         device: "cpu" or "cuda".
-        interval_ns: what a tick was meant to last at the end; it doubles whenever a long recording
-            is thinned, and stretches where ticks are dear.
-        at_ns: when each tick was taken.
-        gc_start_ns: start of each run of Python's garbage collector, exact, shape (collections,).
-        gc_duration_ns: how long each took, likewise.
-        gc_generation: the generation it collected, likewise.
-        gc_dropped: collections let go to bound memory; each was shorter than `gc_least_ns`.
-        gc_least_ns: collections at least this long are all here.
-        voluntary_switches: times any thread of the process gave up its core to wait; the recorder's
-            own are left out, here and in the next three.
-        involuntary_switches: times one was made to give it up.
-        minor_faults: pages mapped without reading a disk.
-        major_faults: pages that had to be read from one.
-        wait_ns: time the measured thread was ready to run and had no core.
-        cpus: logical CPUs of the machine, those included that this process may not use; None where
+        interval_ns: nominal tick interval at the end; it doubles each time a long recording is
+            thinned, and grows if ticks are expensive.
+        at_ns: time of each tick.
+        gc_start_ns: exact start of each garbage collection, shape (collections,).
+        gc_duration_ns: duration of each collection, same shape.
+        gc_generation: generation collected, same shape.
+        gc_dropped: collections dropped to bound memory; each was shorter than `gc_least_ns`.
+        gc_least_ns: all collections of at least this length are included.
+        voluntary_switches: times a thread of the process gave up its core to wait. This and the
+            next three counts exclude the recorder's thread.
+        involuntary_switches: times a thread was preempted.
+        minor_faults: page faults served without disk access.
+        major_faults: page faults that read from disk.
+        wait_ns: time the measured thread was runnable but had no core.
+        cpus: logical CPUs of the machine, including those this process cannot use; None if
             unknown.
-        steal_ns: CPU time taken by other virtual machines, over all of these, in steps of 10 ms.
-        iowait_ns: time cores were idle with a disk access outstanding, likewise.
-        sm_clock_mhz: clock of the GPU's multiprocessors.
-        power_milliwatts: draw of the whole GPU.
-        clock_event_mask: what holds the clock, as bits; see `REASON_BITS` and `reasons`.
-        other_gpu_processes: processes of others with a compute context on the GPU.
-        allocator_retries: times PyTorch's allocator had to empty its cache to serve a request.
-        allocator_device_calls: segments it requested from the driver or gave back.
-        compilations: frames that torch.compile began to compile, recompilations included.
-        tick_ns: mean time of a tick; where the measured thread waits for Python's lock meanwhile,
-            the iteration is longer by about as much.
-        cpu_share: CPU time of the recorder's own thread over the time recorded.
-        unknown: channel to the reason why it could not be observed.
+        steal_ns: CPU time stolen by other virtual machines, summed over `cpus`, in 10 ms steps.
+        iowait_ns: idle time with disk access outstanding, summed over `cpus`, in 10 ms steps.
+        sm_clock_mhz: SM clock.
+        power_milliwatts: power draw of the whole GPU.
+        clock_event_mask: active clock limits, as bits; see `REASON_BITS` and `reasons`.
+        other_gpu_processes: number of other processes with a compute context on the GPU.
+        allocator_retries: times PyTorch's allocator emptied its cache to serve a request.
+        allocator_device_calls: segments allocated from or freed to the driver.
+        compilations: frames that torch.compile began to compile, including recompilations.
+        tick_ns: mean duration of a tick; an iteration that waits for the GIL meanwhile is longer
+            by about as much.
+        cpu_share: CPU time of the recorder's thread over the recorded time.
+        unknown: reason for each channel that could not be observed, by name.
     """
 
     device: str
@@ -115,10 +116,10 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recording:
-        """Reads what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            UsageError: The text is not JSON, or not of this shape.
+            UsageError: The text is not JSON or has another structure.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -127,11 +128,11 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reasons(mask: int) -> tuple[str, ...]:
-    """Names of the bits of a `clock_event_mask`; one without a name is given as "bit_0x1000"."""
+    """Names of the bits set in a `clock_event_mask`; an unknown bit is named like "bit_0x1000"."""
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1]
     return tuple(CLOCK_EVENT_REASONS.get(bit, f"bit_{bit:#x}") for bit in bits)
 
 
 def mask_of(names: tuple[str, ...]) -> int:
-    """The bits of these reasons: undoes `reasons`."""
+    """Convert reason names to a mask; the inverse of `reasons`."""
     return sum(REASON_BITS.get(name) or int(name.removeprefix("bit_"), 16) for name in names)

@@ -1,7 +1,7 @@
-"""How fast memory and matrix units are here, measured; for use inside a worker process.
+"""Measured memory bandwidth and matrix rate of the device; for use inside a worker process.
 
-Findings and advice compare a workload with these rates rather than with a data sheet. Nothing
-global stays changed: no flag, no random state, no default. TF32 is as the process has set it.
+Findings compare a workload with these rates instead of a data sheet. Global flags, random state and
+defaults are left unchanged. The process's TF32 setting applies.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _CPU_PRODUCT_S = 0.04
 
 
 def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
-    """Bytes per second, read plus written, of a plain copy within the device's memory.
+    """Measure the bandwidth of a copy in device memory, in bytes read plus written per second.
 
-    The two buffers are far larger than the last-level cache (at least 256 MiB each on a GPU and 64
-    MiB on a CPU, unless memory is short) and hold random data. A CPU uses the process's threads.
+    The two buffers hold random data and exceed the last-level cache: at least 256 MiB each on a GPU
+    and 64 MiB on a CPU, unless memory is short. A CPU uses the process's threads.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        budget_s: About how long to measure, in seconds; at least 5 copies are made.
+        budget_s: Approximate measuring time in seconds; at least 5 copies are made.
 
     Raises:
-        UnsupportedError: The device cannot hold the buffers, or is not there.
+        UnsupportedError: The device is missing or cannot hold the buffers.
         UsageError: `device` is malformed.
     """
     import torch
@@ -60,18 +60,18 @@ def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
 
 
 def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2) -> float:
-    """Floating-point operations per second of a square matrix product on random data.
+    """Measure the rate of a square matrix product on random data, in FLOP/s.
 
-    The side is the largest of 512 to 8192 whose product stays within 20 ms (GPU) or 40 ms (CPU),
-    and an operation is one multiplication or one addition: 2 n^3 in all.
+    The side n is the largest of 512 to 8192 whose product takes at most 20 ms (GPU) or 40 ms (CPU).
+    A product counts 2 n^3 operations.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        dtype: A floating-point type, as "bfloat16" or `torch.bfloat16`.
-        budget_s: About how long to measure, in seconds; at least 5 products are made.
+        dtype: A floating-point type, e.g. "bfloat16" or `torch.bfloat16`.
+        budget_s: Approximate measuring time in seconds; at least 5 products are made.
 
     Raises:
-        UnsupportedError: The device cannot multiply matrices of this type, or is not there.
+        UnsupportedError: The device is missing or cannot multiply matrices of this type.
         UsageError: `device` or `dtype` is malformed.
     """
     import torch
@@ -96,7 +96,7 @@ def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2)
 
 @contextmanager
 def _any_algorithm() -> Iterator[None]:
-    """Lets cuBLAS multiply as it likes: of what is timed here nobody uses the result."""
+    """Allow non-deterministic algorithms: the results of these products are not used."""
     import torch
 
     found = torch.get_deterministic_debug_mode()
@@ -111,7 +111,7 @@ def _product(side: int, element: torch.dtype, device: str) -> Callable[[], objec
     import torch
 
     generator = _generator(device)
-    # Drawn in float32 and converted: not every type has a random generator of its own.
+    # Drawn in float32 and converted, because some types have no random generator.
     left, right = (
         torch.empty(side, side, dtype=torch.float32, device=device)
         .normal_(generator=generator)
@@ -127,12 +127,12 @@ def _floating_type(dtype: str | torch.dtype) -> torch.dtype:
 
     element = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(element, torch.dtype) or not element.is_floating_point:
-        raise UsageError(f"matrix_rate needs a floating-point type, as 'float32'; got {dtype!r}")
+        raise UsageError(f"matrix_rate needs a floating-point type like 'float32'; got {dtype!r}")
     return element
 
 
 def _generator(device: str) -> torch.Generator:
-    # A generator of its own, so that the process's random state stays where it was.
+    # A separate generator, so that the process's random state does not change.
     import torch
 
     return torch.Generator(device=device).manual_seed(0)
@@ -151,7 +151,7 @@ def _cpu_buffer_bytes() -> int:
         cache = host.last_level_cache_bytes()
     except NotObservable:
         cache = 32 * _MIB
-    # Two buffers of twice the cache; the cap keeps a server with gigabytes of cache quick.
+    # Twice the cache per buffer; the cap bounds the time on servers with gigabytes of cache.
     wanted = min(max(64 * _MIB, 2 * cache), 1024 * _MIB)
     return min(wanted, psutil.virtual_memory().available // 8)
 
@@ -166,9 +166,9 @@ def _median_seconds(
 
 
 def median_of_runs(once: Callable[[], float], budget_s: float, fewest: int = _FEWEST_RUNS) -> float:
-    """Median of the seconds that `once` returns, called until they add up to `budget_s`.
+    """Median of the seconds that `once` returns, over calls that add up to `budget_s`.
 
-    At least `fewest` and at most 50 calls are made.
+    Makes at least `fewest` and at most 50 calls.
     """
     seconds: list[float] = []
     while len(seconds) < fewest or (sum(seconds) < budget_s and len(seconds) < _MOST_RUNS):
@@ -179,7 +179,7 @@ def median_of_runs(once: Callable[[], float], budget_s: float, fewest: int = _FE
 def _timed_on_cpu(run: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
     run()
-    # A clock that did not advance would make the rate infinite.
+    # At least 1 ns: a clock that did not advance would make the rate infinite.
     return max(1, time.perf_counter_ns() - start) / 1e9
 
 
@@ -194,7 +194,7 @@ def _timed_on_gpu(device: str) -> Callable[[Callable[[], object]], float]:
             run()
             end.record()
             end.synchronize()
-        # Events resolve 0.5 us.
+        # Events have a resolution of 0.5 us.
         return max(start.elapsed_time(end), 5e-4) / 1e3
 
     return timed

@@ -1,4 +1,4 @@
-"""The state of the machine that changes from moment to moment."""
+"""Current state of the machine: load, memory, clocks, power."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadytorch.device.nvml import NvmlGpu, open_gpu
 from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
 from steadytorch.results.machine import Snapshot
 
-# Field of `Snapshot` to the reading that fills it, from one open GPU.
+# Fields of `Snapshot` and the GPU reading for each.
 _GPU_READINGS: dict[str, Callable[[NvmlGpu], Any]] = {
     "gpu_memory_free_bytes": NvmlGpu.memory_free_bytes,
     "sm_clock_mhz": NvmlGpu.sm_clock_mhz,
@@ -28,19 +28,19 @@ _GPU_FIELDS = (*_GPU_READINGS, "other_gpu_processes")
 
 
 class CpuShares(NamedTuple):
-    """Fractions of all CPU time between two looks; `steal` is None where the system has none."""
+    """Fractions of all CPU time; `steal` is None if the system does not count it."""
 
     busy: float
     steal: float | None
 
 
 def snapshot(device: str, *, interval_s: float = 0.1, library: Any = None) -> Snapshot:
-    """Looks at the machine once; takes `interval_s` plus a few milliseconds.
+    """Take a snapshot of the machine, in `interval_s` plus a few milliseconds.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
-        interval_s: How long the CPU is watched, in seconds.
-        library: Stands in for nvidia-ml-py; None imports it.
+        interval_s: How long to observe the CPU, in seconds.
+        library: Replacement for nvidia-ml-py; None imports it.
 
     Raises:
         UsageError: `device` is malformed.
@@ -56,15 +56,15 @@ def snapshot(device: str, *, interval_s: float = 0.1, library: Any = None) -> Sn
 
 
 def cpu_shares(before: Any, after: Any) -> CpuShares:
-    """What the CPU did between two `psutil.cpu_times()`; waiting for disks counts as idle.
+    """CPU use between two `psutil.cpu_times()`; waiting for disks counts as idle.
 
     Raises:
-        NotObservable: The counters stand still, as some sandboxes leave them.
+        NotObservable: The counters do not advance, as in some sandboxes.
     """
     spent = {
         field: max(0.0, getattr(after, field) - getattr(before, field)) for field in after._fields
     }
-    # Linux counts a guest's time within user and nice already.
+    # On Linux, user and nice already include guest time.
     total = sum(spent.values()) - spent.get("guest", 0.0) - spent.get("guest_nice", 0.0)
     if total <= 0:
         raise NotObservable("the kernel's CPU time counters do not advance")
@@ -74,22 +74,22 @@ def cpu_shares(before: Any, after: Any) -> CpuShares:
 
 
 def count_others(pids: Collection[int], own: Collection[int], *, has_context: bool) -> int:
-    """How many of the processes on a GPU are not ours.
+    """Count the processes on a GPU that are not ours.
 
     Args:
-        pids: Processes that the driver lists.
-        own: This process and those it started, as this process numbers them.
-        has_context: Whether this process itself holds a CUDA context, so that it must be listed.
+        pids: PIDs that the driver lists.
+        own: PIDs of this process and its descendants, in this process's namespace.
+        has_context: Whether this process holds a CUDA context and must therefore be listed.
 
     Raises:
-        NotObservable: This process must be on the list, and the list is empty.
+        NotObservable: The list is empty although this process holds a context.
     """
     others = [pid for pid in pids if pid not in own]
     if not has_context or len(others) < len(pids):
         return len(others)
     if not pids:
-        raise NotObservable("the driver's process list leaves out even this process (a container)")
-    # The driver numbers processes as the host does and we as the container: one of them is us.
+        raise NotObservable("the driver's process list omits this process, as in some containers")
+    # In a container, the driver lists host PIDs that differ from ours: one of them is this process.
     return len(pids) - 1
 
 
@@ -130,19 +130,19 @@ def _gpu_state(readings: Readings, index: int, library: Any) -> dict[str, Any]:
             )
             return fields
     except Exception as error:
-        # As with any reading: a driver fails in ways no list can foresee.
+        # A driver can raise anything; see `Readings.read`.
         readings.refuse(_GPU_FIELDS, error)
         return {}
 
 
 def own_pids() -> frozenset[int]:
-    """This process and all that it started."""
+    """PIDs of this process and its descendants."""
     process = psutil.Process()
     return frozenset((process.pid, *(child.pid for child in process.children(recursive=True))))
 
 
 def holds_context(index: int) -> bool:
-    """Whether this process has a CUDA context on device `index`; creates none."""
+    """Whether this process has a CUDA context on device `index`; does not create one."""
     import torch
 
     if not torch.cuda.is_initialized():

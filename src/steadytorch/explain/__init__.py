@@ -1,1 +1,1 @@
-"""Where time and variability go: traces, the ledger of each step, findings by rule."""
+"""Explanations: a workload or a trace file, captured, analysed and kept as data."""

@@ -1,4 +1,4 @@
-"""What rules look at, taken from a workload: timed without the profiler first, then with it."""
+"""Capture a workload for the rules: time it without the profiler, then profile it."""
 
 from __future__ import annotations
 
@@ -11,61 +11,66 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from steadytorch.bench.measure import ProcessMeasurement, ask_series, one_process, start
+from steadytorch.bench.series import Series
+from steadytorch.bench.worker import STOP, SetUp, save_payload
 from steadytorch.device.facts import parse_device
 from steadytorch.device.recording import Recording
 from steadytorch.device.telemetry import holds_context
 from steadytorch.errors import SteadyError, UnsupportedError, UsageError
-from steadytorch.explain.events import Trace
-from steadytorch.explain.finding import Abstention
-from steadytorch.explain.operands import DTYPES
-from steadytorch.explain.rates import Rates
-from steadytorch.explain.trace import read_trace
 from steadytorch.explain.worker import TRACE_FILE, Profiled
+from steadytorch.findings.finding import Abstention
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.rates.device_rates import Rates
 from steadytorch.results.candidate import Candidate
-from steadytorch.trial.measure import ProcessMeasurement, ask_series, one_process, start
-from steadytorch.trial.series import Series
-from steadytorch.trial.worker import STOP, SetUp, save_payload
+from steadytorch.traces.events import Trace
+from steadytorch.traces.operands import DTYPES
+from steadytorch.traces.reader import read_trace
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.explain.worker:ExplainHandler"
 MEASURED_SHARE = 0.65
 PROFILED_SHARE = 0.2
 PAUSED_SHARE = 0.15
-"""Of the time: for the measurement, for the profiled steps, and for pauses before calls."""
+"""Shares of the time budget for the measurement, the profiled steps, and pauses before calls."""
 PAUSE_MS = (10, 100)
 PAUSE_ROUNDS = 10
 MOST_PAUSED_S = 3.0
 FEWEST_ROUNDS = 6
-"""Of pauses that were asked for: chance can be ruled out from five on."""
+"""Minimum rounds of a pause that the user asked for; chance can be ruled out from five on."""
 PATIENCE_S = 300.0
-"""For stages that take seconds, profiles of a few large steps included."""
+"""Deadline for stages that take seconds, including profiles of a few large steps."""
 ENVIRONMENT = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
-"""Steps are profiled twice in one process; with CUDA graphs, CUPTI must not be set up twice."""
+"""Two profiles run in one process; with CUDA graphs, CUPTI must not be set up twice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """What was seen of a workload; what could not be captured is None, with its reason in `gaps`.
+    """Observations of a workload; a missing one is None, with its reason in `gaps`.
 
     Attributes:
         measured: the unprofiled measurement.
-        series: its periods, with the recording beside them.
+        series: its periods, with the recording of the machine.
         trace: the profiled steps.
-        profiled: how they went.
-        rates: what the device reaches.
-        notes: what else was seen, by name: `threads` of the process; `cudnn_benchmark`, whether
-            that mode was on, between calls or by the candidate; `cudnn_benchmark_late`, whether it
-            was on at the end, and off when convolutions had run in the warm-up; `clock_offset_ns`,
-            what to add to times of a recording to get those of the trace, in unix time;
-            `profile_recording`, the telemetry beside the profiled steps; `compile_events`, frames
-            that began to be compiled in them (None: not in use); `graph_breaks`, reason to how
-            often, only where torch.compile was used; `pause_probe`, see `ExplainHandler.pauses`,
-            with `asked`, whether calls come with such pauses; `own_contexts`, how many processes
-            beside the worker hold the GPU for this capture.
+        profiled: how the profile went.
+        rates: measured limits of the device.
+        notes: other observations, by name:
+            `threads`: number of threads of the process;
+            `cudnn_benchmark`: whether that mode was on, between calls or by the candidate;
+            `cudnn_benchmark_late`: whether it was on at the end, but off when convolutions ran in
+                the warm-up;
+            `clock_offset_ns`: offset from times of a recording to unix time, the clock of the
+                trace;
+            `profile_recording`: telemetry of the profiled steps;
+            `compile_events`: frames whose compilation began in them (None: torch.compile not in
+                use);
+            `graph_breaks`: count of each reason, only if torch.compile was used;
+            `pause_probe`: see `ExplainHandler.pauses`; its `asked` says whether calls come with
+                these pauses;
+            `own_contexts`: processes besides the worker that hold the GPU for this capture.
         gaps: stages that failed, as abstentions.
-        failed: the exception that ended the measurement early, None if none did.
+        failed: exception that ended the measurement early; None if none did.
         interrupted: whether the user stopped it.
     """
 
@@ -81,7 +86,7 @@ class Capture:
 
     @property
     def distortion(self) -> float | None:
-        """Median period under the profiler over that without it; None where not profiled."""
+        """Median period under the profiler over that without it; None if not profiled."""
         if self.profiled is None:
             return None
         return float(np.median(self.profiled.periods_ns)) / self.measured.period.median_ns
@@ -97,19 +102,20 @@ def capture(
     candidate: Candidate = (),
     progress: Callable[[str], None] = lambda message: None,
 ) -> Capture:
-    """Measures a workload in a fresh process, then profiles steps of it there.
+    """Measure a workload in a fresh process, then profile steps of it there.
 
-    Ctrl-C ends it early and keeps what is complete; before the measurement it is raised.
+    Ctrl-C ends it early and keeps what is complete. Before the measurement it raises
+    KeyboardInterrupt.
 
     Args:
-        workload: it is not run in this process.
-        device: where to run, resolved.
-        seconds: for all of it; starting, warming up and reading the trace come on top.
-        steps: how many to profile at the most.
-        pause_s: time between calls in production; None if they follow one another, and pauses of
-            `PAUSE_MS` are tried for information.
+        workload: the workload; it never runs in this process.
+        device: where to run it, resolved.
+        seconds: time budget, excluding start, warm-up and reading the trace.
+        steps: maximum number of steps to profile.
+        pause_s: time between calls in production. None means back-to-back calls; `PAUSE_MS` are
+            then tried for information.
         candidate: transforms to apply.
-        progress: is told what is going on.
+        progress: receives progress messages.
 
     Raises:
         UsageError: the workload fails before anything was timed.
@@ -127,20 +133,20 @@ def capture(
 
 
 def element_types(trace: Trace) -> list[str]:
-    """Floating-point types of the operators' inputs, as "float32", by name."""
+    """Floating-point types of the operators' inputs, such as "float32", sorted by name."""
     kinds = {kind for inputs in trace.inputs for kind in inputs.get("types", ())}
     return sorted(DTYPES[kind] for kind in kinds if kind in DTYPES)
 
 
 class _Captor:
-    """One capture, stage after stage in one worker.
+    """One capture: all stages in one worker.
 
     Args:
-        worker: fresh.
-        directory: shared with it.
+        worker: a fresh worker.
+        directory: folder shared with it.
         device: where it runs.
-        seconds: for all stages.
-        progress: is told what is going on.
+        seconds: time budget of all stages.
+        progress: receives progress messages.
     """
 
     def __init__(
@@ -158,7 +164,7 @@ class _Captor:
         self._gaps: list[Abstention] = []
 
     def run(self, candidate: Candidate, steps: int, pause_s: float | None) -> Capture:
-        """All stages; those after the measurement may fail.
+        """Run all stages; those after the measurement may fail.
 
         Raises:
             WorkerFault: nothing was measured.
@@ -206,14 +212,14 @@ class _Captor:
         with self._stage("notes", "the state of the process"):
             self._notes |= self._worker.call("notes", PATIENCE_S)
         if "trace" in self._taken:
-            self._progress("what the device reaches")
-            with self._stage("roofline", "what the device reaches"):
+            self._progress("measuring the device's limits")
+            with self._stage("roofline", "the device's limits"):
                 self._taken["rates"] = self._rates()
 
     def _pauses(self, pause_s: float | None) -> dict[str, Any]:
         seconds = min(PAUSED_SHARE * self._seconds, MOST_PAUSED_S)
         pauses = PAUSE_MS if pause_s is None else (1e3 * pause_s,)
-        if pause_s is not None:  # asked for: as long as an answer takes
+        if pause_s is not None:  # a requested pause may exceed the budget
             seconds = max(seconds, FEWEST_ROUNDS * pause_s)
         probe = self._worker.call(
             "pauses", PATIENCE_S, pause_ms=list(pauses), rounds=PAUSE_ROUNDS, seconds=seconds
@@ -228,7 +234,7 @@ class _Captor:
         profiled = msgspec.convert(reply, Profiled)
         trace = read_trace(self._directory / TRACE_FILE)
         if self._device != "cpu" and not len(trace.on_gpu):
-            raise UnsupportedError("the profiler recorded no event of the GPU")
+            raise UnsupportedError("the profiler recorded no GPU events")
         self._taken |= {"trace": trace, "profiled": profiled}
         self._notes["profile_recording"] = msgspec.convert(profiled.recording, Recording)
         self._notes["compile_events"] = profiled.compilations
@@ -240,11 +246,9 @@ class _Captor:
 
     @contextmanager
     def _stage(self, rule: str, what: str) -> Iterator[None]:
-        """A stage without which the measurement is still worth explaining."""
+        """Run a stage that may fail; the measurement is still worth explaining without it."""
         try:
             yield
         except (WorkerFault, SteadyError) as error:
             why = f"{what} could not be captured: {error}"
-            self._gaps.append(
-                Abstention(rule, why, "mend what the reason names, then run it again")
-            )
+            self._gaps.append(Abstention(rule, why, "fix the reported error and run it again"))

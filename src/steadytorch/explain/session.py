@@ -1,4 +1,4 @@
-"""From a workload or a trace file to an explanation."""
+"""Explain a workload or a trace file."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.explain.conditions import Conditions, join
-from steadytorch.explain.finding import Case
-from steadytorch.explain.ledger import Ledger, build_ledger, host_columns
-from steadytorch.explain.quality import quality
-from steadytorch.explain.regime import regime_of
-from steadytorch.explain.roofline import roofline
-from steadytorch.explain.rules import findings
-from steadytorch.explain.trace import read_trace
-from steadytorch.explain.utilisation import utilisation
-from steadytorch.explain.variability import variance_shares
+from steadytorch.findings.finding import Case
+from steadytorch.ledger.conditions import Conditions, join
+from steadytorch.ledger.ledger import Ledger, build_ledger, host_columns
+from steadytorch.ledger.variability import variance_shares
 from steadytorch.quantities import parse_duration
+from steadytorch.rates.regime import regime_of
+from steadytorch.rates.roofline import roofline
+from steadytorch.rates.utilisation import utilisation
 from steadytorch.results.explain import Explanation, StepTime
+from steadytorch.rules import findings
+from steadytorch.traces.quality import quality
+from steadytorch.traces.reader import read_trace
 
 if TYPE_CHECKING:
     from steadytorch.explain.capture import Capture
-    from steadytorch.explain.events import Trace
     from steadytorch.results.candidate import Candidate
+    from steadytorch.traces.events import Trace
     from steadytorch.workload.workload import Workload
 
 MOST_STEPS = 1000
 MOST_LINES = 50
-"""Kernels kept in an explanation."""
+"""Maximum kernels kept in an explanation."""
 
 
 def explain(
@@ -44,26 +44,26 @@ def explain(
     candidate: Candidate = (),
     progress: Callable[[str], None] = lambda message: None,
 ) -> Explanation:
-    """Says where the time of a workload, or of the steps in a trace file, goes.
+    """Explain where the time of a workload, or of the steps in a trace file, goes.
 
-    A workload is measured without the profiler in a fresh process, then profiled there. A trace
-    file is read, and nothing is run. Ctrl-C keeps what is complete; before anything was timed it
-    is raised as `KeyboardInterrupt`.
+    A workload is measured in a fresh process without the profiler, then profiled there. For a trace
+    file nothing runs. Ctrl-C keeps what is complete; before anything was timed it raises
+    `KeyboardInterrupt`.
 
     Args:
         subject: a workload, its `(model, inputs)`, or the path of a Chrome trace of PyTorch's
             profiler, `.json` or `.json.gz`.
-        device: where to run a workload; None for where it is.
-        budget: time for sampling and profiling, such as `20s`; starting comes on top.
-        steps: how many steps to profile at the most, 1 to 1,000.
-        pause: time between calls in production, such as `100ms`; None if they follow one another.
+        device: where to run a workload; None for its own device.
+        budget: time for sampling and profiling, such as `20s`, excluding start-up.
+        steps: maximum number of steps to profile, 1 to 1,000.
+        pause: time between calls in production, such as `100ms`; None for back-to-back calls.
         candidate: transforms to apply; none for the workload as it is.
-        progress: is told what is going on.
+        progress: receives progress messages.
 
     Raises:
-        UsageError: the workload fails before anything was timed, the file is no such trace, or an
-            argument is wrong.
-        UnsupportedError: the device is not there.
+        UsageError: the workload fails before anything was timed, the file is not a trace, or an
+            argument is invalid.
+        UnsupportedError: the device is not available.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise UsageError(f"cannot profile {steps} steps: give 1 to {MOST_STEPS:,}")
@@ -74,7 +74,7 @@ def explain(
         trace = read_trace(Path(subject))
         facts = facts_of(trace)
         return _explained(_case(trace, facts=facts), facts, Path(subject).name)
-    # PyTorch takes seconds to load, and a trace file is read without it.
+    # PyTorch takes seconds to load, and trace files do not need it.
     from steadytorch.explain.capture import capture
     from steadytorch.workload.given import workload_of
 
@@ -103,7 +103,7 @@ def explain(
 
 
 def facts_of(trace: Trace) -> DeviceFacts:
-    """What a trace says of the device that ran it; the rest is unknown."""
+    """Facts of a trace about the device that ran it; the others are unknown."""
     found = trace.devices[0] if trace.devices else {}
 
     def given(key: str, kind: type) -> Any:
@@ -121,7 +121,7 @@ def facts_of(trace: Trace) -> DeviceFacts:
         for field in DeviceFacts.__struct_fields__
         if field not in ("device", "unknown", "mig_profile") and known.get(field) is None
     }
-    unknown = dict.fromkeys(sorted(missing), "the trace does not say")
+    unknown = dict.fromkeys(sorted(missing), "not in the trace")
     return DeviceFacts(device="cuda" if len(trace.on_gpu) else "cpu", unknown=unknown, **known)
 
 
@@ -134,7 +134,7 @@ def _case(trace: Trace | None, **known: Any) -> Case:
 
 
 def _conditions(trace: Trace, ledger: Ledger, notes: Mapping[str, Any]) -> tuple[Conditions, ...]:
-    """What was recorded beside each step; empty where nothing was, or on another clock."""
+    """Conditions of each step; empty if none were recorded, or only on another clock."""
     recording, offset_ns = notes.get("profile_recording"), notes.get("clock_offset_ns")
     if recording is None or offset_ns is None or trace.origin_ns is None:
         return ()
@@ -162,7 +162,7 @@ def _of_ledger(case: Case) -> dict[str, Any]:
     judged, ledger = quality(case.trace), case.ledger
     remarks = (*judged.notes, *ledger.notes)
     if case.series is not None and ledger.kind == "cpu":
-        remarks = case.trace.notes  # whoever runs it on the CPU expects no GPU in it
+        remarks = case.trace.notes  # a user of the CPU expects no GPU events
     return {
         "steps": _steps(case.trace, ledger),
         "marked": ledger.marked,

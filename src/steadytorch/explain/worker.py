@@ -1,4 +1,4 @@
-"""What a worker does to explain a workload beside timing it: profile, pause, measure rates."""
+"""Worker that explains a workload: profile steps, time calls after pauses, measure rates."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
+from steadytorch.bench.ramp import DISCARD
+from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.device.recorder import Recorder
 from steadytorch.runtime.benchmark_mode import has_convolved
-from steadytorch.trial.ramp import DISCARD
-from steadytorch.trial.worker import WorkloadHandler, own_errors
 
 STEP_MARK = "ProfilerStep#"
-"""What PyTorch's own schedule calls its steps, so that every reader of traces knows them."""
+"""Step name of PyTorch's own schedule, which every trace reader knows."""
 SETTLING_MARK = "steadytorch.settling"
 GC_MARK = "steadytorch.gc"
 TRACE_FILE = "steps.trace.json"
 FEWEST_STEPS = 3
-"""What shares of the variance need."""
+"""Minimum steps for shares of the variance."""
 TRACE_BYTES = 200_000_000
-"""A trace of this size is read in about three seconds; fewer steps are profiled to stay below."""
+"""Maximum trace size, read in about three seconds; fewer steps are profiled to stay below it."""
 SWITCHES = ("record_shapes", "profile_memory")
-"""What is recorded beside times."""
+"""Records of the profiler besides times."""
 SETTLING = 1
-"""Steps recorded before the first that counts: the profiler's buffers are new to them, and the
-device has work from there on."""
+"""Recorded steps before the first that counts: they fill the profiler's new buffers and give the
+device work."""
 _RECOVER = 2
-"""Calls between a call after a pause and one that stands for no pause: they bring it to speed."""
+"""Calls between one after a pause and one without a pause, to restore full speed."""
 
 
 class Profiled(msgspec.Struct, frozen=True):
     """Steps run under the profiler.
 
     Attributes:
-        periods_ns: of the steps, by the sampler that timed them without the profiler.
-        step_bytes: size of the trace, per step.
-        closing_s: seconds to stop the profiler and write the trace.
-        recording: telemetry meanwhile, as `device.recording.Recording`.
-        compilations: frames torch.compile began to compile meanwhile; None where not in use.
+        periods_ns: periods of the steps, by the sampler of the unprofiled run.
+        step_bytes: trace size per step.
+        closing_s: seconds per step to stop the profiler and write the trace.
+        recording: telemetry of these steps, as `device.recording.Recording`.
+        compilations: frames whose compilation by torch.compile began; None if not in use.
     """
 
     periods_ns: list[int]
@@ -57,13 +57,13 @@ class Profiled(msgspec.Struct, frozen=True):
 
 
 class ExplainHandler(WorkloadHandler):
-    """Answers whoever explains a workload. Methods take and return msgpack types."""
+    """Handler for explanations. Methods take and return msgpack types."""
 
     counts_cycles = True
     _switches, _warmed_without = False, False
 
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
-        """As for everyone who times; notes how cuDNN's benchmark mode stood then."""
+        """Set up as for timing, and note the state of cuDNN's benchmark mode."""
         found = super().set_up(candidate)
         self._switches = any(spec["name"] == "cudnn_benchmark" for spec in candidate)
         self._warmed_without = not torch.backends.cudnn.benchmark and has_convolved()
@@ -71,15 +71,15 @@ class ExplainHandler(WorkloadHandler):
 
     @own_errors()
     def profile(self, steps: int, seconds: float) -> dict[str, Any]:
-        """Profiles steps into the file `TRACE_FILE`; returns a `Profiled`.
+        """Profile steps into the file `TRACE_FILE`; return a `Profiled`.
 
-        One step is profiled beforehand: it starts the profiler up, and shows how many there is
-        time for.
+        One step is profiled beforehand. It starts the profiler and shows how many steps fit the
+        time.
 
         Args:
-            steps: how many at the most.
-            seconds: for running and writing them. Three steps are profiled even if they take
-                longer, one if more of them would be a trace of more than `TRACE_BYTES`.
+            steps: maximum number of steps.
+            seconds: time to run and write them. Three steps are profiled even if they take longer;
+                one, if more would exceed a trace of `TRACE_BYTES`.
         """
         first = self._profiled(1)
         step_s = 1e-9 * max(first.periods_ns) + first.closing_s
@@ -89,16 +89,17 @@ class ExplainHandler(WorkloadHandler):
 
     @own_errors()
     def pauses(self, pause_ms: list[float], rounds: int, seconds: float) -> dict[str, Any]:
-        """Latencies of calls after pauses, and of calls after calls, in turns.
+        """Time calls after pauses and back-to-back calls, in turns.
 
         Args:
             pause_ms: lengths of the pauses.
-            rounds: calls after each of them, at the most.
-            seconds: after which no further round begins.
+            rounds: maximum number of calls after each pause.
+            seconds: time after which no further round begins.
 
         Returns:
-            `pause_ms`; `after_ns`, the median latency after each; `steady_ns`, that without a
-            pause; `rounds`, how many calls each is of; `after_samples_ns`, `steady_samples_ns`.
+            `pause_ms`; `after_ns`, the median latency after each pause; `steady_ns`, the median
+            without a pause; `rounds`, the number of calls of each kind; `after_samples_ns`,
+            `steady_samples_ns`.
         """
         after: list[list[int]] = [[] for _ in pause_ms]
         steady: list[int] = []
@@ -119,13 +120,13 @@ class ExplainHandler(WorkloadHandler):
         }
 
     def rates(self, device: str, dtypes: list[str]) -> Any:
-        """What the device reaches, as `explain.rates.Rates`."""
-        from steadytorch.explain.rates import measure_rates
+        """Limits of the device, as `explain.rates.Rates`."""
+        from steadytorch.rates.device_rates import measure_rates
 
         return msgspec.to_builtins(measure_rates(device, dtypes))
 
     def notes(self) -> dict[str, Any]:
-        """What else this process knows; see `capture` for the names."""
+        """Other observations of this process; see `capture` for the names."""
         benchmark = bool(torch.backends.cudnn.benchmark)
         found: dict[str, Any] = {
             "threads": torch.get_num_threads(),
@@ -144,7 +145,7 @@ class ExplainHandler(WorkloadHandler):
     def _profiled(self, count: int) -> Profiled:
         profile = profile_of(self._workload.device.type)
         profile._prepare_trace()
-        # The profiler's own start-up falls into these, which it does not record.
+        # The profiler's start-up falls into these steps, which it does not record.
         self._sampler.periods(self._step, DISCARD)
         with Recorder(str(self._workload.device)) as recorder, _collections_marked():
             profile._start_trace()
@@ -168,12 +169,12 @@ class ExplainHandler(WorkloadHandler):
 
 
 def profile_of(device: str) -> profiler.profile:
-    """A profile of the host, and of a GPU, as `torch.profiler.profile` makes it.
+    """A profile of the host, and of a GPU, like that of `torch.profiler.profile`.
 
-    That one imports the whole compiler, for seconds, to ask it for one setting.
+    `torch.profiler.profile` imports the whole compiler, for seconds, to read one setting.
 
     Args:
-        device: the type, `cpu` or `cuda`.
+        device: device type, `cpu` or `cuda`.
     """
     switches = dict.fromkeys(SWITCHES, True)
     return profiler.profile(
@@ -182,7 +183,7 @@ def profile_of(device: str) -> profiler.profile:
 
 
 def _marked(step: Callable[[], Any]) -> Callable[[], None]:
-    """The step, its calls marked in the trace; those that warm up and settle are counted along."""
+    """Wrap a step so that the trace marks its calls; warm-up and settling calls count along."""
     numbers = itertools.count(DISCARD)
 
     def marked() -> None:
@@ -196,7 +197,7 @@ def _marked(step: Callable[[], Any]) -> Callable[[], None]:
 
 @contextmanager
 def _collections_marked() -> Iterator[None]:
-    """Marks runs of Python's garbage collector in the trace."""
+    """Mark runs of Python's garbage collector in the trace."""
     running: list[profiler.record_function] = []
 
     def hear(phase: str, info: dict[str, int]) -> None:
@@ -214,7 +215,7 @@ def _collections_marked() -> Iterator[None]:
 
 
 def clock_offset_ns() -> int:
-    """Unix time less `time.perf_counter_ns`, in ns: the pair of readings that lay closest."""
+    """Unix time minus `time.perf_counter_ns`, in ns, from the closest pair of readings."""
     found = []
     for _ in range(10):
         before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()

@@ -1,7 +1,7 @@
-"""A Linear with its activation, in one pass: the program of a convolution of single pixels.
+"""Fused Linear and activation, using the Triton kernel of pointwise convolutions.
 
-The result of a product of few inputs and outputs costs more to write, to read back and to write
-again than to compute.
+With few inputs and outputs, storing, re-reading and storing the result again costs more than the
+matrix product. Fusion writes it once.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
 def activated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = ""
 ) -> Tensor:
-    """`activation(linear(x, weight, bias))`, on CUDA in one pass.
+    """Compute `activation(linear(x, weight, bias))`, on CUDA in one kernel.
 
-    There it sums in float32 and rounds once, at the end, where PyTorch rounds after each step.
+    The fused kernel accumulates in float32 and rounds once; PyTorch rounds after each step.
 
     Args:
         x: shape (..., C).
         weight: shape (K, C).
-        bias: shape (K,), or None for none.
-        activation: a name out of `ACTIVATIONS`; "" for none.
+        bias: shape (K,), or None.
+        activation: a key of `ACTIVATIONS`; "" for none.
 
     Returns:
         Shape (..., K).
 
     Raises:
-        KeyError: there is no such activation.
-        RuntimeError: whatever PyTorch's own operators refuse.
+        KeyError: unknown activation.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     tensors = [t for t in (x, weight, bias) if t is not None]
     if has_torch_function(tensors):
         return handle_torch_function(activated_linear, tensors, x, weight, bias, activation)
-    # Autocast chooses the type of PyTorch's product, and knows no other.
+    # Autocast casts the arguments of PyTorch's product, but not of this operator.
     cast = torch.is_autocast_enabled("cuda")
     run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
     return run(x, weight, bias, activation)
@@ -63,7 +63,7 @@ def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Te
 
 
 def program_for(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Fused | None:
-    """The program for such tensors, wherever they are, or None where it is not made for them."""
+    """Return the launcher for these tensors on any device, or None if unsupported."""
     device, given = x.device, (x, weight, *(() if bias is None else (bias,)))
     if not all(t.device == device and t.is_contiguous() for t in given):
         return None
@@ -72,14 +72,14 @@ def program_for(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str)
 
 
 class Fused:
-    """The program, made up for inputs of one shape and type.
+    """Prepared launch for inputs of one shape and type.
 
     Args:
-        shape: of the result, (..., K).
-        channels: of the input.
-        activation: by name.
-        is_biased: whether there is a bias.
-        device: where the tensors are.
+        shape: shape of the result, (..., K).
+        channels: input channels C.
+        activation: a key of `ACTIVATIONS`.
+        is_biased: whether a bias is added.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Fused:
         self._launch = launch_for((rows, shape[-1], channels), rows, *kind, device)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result; the tensors must be as described."""
+        """Launch and return the result; the tensors must match the description."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device)
         self._launch(x, weight, x if bias is None else bias, x, x, y)
         return y
@@ -111,7 +111,7 @@ def _fused(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if dtype not in TYPES or activation not in ACTIVATIONS or len(x) < 2:
         return None
     if len(weight) != 2 or weight[1] != x[-1] or bias not in (None, weight[:1]):

@@ -1,4 +1,4 @@
-"""Activations that fused convolutions and Linears end with, as PyTorch computes them."""
+"""Activations of fused convolutions and Linears, as PyTorch computes them."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }
 )
-"""By name; the programs know the same names."""
+"""Activation functions by name; the Triton kernels use the same names."""

@@ -1,7 +1,8 @@
-"""Triton programs compiled in threads, before the call that needs them.
+"""Ahead-of-time compilation of Triton kernels in background threads.
 
-Most of a compilation is outside of Python, where threads run side by side. What a thread made is
-handed over by Triton's own key, so that a call either takes it, waits for it, or compiles.
+Most of a compilation runs outside Python and without the GIL, so threads run in parallel. Results
+are keyed by Triton's own key: a call takes a finished kernel, waits for a running compilation, or
+compiles.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from steadytorch.device.observe import NotObservable
 Key = tuple[int, str]
 
 _started: dict[Key, Future[Any]] = {}
-"""What threads have made, or are to make, by device and Triton's key; None if that failed.
+"""Compilations by device and Triton's key; a future's result is None if it failed.
 
-What was compiled is loaded once, on the device of its first launch, and so is not for two.
+The device is part of the key because a compiled kernel is loaded once, on its first device.
 """
 _lock = threading.Lock()
 _own = threading.local()
@@ -37,18 +38,18 @@ def begin(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> None:
-    """Has a thread compile a program for the current device, unless that was done or is under way.
+    """Compile a kernel for the current device in a thread, unless done or under way.
 
     Args:
-        program: what `triton.jit` made.
-        dtype: of all tensors, which are to begin at multiples of 16 bytes.
-        tensors: how many there are, before the other arguments.
-        arguments: those that a call will give; what is compiled depends on their values.
-        options: of Triton's, by name.
+        program: a function decorated with `triton.jit`.
+        dtype: dtype of all tensors, which must be aligned to 16 bytes.
+        tensors: number of tensors; they precede the other arguments.
+        arguments: the other arguments of the later call; their values affect specialisation.
+        options: Triton launch options, by name.
 
     Raises:
-        Exception: whatever Triton makes of such arguments. Failures to compile are left to the
-            call, which compiles again.
+        Exception: Triton rejects the arguments. A compilation error is not raised here; the later
+            call compiles again and raises it.
     """
     _spare_filters()
     with _mode(_start):
@@ -58,22 +59,22 @@ def begin(
 def call(
     program: Any, grid: tuple[int, int, int], given: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """`program[grid](*given, **options)`, which takes what a thread makes of the same program."""
+    """Call `program[grid](*given, **options)`, with the kernel that a thread compiled, if any."""
     with ExitStack() as stack:
         if _started:
-            with suppress(RuntimeError):  # the caller has a mode of Triton's in force: it decides
+            with suppress(RuntimeError):  # the caller's own AsyncCompileMode has precedence
                 stack.enter_context(_mode(_take))
         return program[grid](*given, **options)
 
 
 def _mode(submit: Callable[..., Any]) -> Any:
-    """A context in which Triton asks `submit` for what it has not compiled yet."""
+    """Context in which Triton passes each needed compilation to `submit`."""
     from triton import AsyncCompileMode
     from triton.runtime import driver
 
     device = driver.active.get_current_device()
     mode: Any = AsyncCompileMode(None)  # pyright: ignore[reportArgumentType] - nothing is submitted
-    # Later versions hand over one more function, for what a failure leaves behind.
+    # Later Triton versions pass one more function, for cleanup after a failure.
     mode.submit = lambda key, make, finish, *_: submit((device, key), make, finish)
     return mode
 
@@ -84,14 +85,14 @@ def _start(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> 
             return
         future = _started[key] = Future()
         turns = _turns()
-    # No daemon: one that returns from Triton while the interpreter ends would take the process
-    # down. What has begun is waited for then, what has not is left.
+    # Not a daemon: a daemon thread that returns from Triton during interpreter shutdown crashes the
+    # process. At shutdown, running compilations are awaited and pending ones are skipped.
     threading.Thread(target=_run, args=(turns, future, make), name="steadytorch-compile").start()
 
 
 def _take(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
     future = _started.get(key)
-    # One that still waits for its turn is not waited for.
+    # `cancel` succeeds while the compilation is queued; then this call compiles itself.
     made = None if future is None or future.cancel() else future.result()
     if made is None:
         made = make()
@@ -115,7 +116,7 @@ def _run(turns: threading.BoundedSemaphore, future: Future[Any], make: Callable[
 
 @cache
 def _turns() -> threading.BoundedSemaphore:
-    """One for each core that this process may use."""
+    """Semaphore with one slot per core that this process may use."""
     cores = float(len(allowed_cpus()))
     with suppress(NotObservable):
         cores = min(cores, cpu_quota() or cores)
@@ -123,11 +124,11 @@ def _turns() -> threading.BoundedSemaphore:
 
 
 class _Warnings:
-    """The module `warnings`, but for filters, which are one list for all threads.
+    """Proxy of the module `warnings` that leaves the filters alone in compile threads.
 
-    Triton's `catch_warnings` would put back the list that it has found, whatever other threads have
-    set meanwhile, or leave its own for good where they put back what they have found. It is about
-    deprecations of Python that no program here meets.
+    The filters are one list for all threads. If Triton's `catch_warnings` overlaps with another
+    thread's, each may restore the other's list. Triton uses it to silence Python deprecations that
+    the kernels here never trigger.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +145,7 @@ class _Warnings:
 
 @cache
 def _spare_filters() -> None:
-    """Keeps Triton from changing filters in the threads that are made here; only in those."""
+    """Stop Triton from changing warning filters in our compile threads."""
     from triton.compiler import code_generator
 
     front: Any = code_generator

@@ -1,4 +1,4 @@
-"""Bias, residual and ReLU in one pass over memory: the end of a residual block."""
+"""Fused bias, residual and ReLU, as at the end of a residual block."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, rou
 from steadytorch.kernels.operators import registered
 
 BLOCK = 1024
-"""Elements of a program; at four warps eight a thread, one vector of 16 bytes in 16-bit types."""
+"""Elements per program: 8 per thread with 4 warps, one 16-byte vector in 16-bit types."""
 
 
 def bias_add_relu(x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`relu(x + bias + other)`, the bias added per channel; on CUDA in one pass.
+    """Compute `relu(x + bias + other)` with a per-channel bias, on CUDA in one kernel.
 
-    There it rounds once where PyTorch rounds after each step: equal in float32, and nearer to the
-    exact value in the 16-bit types.
+    The fused kernel rounds once; PyTorch rounds after each step. Results are equal in float32, and
+    more accurate than PyTorch's in 16-bit types.
 
     Args:
         x: shape (N, C, ...).
-        other: the residual, of the same shape.
-        bias: shape (C,), or None for none.
+        other: the residual, same shape as `x`.
+        bias: shape (C,), or None.
 
     Raises:
-        RuntimeError: whatever PyTorch's own operators refuse.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     tensors = (x, other) if bias is None else (x, other, bias)
     if has_torch_function(tensors):
@@ -43,7 +43,7 @@ def _eager(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _per_channel(bias: torch.Size, x: torch.Size) -> list[int]:
-    """The shape in which a bias is spread over the second axis of `x`."""
+    """Shape that broadcasts a bias along the second axis of `x`."""
     return [bias.numel(), *[1] * (len(x) - 2)]
 
 
@@ -53,7 +53,7 @@ def _impl(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> Fused | None:
-    """The program that such a call runs, or None where PyTorch's own operators run."""
+    """Return the launcher for this call, or None to use PyTorch's operators."""
     others = (other,) if bias is None else (other, bias)
     if not is_covered(x, *others) or x.shape != other.shape or x.stride() != other.stride():
         return None
@@ -66,13 +66,13 @@ def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> Fused | None:
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        shape: of `x`, (N, C, ...).
-        is_last: whether its channels lie innermost.
+        shape: shape of `x`, (N, C, ...).
+        is_last: whether `x` is channels_last.
         is_biased: whether a bias is added.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Fused:
         self._launch = Launch(programs.bias_add_relu, grid, arguments, device)
 
     def __call__(self, x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
-        """The result, in the layout of `x`; the tensors must be as described."""
-        # PyTorch's is in order wherever `x` is, whatever the strides of axes of one element.
+        """Launch and return the result in the layout of `x`; tensors must match the description."""
+        # As in PyTorch, the result of a contiguous `x` has default strides, even on axes of size 1.
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, other, x if bias is None else bias, y)
         return y
@@ -104,9 +104,9 @@ def _fused(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run.
+    """Return the launcher for these inputs, or None to use PyTorch's operators.
 
-    `dtype` tells launches apart: each holds what was compiled for one type.
+    `dtype` is part of the cache key, because a launch holds the kernel compiled for one type.
     """
     if is_last is None or len(shape) < 2 or bias not in (None, shape[1:2]):
         return None

@@ -1,7 +1,7 @@
-"""The stem of a network, convolution, ReLU and max-pooling, without its largest tensor in memory.
+"""Fused stem of a network: convolution, ReLU and max-pooling.
 
-Of few channels a convolution is bound by what it writes: of a batch of 64 images ResNet's is 103 MB
-in 16 bits, written to be read once and made a quarter of. In one pass it never leaves the chip.
+With few input channels, the convolution is bound by its output: 103 MB in 16 bits for ResNet at
+batch 64, which pooling reads once and shrinks to a quarter. The fused kernel keeps it on the chip.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def conv_relu_max_pool2d(
     ceil_mode: bool = False,
     config: str = "",
 ) -> Tensor:
-    """What `max_pool2d(relu(conv2d(x, weight, bias, stride, padding)), ...)` returns.
+    """Compute `max_pool2d(relu(conv2d(x, weight, bias, stride, padding)), ...)`.
 
-    On CUDA in one pass for few channels and a window of 3x3 with stride 2, padded by 1 or not at
-    all; it rounds once, where PyTorch rounds the convolution and the sum with the bias.
+    On CUDA, one kernel does this for up to 4 channels and a 3x3 window with stride 2 and padding 0
+    or 1. It rounds once; PyTorch rounds after the convolution and after adding the bias.
 
     Args:
         x: shape (N, C, H, W).
         weight: shape (K, C, kernel height, kernel width).
-        bias: shape (K,), or None for none.
-        stride: of the convolution.
-        padding: of the convolution, zeros on each side.
-        kernel_size: of the window; as in `torch.nn.functional.max_pool2d`, like all that follow.
-        pool_stride: None for the window's size.
-        pool_padding: on each side.
-        ceil_mode: whether a window may begin within the convolution's result and end beyond it.
-        config: a name out of `CONFIGS`; "" for one that follows from the sizes.
+        bias: shape (K,), or None.
+        stride: stride of the convolution.
+        padding: zero padding of the convolution on each side.
+        kernel_size: pooling window, as in `torch.nn.functional.max_pool2d`.
+        pool_stride: stride of the pooling; None for `kernel_size`.
+        pool_padding: padding of the pooling on each side.
+        ceil_mode: whether windows may extend beyond the convolution's result.
+        config: a key of `CONFIGS`; "" chooses one from the sizes.
 
     Raises:
-        RuntimeError: whatever PyTorch's own operators refuse.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     pool_stride = kernel_size if pool_stride is None else pool_stride
@@ -70,7 +70,7 @@ def conv_relu_max_pool2d(
         given = (x, weight, bias, *geometry, ceil_mode, config)
         return handle_torch_function(conv_relu_max_pool2d, tensors, *given)
     sizes: Any = [(g, g) if isinstance(g, int) else g for g in geometry]
-    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
     cast = torch.is_autocast_enabled("cuda")
     run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
     return run(x, weight, bias, *sizes, ceil_mode, config)
@@ -123,9 +123,9 @@ def program_for(
     ceil_mode: bool,
     config: str,
 ) -> Fused | None:
-    """The program that such a call runs, or None where PyTorch's own operators run.
+    """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Args are those of `conv_relu_max_pool2d`, sizes as pairs.
+    Same arguments as `conv_relu_max_pool2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if not is_covered(x, *others) or any(t.device != x.device for t in others):
@@ -139,7 +139,7 @@ def program_for(
 
 
 def _precision(dtype: torch.dtype) -> str | None:
-    """How the program multiplies values of a type; None where tensor cores would round them."""
+    """Triton's input precision for a dtype; None if TF32 would be needed but is not allowed."""
     if dtype is not torch.float32:
         return "ieee"
     cudnn: Any = torch.backends.cudnn
@@ -147,17 +147,17 @@ def _precision(dtype: torch.dtype) -> str | None:
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        batch: images.
+        batch: number of images.
         geometry: all other sizes.
-        config: how the work is cut up.
-        device: where the tensors are.
+        config: tile sizes and launch options.
+        device: device of the tensors.
 
     Attributes:
-        config: how the work is cut up.
-        busy_cores: of the device, that have something to do.
+        config: as given.
+        busy_cores: number of SMs this launch occupies.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Fused:
         )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result; the tensors must be as described."""
+        """Launch and return the result; the tensors must match the description."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, weight, weight if bias is None else bias, y)
         return y
@@ -203,7 +203,7 @@ def _fused(
     ceil_mode: bool,
     config: str,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if precision is None or not is_stem(shape, kernel, window, step, pool_padding):
         return None
     if not len(stride) == len(padding) == 2:
@@ -225,14 +225,14 @@ def is_stem(
     step: Sequence[int],
     pool_padding: Sequence[int],
 ) -> bool:
-    """Whether the program is made for such a convolution and pooling, whatever the sizes.
+    """Whether the kernel supports this convolution and pooling, apart from limits on sizes.
 
     Args:
-        shape: of the convolution's input, (N, C, H, W).
+        shape: shape of the convolution's input, (N, C, H, W).
         kernel: shape of its weight.
-        window: of the pooling.
-        step: its stride.
-        pool_padding: on each side of the convolution's result.
+        window: pooling window.
+        step: stride of the pooling.
+        pool_padding: padding of the pooling on each side.
     """
     if len(shape) != 4 or len(kernel) != 4 or shape[1] != kernel[1]:
         return False

@@ -1,4 +1,4 @@
-"""A convolution of each channel by itself, with bias and activation, in one pass over memory."""
+"""Fused depthwise convolution with bias and activation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from steadytorch.kernels.launch import (
 from steadytorch.kernels.operators import recomputed, registered
 
 MOST_TAPS = 49
-"""Of a kernel: all are unrolled, and more take long to compile."""
+"""Maximum taps of a kernel. All are unrolled, so more take long to compile."""
 MOST_PATHS = 10_000
-"""Pixels that a patch sees, from the first to the last, times taps: pixels are unrolled as well,
-and the compiler walks from each to what it is multiplied by. Without dilation squares have 8,379 at
-the most (7x7, stride 2). Of 7x7 dilated by 2 there are 12,544, which take 27 s to compile; of 3x3
-dilated by 36 49,284, which take 30 s."""
+"""Maximum of (pixels in the input window of a patch) x taps, which bounds compile time.
+
+Pixels are unrolled too, and the compiler tracks each one to its products. Examples:
+
+    square kernels without dilation     at most 8,379 (7x7, stride 2)
+    7x7, dilation 2                     12,544: compiles in 27 s
+    3x3, dilation 36                    49,284: compiles in 30 s
+"""
 
 
 def depthwise_conv2d(
@@ -41,41 +45,40 @@ def depthwise_conv2d(
     dilation: int | Sequence[int] = 1,
     activation: str = "",
 ) -> Tensor:
-    """`activation(conv2d(x, weight, bias, stride, padding, dilation, groups=C))`.
+    """Compute `activation(conv2d(x, weight, bias, stride, padding, dilation, groups=C))`.
 
-    On CUDA in one pass for 16-bit types in channels_last. There it rounds once, where PyTorch
-    rounds after each step. A weight whose channels do not lie innermost is copied at each call;
-    see `channels_innermost`.
+    On CUDA, one kernel does this for 16-bit types in channels_last. It rounds once; PyTorch rounds
+    after each step. A weight in another layout than `channels_innermost` is copied at each call.
 
     Args:
         x: shape (N, C, H, W).
         weight: shape (C, 1, kernel height, kernel width).
-        bias: shape (C,), or None for none.
-        stride: of the convolution; like all that follow, one number or (vertical, horizontal).
-        padding: zeros on each side.
-        dilation: distance between taps.
-        activation: a name out of `ACTIVATIONS`.
+        bias: shape (C,), or None.
+        stride: one number or (vertical, horizontal), like the next two.
+        padding: zeros added on each side.
+        dilation: distance between kernel taps.
+        activation: a key of `ACTIVATIONS`.
 
     Raises:
-        KeyError: no activation has this name.
-        RuntimeError: whatever PyTorch's own operators refuse.
+        KeyError: unknown activation.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if has_torch_function(tensors):
         given = (x, weight, bias, stride, padding, dilation, activation)
         return handle_torch_function(depthwise_conv2d, tensors, *given)
     sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
-    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
     cast = torch.is_autocast_enabled("cuda")
     run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
     return run(x, weight, bias, *sizes, activation)
 
 
 def channels_innermost(weight: Tensor) -> Tensor:
-    """The same weight, (C, 1, height, width), in the one layout that the program reads.
+    """Copy a weight, (C, 1, height, width), to the layout that the kernel reads.
 
-    Neighbours among the threads take neighbours among the channels: with the taps of a channel side
-    by side, as in PyTorch, each tap would be fetched from as many lines of the cache as threads.
+    Neighbouring threads process neighbouring channels. In PyTorch's layout the taps of one channel
+    are adjacent, so a load of one tap would touch one cache line per thread.
     """
     return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
 
@@ -95,7 +98,7 @@ def _eager(
 
 
 def _channels(x: Tensor) -> int:
-    """Of (N, C, H, W) or (C, H, W); 1 where the convolution is refused for its shape."""
+    """Channels of (N, C, H, W) or (C, H, W); 1 for other shapes, which conv2d rejects."""
     return x.shape[-3] if x.dim() > 2 else 1
 
 
@@ -122,9 +125,9 @@ def program_for(
     dilation: Sequence[int],
     activation: str,
 ) -> Fused | None:
-    """The program that such a call runs, or None where PyTorch's own operators run.
+    """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Args are those of `depthwise_conv2d`, sizes as pairs.
+    Same arguments as `depthwise_conv2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if not is_covered(x, *others) or any(t.device != x.device for t in others):
@@ -137,14 +140,14 @@ def program_for(
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        images: how many there are.
+        images: number of images.
         geometry: all other sizes.
-        warps: of a program.
-        is_innermost: whether the channels of the weight are.
-        device: where the tensors are.
+        warps: warps per program.
+        is_innermost: whether the weight is in the layout of `channels_innermost`.
+        device: device of the tensors.
 
     Attributes:
         geometry: as given, like `warps`.
@@ -165,7 +168,7 @@ class Fused:
         self._launch = Launch(program, grid, (images, g), device, warps)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result, in channels_last; the tensors must be as described."""
+        """Launch and return the result in channels_last; tensors must match the description."""
         if not self._is_innermost:
             weight = channels_innermost(weight)
         layout = torch.channels_last
@@ -188,7 +191,7 @@ def _fused(
     dilation: Pair,
     activation: str,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if not is_last or dtype not in (torch.float16, torch.bfloat16):
         return None
     if len(kernel) != 4 or kernel[:2] != (shape[1], 1) or kernel[2:].numel() > MOST_TAPS:
@@ -201,10 +204,10 @@ def _fused(
     x = torch.empty(shape, dtype=dtype, device="meta")
     try:
         y = F.conv2d(x, weight, None, stride, padding, dilation, shape[1])
-    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+    except RuntimeError:  # the eager call raises PyTorch's own error
         return None
     if not is_launchable(y, dtype) or y.shape[2:].numel() == 1:
-        return None  # of one pixel, what strides PyTorch gives depends on who computes
+        return None  # for one output pixel, PyTorch's strides depend on its backend
     outputs, taps = (y.shape[2], y.shape[3]), (kernel[2], kernel[3])
     cores = CORES
     if device.type == "cuda":

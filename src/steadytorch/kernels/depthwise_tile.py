@@ -1,4 +1,4 @@
-"""How a depthwise convolution is cut up into programs."""
+"""Tiling of depthwise convolutions."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 Pair = tuple[int, int]
 
 CORES = 132
-"""Of an H200, for where there is no device to ask."""
+"""SMs of an H200; the default without a GPU."""
 PATCHES = ((1, 1), (1, 2), (2, 2), (2, 4), (2, 7), (4, 4), (4, 7))
-"""Rows and columns. Sides of what networks compute are multiples of seven more often than not."""
+"""Patch sizes (rows, columns). Feature maps often have sides that are multiples of seven."""
 MOST_VALUES = 54
-"""That a thread holds for each of its two channels: sums, pixels of a line, taps still needed.
-About 128 registers, with which four warps run on each quarter of a core."""
+"""Maximum values a thread holds per channel (of two): sums, pixels of a line, taps still needed.
+This takes about 128 registers, which lets four warps run on each quarter of an SM."""
 WASTE = 8
 """Maximum share of padding channels in a tile: 1/WASTE."""
 
 
 class Tile(NamedTuple):
-    """What a program computes.
+    """Part of the output that one program computes.
 
     Attributes:
-        rows: of a patch of the result, whose sums one thread keeps for each of its channels.
-        columns: of a patch.
-        patches: side by side, then line by line, then image by image.
-        channels: of each patch.
-        warps: of 32 threads. `patches` times `channels` are two for each thread.
+        rows: rows of an output patch; one thread keeps the sums of a patch for two channels.
+        columns: columns of a patch.
+        patches: patches per tile, numbered along a line, then over lines, then over images.
+        channels: channels per tile.
+        warps: warps of 32 threads; `patches * channels` is two per thread.
     """
 
     rows: int
@@ -37,18 +37,18 @@ class Tile(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What is compiled into a program: all but how many images there are.
+    """Sizes that are compile-time constants of the kernel: all except the number of images.
 
-    Distances between pixels so become part of the instructions that load them, which otherwise
-    would compute three numbers for each load.
+    Constant strides become immediate offsets of load instructions, which saves three address
+    computations per load.
 
     Attributes:
-        all_channels: of the tensors.
-        height: of the input, like `width`.
-        biased: whether there is a bias.
-        activation: a name out of `ACTIVATIONS`.
-        clipped: whether some patch sees pixels that the input has not.
-        rows: see `Tile`, like all that follow.
+        all_channels: channels of the tensors.
+        height: input height, like `width`.
+        biased: whether a bias is added.
+        activation: a key of `ACTIVATIONS`.
+        clipped: whether a patch's input window extends beyond the input.
+        rows: see `Tile`, like the fields after it.
     """
 
     all_channels: int
@@ -74,30 +74,30 @@ class Geometry(NamedTuple):
 
     @property
     def seen_rows(self) -> int:
-        """Lines of the input from the first to the last that a patch sees."""
+        """Height of a patch's input window."""
         return (self.rows - 1) * self.stride_h + (self.kernel_h - 1) * self.dilation_h + 1
 
     @property
     def seen_columns(self) -> int:
-        """Pixels of a line from the first to the last that a patch sees."""
+        """Width of a patch's input window."""
         return (self.columns - 1) * self.stride_w + (self.kernel_w - 1) * self.dilation_w + 1
 
 
 def tile_for(
     shape: Sequence[int], outputs: Pair, kernel: Pair, stride: Pair, dilation: Pair, cores: int
 ) -> Tile:
-    """The tile for a convolution, of `shape` (N, C, H, W), on a device of so many cores.
+    """Choose the tile of a convolution over `shape` (N, C, H, W) on a device with `cores` SMs.
 
-    A load costs a thread five instructions: the comparison with the edges, the zero in place of
-    what is not there, the load, and one conversion for each of two channels. A large patch uses
-    each pixel for many outputs: one of 4x4 with a kernel of 5x5 loads 64 pixels for 400 products,
-    one of 1x1 25 for 25. So threads take two channels only, and what registers there are holds
-    sums. A warp's loads are one line of the cache all the same, of 64 channels, four bytes wide;
-    wider ones would be fewer, but each channel of a thread costs the registers of a patch.
+    A load takes five instructions: the bounds check, the zero fill, the load, and a conversion for
+    each of two channels. A larger patch reuses each pixel for more outputs. With a 5x5 kernel, a
+    4x4 patch loads 64 pixels for 400 products, a 1x1 patch 25 for 25. Threads therefore take only
+    two channels and spend their registers on sums. A warp still reads a full cache line: 64
+    channels, 4 bytes per thread. Wider loads would be fewer, but each further channel of a thread
+    needs registers for a whole patch.
 
-    A large patch also leaves few programs: of one image of 7x7, less than the device has cores.
-    What is minimized is the number of instructions that the busiest quarter of a core issues, which
-    with a single warp it does every other cycle at best; of equals the smaller patch is taken.
+    A larger patch also means fewer programs: for one 7x7 image, fewer than SMs. The choice
+    minimises the instructions issued by the busiest quarter of an SM. A single warp issues at most
+    every other cycle. On a tie, the smaller patch wins.
     """
     channels = _channels_of_tile(shape[1])
     blocks = -(-shape[1] // channels)
@@ -112,13 +112,14 @@ def tile_for(
             best = (cost, rows, columns, warps)
     assert best is not None
     _, rows, columns, warps = best
-    # Neighbours in one program share what they see, by the core's own cache; spread first.
+    # Neighbouring patches in one program share input through the L1 cache, but occupying all SMs
+    # comes first.
     side_by_side = next((n for n in (4, 2) if warps // n >= 2 * cores), 1)
     return Tile(rows, columns, 64 * side_by_side // channels, channels, side_by_side)
 
 
 def _channels_of_tile(count: int) -> int:
-    """The most of which few are computed in vain."""
+    """Largest tile width whose share of padding channels is at most 1/WASTE."""
     for channels in (64, 32):
         if -(-count // channels) * channels * WASTE <= count * (WASTE + 1):
             return channels
@@ -126,9 +127,9 @@ def _channels_of_tile(count: int) -> int:
 
 
 def _instructions(patch: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Pair:
-    """About how many a warp issues for a patch, and how many values a thread holds a channel.
+    """Estimate the instructions a warp issues per patch, and the values a thread holds per channel.
 
-    As counted in what was compiled for a GPU of compute capability 9.0.
+    The coefficients were counted in code compiled for compute capability 9.0.
     """
     seen = [
         len({o * step + tap * gap for o in range(out) for tap in range(taps)})

@@ -1,4 +1,4 @@
-"""Launching Triton programs with little host time, and saying when there is nothing to launch."""
+"""Launches of Triton kernels with little host time, and checks of which tensors they support."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from torch.autograd import forward_ad
 from steadytorch.kernels import ahead
 
 ALIGNMENT = 16
-"""Bytes: Triton compiles one program for addresses that are multiples of it, another for others."""
+"""Bytes. Triton compiles separate kernels for addresses that are and are not multiples of this."""
 MOST_ELEMENTS = 2**31 - 2**16
-"""Offsets are computed in 32 bits; a block may reach past the end by less than the difference."""
+"""Maximum elements: offsets are 32-bit, and a block may overshoot the end by less than 2**16."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What programs take: each is exact in the float32 that they compute in."""
+"""Supported dtypes; all convert exactly to float32, in which the kernels compute."""
 
 
 @cache
 def is_installed() -> bool:
-    """Whether Triton can be imported; it is not, to find out."""
+    """Whether Triton is installed; does not import it."""
     return find_spec("triton") is not None
 
 
 def is_covered(*tensors: Tensor) -> bool:
-    """Whether a program may run on these: on CUDA, of one type, neither empty nor too large."""
+    """Whether a kernel can run on these tensors: CUDA, one dtype, not empty, not too large."""
     first = tensors[0]
     return first.is_cuda and is_installed() and all(is_launchable(t, first.dtype) for t in tensors)
 
 
 def is_launchable(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a program can address this tensor, wherever it is, as one of type `dtype`."""
+    """Whether a kernel can address this tensor (on any device) as one of type `dtype`."""
     return tensor.dtype is dtype and dtype in TYPES and 0 < tensor.numel() <= MOST_ELEMENTS
 
 
 def is_channels_last(tensor: Tensor) -> bool | None:
-    """Whether channels lie innermost; None where elements are neither so nor in order.
+    """Whether a tensor is channels_last; None if it is neither channels_last nor contiguous.
 
-    A tensor whose sizes make it both, as with one channel, counts as in order. One image of which
-    the stride of the batch is another, as of (H, W, C) permuted, is neither: PyTorch takes it for
-    one in order where it decides how results lie.
+    A tensor that is both, for example with one channel, counts as contiguous. A single image with
+    an unusual batch stride, such as a permuted (H, W, C), is neither: PyTorch treats it as
+    contiguous when it chooses the layout of results.
     """
     if tensor.is_contiguous():
         return False
@@ -63,16 +63,15 @@ Function = Callable[..., Tensor]
 
 
 def route(bare: Function, operator: Function, eager: Function, *tensors: Tensor) -> Function:
-    """Which of three functions with equal results a call with these tensors goes to.
+    """Choose one of three equivalent functions for a call.
 
     Args:
-        bare: only computes. For calls that nothing watches: they save the dispatcher's way, 10 us
-            of host time where the launch takes 5.
-        operator: for autograd, compilers, tracers, modes and subclasses, which look on, and for
-            views of which the dispatcher negates the elements.
-        eager: for transformations such as `torch.func.grad` and dual numbers, for which operators
-            from outside of PyTorch have no rules.
-        tensors: of the call.
+        bare: fast path, without the dispatcher: saves 10 us of host time; the launch takes 5 us.
+        operator: for autograd, compilers, tracers, modes, tensor subclasses, and views with a lazy
+            negation.
+        eager: for `torch.func` transforms and dual numbers, which have no rules for custom
+            operators.
+        tensors: tensor arguments of the call.
     """
     if torch.compiler.is_compiling():
         return operator
@@ -93,17 +92,17 @@ def _is_unwatched(tensor: Tensor) -> bool:
 
 
 _traced: ContextVar[torch.dtype | None] = ContextVar("_traced", default=None)
-"""Of tensors without contents, for which a launch is being made; None for any others."""
+"""Dtype of the fake tensors that are being traced; None outside of tracing."""
 _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
-"""Whether what is traced stands for another operator's program: of its own, none will run."""
+"""Whether the traced call replaces another fused operator, so that its own kernel will not run."""
 
 
 def traced(find: Callable[..., Any], eager: Function) -> Function:
-    """What tracers are to call for an operator: `eager`, while threads compile its program.
+    """Make the fake implementation of an operator: `eager`, while its kernel compiles in a thread.
 
     Args:
-        find: makes the launch for the operator's arguments, as the operator will for real ones.
-        eager: for tensors without contents as well.
+        find: makes the launch for the operator's arguments, as for real tensors.
+        eager: reference implementation; also runs on fake tensors.
     """
 
     def fake(*given: Any, **named: Any) -> Tensor:
@@ -113,7 +112,7 @@ def traced(find: Callable[..., Any], eager: Function) -> Function:
         if is_asked and all(map(_is_concrete, tensors)) and is_covered(*tensors):
             token = _traced.set(tensors[0].dtype)
             try:
-                with suppress(Exception), unset_fake_temporarily():  # the call will say it, if any
+                with suppress(Exception), unset_fake_temporarily():  # the later call will raise it
                     found = find(*given, **named)
             finally:
                 _traced.reset(token)
@@ -129,24 +128,24 @@ def traced(find: Callable[..., Any], eager: Function) -> Function:
 
 
 def _is_concrete(tensor: Tensor) -> bool:
-    """Whether all sizes are numbers, none a symbol: to ask about those would be to decide them."""
+    """Whether all sizes are plain numbers; comparing symbolic sizes would add guards."""
     return all(type(size) is int for size in (*tensor.shape, *tensor.stride()))
 
 
 class Launch:
-    """A program with its grid and all arguments that are no tensors, for one kind of tensors.
+    """A kernel with its grid and non-tensor arguments, for tensors of one kind.
 
-    The first call goes through Triton's compiler and its cache. Later ones hand addresses to what
-    was compiled, which saves the look at each argument. One that is made while an operator is
-    traced has its program compiled in a thread, see `ahead`.
+    The first call goes through Triton's compiler and cache. Later calls pass addresses straight to
+    the compiled kernel and skip Triton's check of each argument. During tracing, the constructor
+    starts the compilation in a thread; see `ahead`.
 
     Args:
-        program: what `triton.jit` made.
-        grid: programs along each of three axes.
-        arguments: what follows the tensors: sizes, then constants, in the program's order.
-        device: where the tensors are.
-        warps: of 32 threads, per program.
-        options: further ones of Triton's, by name.
+        program: a function decorated with `triton.jit`.
+        grid: number of programs along each of three axes.
+        arguments: arguments after the tensors: sizes, then constants, in the kernel's order.
+        device: device of the tensors.
+        warps: warps of 32 threads per program.
+        options: other Triton launch options, by name.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Launch:
                 ahead.begin(program, dtype, count, self._arguments, self._options)
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Enqueues the program on the current stream of the tensors' device."""
+        """Enqueue the kernel on the current stream of the tensors' device."""
         if self._device.type != "cuda" or self._device.index == torch.cuda.current_device():
             self._launch(tensors)
         else:
@@ -182,10 +181,10 @@ class Launch:
         if compiled is None or not is_aligned:
             given = (*tensors, *self._arguments)
             compiled = ahead.call(self._program, self._grid, given, self._options)
-            if is_aligned:  # None from the interpreter, which compiles nothing
+            if is_aligned:  # `compiled` is None in Triton's interpreter
                 self._compiled = compiled
             return
-        # torch.cuda.current_stream would make an object around this number.
+        # Faster than torch.cuda.current_stream, which creates a Stream object.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         started_with = (stream, compiled.function, compiled.packed_metadata, None, None, None)
         compiled.run(*self._grid, *started_with, *addresses, *self._arguments)

@@ -1,4 +1,4 @@
-"""How the fused operators become PyTorch's: dispatch, shapes for tracers, gradients."""
+"""Registration of the fused operators with PyTorch: dispatch, fake tensors and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Backward = tuple[Callable[..., None], Callable[..., Any]]
-"""What is kept of a call, and what becomes of the gradient of its result."""
+"""The `setup_context` and `backward` functions of an operator."""
 
 _LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
 
@@ -17,16 +17,16 @@ _LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
 def registered(
     schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor], by: Backward
 ) -> Any:
-    """Makes an operator of `torch.ops.steadytorch`.
+    """Register an operator in `torch.ops.steadytorch`.
 
     Args:
-        schema: as PyTorch writes it, the name first.
-        implementation: computes, on any device.
-        fake: the result for tensors without contents.
-        by: how gradients are found.
+        schema: schema in PyTorch's syntax.
+        implementation: computes the result on any device.
+        fake: computes the result for fake tensors.
+        by: the autograd functions.
 
     Returns:
-        What calls it.
+        The callable operator overload.
     """
     name = schema.partition("(")[0]
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -39,10 +39,12 @@ def registered(
 
 
 def recomputed(eager: Callable[..., Tensor]) -> Backward:
-    """Gradients that are PyTorch's own, of steps computed again: they were never in memory.
+    """Make autograd functions that recompute the eager steps and use PyTorch's gradients.
+
+    Intermediate results are recomputed because the fused kernel never stored them.
 
     Args:
-        eager: the same result of the same arguments, by PyTorch's operators.
+        eager: equivalent function of PyTorch operators, with the same arguments.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -54,7 +56,7 @@ def recomputed(eager: Callable[..., Tensor]) -> Backward:
         again, given = torch.is_grad_enabled(), list(ctx.others)
         with torch.enable_grad():
             for i, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-                # Views, as one tensor may have been given twice, or made of another.
+                # Views, because one tensor may be passed twice or be a view of another.
                 given[i] = tensor.view_as(tensor)
             y = eager(*given)
         needed = [i for i in ctx.places if ctx.needs_input_grad[i]]

@@ -1,7 +1,7 @@
-"""A convolution of single pixels with what stands around it: gate, bias, activation, residual.
+"""Fused pointwise (1x1) convolution with gate, bias, activation and residual.
 
-It is a product of matrices, and in most networks too thin a one to be bound by anything but memory
-or, of a single image, by the time that kernels take to start.
+The convolution is a matrix product. In most networks it is too small to be compute-bound: it is
+bound by memory or, for a single image, by kernel launches.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def pointwise_conv2d(
     gate: Tensor | None = None,
     other: Tensor | None = None,
 ) -> Tensor:
-    """`activation(conv2d(x * gate, weight, bias)) + other`, on CUDA in one pass.
+    """Compute `activation(conv2d(x * gate, weight, bias)) + other`, on CUDA in one kernel.
 
-    There it sums in float32 and rounds once, at the end, where PyTorch rounds after each step; the
-    product with the gate is rounded as PyTorch's.
+    The fused kernel rounds `x * gate` as PyTorch does, then accumulates in float32 and rounds once;
+    PyTorch rounds after each step.
 
     Args:
         x: shape (N, C, H, W).
         weight: shape (K, C, 1, 1).
-        bias: shape (K,), or None for none.
-        activation: a name out of `ACTIVATIONS`; "" for none.
-        gate: shape (N, C, 1, 1), the scale of squeeze and excitation; None for none.
-        other: shape (N, K, H, W), a residual, added after the activation; None for none.
+        bias: shape (K,), or None.
+        activation: a key of `ACTIVATIONS`; "" for none.
+        gate: squeeze-and-excitation scale, shape (N, C, 1, 1), or None.
+        other: residual added after the activation, shape (N, K, H, W), or None.
 
     Raises:
-        KeyError: there is no such activation.
-        RuntimeError: whatever PyTorch's own operators refuse.
+        KeyError: unknown activation.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     given = (x, weight, bias, activation, gate, other)
     tensors = [t for t in (x, weight, bias, gate, other) if t is not None]
     if has_torch_function(tensors):
         return handle_torch_function(pointwise_conv2d, tensors, *given)
-    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
     cast = torch.is_autocast_enabled("cuda")
     run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
     return run(*given)
@@ -91,7 +91,7 @@ def program_for(
     gate: Tensor | None,
     other: Tensor | None,
 ) -> Fused | None:
-    """The program for such tensors, wherever they are, or None where it is not made for them."""
+    """Return the launcher for these tensors on any device, or None if unsupported."""
     device = x.device
     for tensor in (weight, bias, gate, other):
         if tensor is not None and tensor.device != device:
@@ -111,17 +111,17 @@ def program_for(
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        shape: of the result, (N, K, H, W).
-        strides: of the result.
-        channels: of the input.
-        activation: by name.
-        is_biased: whether there is a bias.
+        shape: shape of the result, (N, K, H, W).
+        strides: strides of the result.
+        channels: input channels C.
+        activation: a key of `ACTIVATIONS`.
+        is_biased: whether a bias is added.
         is_gated: whether there is a gate.
         is_added: whether there is a residual.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Fused:
         gate: Tensor | None,
         other: Tensor | None,
     ) -> Tensor:
-        """The result; the tensors must be as described."""
+        """Launch and return the result; the tensors must match the description."""
         y = torch.empty_strided(self._shape, self._strides, dtype=x.dtype, device=x.device)
         bias, gate, other = (x if t is None else t for t in (bias, gate, other))
         self._launch(x, weight, bias, gate, other, y)
@@ -172,14 +172,14 @@ def _fused(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     shape, kernel = x[0], weight[0]
     if dtype not in TYPES or activation not in ACTIVATIONS or len(shape) != 4:
         return None
     if len(kernel) != 4 or tuple(kernel[1:]) != (shape[1], 1, 1):
         return None
     batch, channels, height, width = shape
-    # A tensor of one channel is in both orders, and which one its strides say is a riddle.
+    # With one channel, both layouts have the same memory order, and the strides are ambiguous.
     if min(channels, kernel[0]) < 2:
         return None
     full = (batch, kernel[0], height, width)
@@ -197,11 +197,11 @@ def _fused(
 def _strides(
     x: Place, weight: Place, activation: str, is_gated: bool, other: Place | None
 ) -> tuple[int, ...] | None:
-    """Strides of PyTorch's result; None where tensors do not lie as the program reads them.
+    """Strides of PyTorch's result; None if the kernel cannot read these layouts.
 
-    Of single pixels both orders are one in memory, but the strides of axes of length one differ. A
-    convolution's result is channels_last if one of its inputs is; what else there is, element by
-    element, makes of tensors in order such a one. PyTorch's ReLU6 does not: left to it.
+    For 1x1 images both layouts have the same memory order; only the strides of size-1 axes differ.
+    PyTorch's convolution returns channels_last if an input or weight is. Elementwise operators then
+    return contiguous strides, except ReLU6, which is left to PyTorch.
     """
     (batch, _, height, width), outputs = x[0], weight[0][0]
     y_orders = _orders((batch, outputs, height, width))
@@ -219,7 +219,7 @@ def _strides(
 
 
 def _orders(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Strides in order, and with channels last."""
+    """Contiguous and channels_last strides of a shape."""
     _, channels, height, width = shape
     image = channels * height * width
     return (image, height * width, width, 1), (image, 1, channels * width, channels)

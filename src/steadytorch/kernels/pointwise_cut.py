@@ -1,7 +1,4 @@
-"""How a product of matrices, pixels or rows by channels, is cut up and launched.
-
-Such is a convolution of single pixels, and such is a Linear.
-"""
+"""Tiling and launch of matrix products: pointwise convolutions and Linears."""
 
 from __future__ import annotations
 
@@ -13,21 +10,25 @@ import torch
 from steadytorch.kernels.launch import Launch
 
 TYPES = (torch.float16, torch.bfloat16)
-"""float32 is PyTorch's: whether it may round to TF32 is not for a kernel to say."""
+"""Supported dtypes. float32 is left to PyTorch, because TF32 is the user's choice."""
 CORES = 132
-"""Of an H200; what is reckoned with where there is no GPU."""
+"""SMs of an H200; the default without a GPU."""
 VECTOR = 8
-"""Elements of 16 bits in the widest load."""
+"""16-bit elements in the widest load."""
 MOST_ROWS, MOST_DEPTH = 128, 128
 TALL, WIDE = 64, 128
-"""Rows that four warps give to tensor cores at once; columns of the widest block."""
+"""Rows that four warps pass to tensor cores at once; columns of the widest block."""
 
 
 class Cut(NamedTuple):
-    """How a product is cut up: of a program, `rows` (pixels) by `columns` (outputs).
+    """Tile of one program.
 
-    It takes `depth` channels at a time, in `stages` of which all but one read ahead, and has
-    `warps` of 32 threads.
+    Attributes:
+        rows: pixels or rows.
+        columns: outputs.
+        depth: channels per iteration.
+        warps: warps of 32 threads.
+        stages: pipeline stages; all but one prefetch.
     """
 
     rows: int
@@ -38,19 +39,20 @@ class Cut(NamedTuple):
 
 
 def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
-    """How to cut up a product of these sizes on a device with so many cores.
+    """Choose the tile of a product of these sizes on a device with `cores` SMs.
 
-    Of a batch, time goes by the pixels read. As many outputs as possible, up to 128, share one
-    read, of 64 rows or more, which is what Hopper's tensor cores take at once; more outputs make
-    blocks that follow each other and find the pixels in the L2 cache. Between 128 and 64 outputs
-    the choice is what leaves fewer of them empty: 320 are five blocks of 64. A block holds no more
-    than 64 sums a thread, so that a core has room for several programs: those of few channels have
-    no later block to read ahead, and hide each other's waiting instead.
+    Batches are bound by reading pixels:
 
-    Of a single image, all tensors are in the L2 cache, and time goes by how long one core works, so
-    that blocks shrink until each core has one. Every program walks all channels, in an order that
-    nothing changes, for the same bits each time. Small blocks take 128 channels at a time and read
-    further ahead: what they wait for is latency.
+    - Up to 128 outputs share one read of at least 64 rows, which Hopper's tensor cores take at
+      once. Further outputs go to consecutive blocks, which find the pixels in L2.
+    - The block width, 128 or 64, is the one with less padding: 320 outputs are five blocks of 64.
+    - A thread holds at most 64 sums, so that several programs fit on an SM. With few channels there
+      is nothing to prefetch, and concurrent programs hide each other's latency instead.
+
+    Single images fit in L2 and are bound by the busiest SM, so tiles shrink until each SM has one.
+    Small tiles are bound by latency: they take 128 channels at a time and prefetch further ahead.
+
+    Each program sums over all channels in a fixed order, so results are bitwise reproducible.
     """
     wide = max(16, _power_of_two(outputs))
     if wide > WIDE:
@@ -67,14 +69,14 @@ def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
             break
     small = height < TALL
     depth = min(max(16, _power_of_two(channels)), MOST_DEPTH if small else 64)
-    # No more than there is to read ahead: room set aside for it is room for fewer programs. With
-    # one stage even the first block would take registers on its way, and room as well.
+    # No more stages than blocks to prefetch: their buffers reduce occupancy. With a single stage,
+    # loads would pass through registers.
     stages = min(_blocks(channels, depth) + 1, 6 if small else 3)
     return Cut(height, width, depth, 2 if height * width <= 16 * 32 else 4, stages)
 
 
 def _power_of_two(count: int) -> int:
-    """The least that is not below."""
+    """Smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -91,16 +93,16 @@ def launch_for(
     is_added: bool,
     device: torch.device,
 ) -> Launch:
-    """The program `pointwise_conv` for products of one shape, to be called with its tensors.
+    """Prepare a launch of the kernel `pointwise_conv` for products of one shape.
 
     Args:
         sizes: rows, outputs and channels.
-        pixels: how many rows share a gate.
-        activation: by name.
-        is_biased: whether there is a bias.
+        pixels: number of rows that share a gate.
+        activation: a key of `ACTIVATIONS`.
+        is_biased: whether a bias is added.
         is_gated: whether there is a gate.
         is_added: whether there is a residual.
-        device: where the tensors are.
+        device: device of the tensors.
     """
     from steadytorch.kernels import separable_programs
 
@@ -124,7 +126,7 @@ def launch_for(
 
 
 def is_within_reach(rows: int, outputs: int, channels: int) -> bool:
-    """Whether 32 bits hold all offsets, those that masks leave out included."""
+    """Whether all offsets, including masked ones, fit in 32 bits."""
     most = max(rows, outputs) + MOST_ROWS
     return most * max(channels, outputs) + MOST_DEPTH < 2**31
 

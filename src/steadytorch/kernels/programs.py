@@ -1,11 +1,11 @@
-"""The programs, in Triton; the one file of this room that imports it.
+"""Triton kernels for ReLU, pooling and network stems.
 
-Each computes in float32, into which every type it takes converts exactly. `tl.maximum` with
-`PropagateNan.ALL` is NaN where either operand is, as PyTorch's ReLU and pooling are, and takes +0.0
-as larger than -0.0.
+All compute in float32, to which every supported type converts exactly. `tl.maximum` with
+`PropagateNan.ALL` returns NaN if either operand is NaN, like PyTorch's ReLU and pooling, and treats
++0.0 as larger than -0.0.
 """
 
-# ruff: noqa: N803 - constants of a program are written in capitals, as Triton's users know them
+# ruff: noqa: N803 - by Triton's convention, compile-time constants are in capitals
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _larger(one, other):
 
 @triton.jit
 def _tap(best, x, wanted, plane, line, at, channel, height, width, inner, CLIPPED: tl.constexpr):
-    """One tap of the window for all outputs of a block."""
+    """Update the maxima of a block with one tap of the window."""
     if CLIPPED:
         wanted = wanted & (line >= 0) & (line < height) & (at >= 0) & (at < width)
     value = tl.load(x + ((plane * height + line) * width + at) * inner + channel, wanted, other=0.0)
@@ -29,7 +29,7 @@ def _tap(best, x, wanted, plane, line, at, channel, height, width, inner, CLIPPE
 
 @triton.jit
 def _two_taps(best, x, wanted, plane, line, at, height, width):
-    """Both taps of a line of the window, for all outputs: `at` runs over all pixels of a line."""
+    """Update the maxima with both taps of a window line; `at` covers all pixels of the line."""
     wanted = wanted & (line >= 0) & (line < height) & (at < width)
     value = tl.load(x + (plane * height + line) * width + at, wanted, other=0.0)
     left, right = tl.split(tl.reshape(value, (best.shape[0], best.shape[1], 2)))
@@ -60,11 +60,11 @@ def relu_max_pool(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes the outputs as rows of what is contiguous: channels if READ is "last", else pixels.
+    """ReLU and max-pooling; a block covers rows of contiguous outputs.
 
-    Starting from zero makes the maximum over a window the ReLU's as well. READ "pairs" is for
-    windows that are two pixels wide and stand side by side: one load of all pixels serves both
-    taps, where a load of every second pixel uses half of what it fetches.
+    Contiguous are channels if READ is "last", else pixels. The maximum starts from zero, which
+    applies the ReLU. READ "pairs" is for adjacent windows of width 2: one contiguous load serves
+    both taps. A strided load would use only half of the data it fetches.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -116,10 +116,10 @@ def bias_add_relu(
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the bias first, as PyTorch would, and rounds once, at the end.
+    """Compute relu(x + bias + other): add the bias first, as PyTorch does; round once at the end.
 
-    CHANNELS and INNER, the elements between one channel and the next, are constants because a
-    division by a variable for each element would cost more than the memory traffic.
+    CHANNELS and INNER (elements from one channel to the next) are constants: dividing by a variable
+    for each element would cost more than the memory traffic.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = at < count
@@ -139,7 +139,7 @@ def _maximum(one, other):
 
 @triton.jit
 def _to_tf32(value):
-    """Rounded to the nearest; tensor cores would cut off."""
+    """Round to nearest TF32; tensor cores would truncate."""
     bits = value.to(tl.int32, bitcast=True)
     near = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return tl.where(value == value, near, value)
@@ -147,9 +147,9 @@ def _to_tf32(value):
 
 @triton.jit
 def _weights(weight, number, channel, G: tl.constexpr, COLUMNS: tl.constexpr):
-    """Weights of one line of taps, (taps, outputs): zero where an output has no such tap."""
+    """Load the weights of one line of taps, (taps, outputs); zero where an output has no tap."""
     output = tl.arange(0, COLUMNS * G.channels)[:, None]
-    # A second column stands `stride_w` pixels further on: so much later begin its taps.
+    # The taps of the second column are shifted by `stride_w` pixels.
     own = tl.arange(0, G.wide)[None, :] - G.lead - output // G.channels * (G.stride_w * G.inner)
     channel += output % G.channels
     at = channel * G.per_output + number % G.planes * G.per_channel + number // G.planes * G.per_row
@@ -163,7 +163,7 @@ def _weights(weight, number, channel, G: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _pixels(x, at, within, line, number, G: tl.constexpr):
-    """What a line of taps meets for a line of the convolution, (pairs, taps)."""
+    """Load the pixels under one line of taps for a line of the convolution, (pairs, taps)."""
     row = line * G.stride_h - G.padding_h + number // G.planes
     start = (number % G.planes * G.height + row) * (G.width * G.inner)
     value = tl.load(x + start + at, within & (row >= 0) & (row < G.height), other=0.0)
@@ -174,12 +174,13 @@ def _pixels(x, at, within, line, number, G: tl.constexpr):
 
 @triton.jit
 def _two_lines(x, weights, at, within, line, valid, G: tl.constexpr, UPPER: tl.constexpr):
-    """Two lines of the convolution, (pairs, outputs) each; minus infinity where there is none.
+    """Two lines of the convolution, (pairs, outputs) each; minus infinity outside of it.
 
-    They share most lines of the input. Unless UPPER, only the lower one is computed. Each column of
-    a pair is zero times pixels that only the other looks at: NaN for those that are not finite.
+    The lines share most of their input. Unless UPPER, only the lower one is computed. Each column
+    of a pair multiplies the pixels that only the other column needs by zero. If such a pixel is not
+    finite, the product is NaN.
     """
-    # A sum that begins with minus infinity stays so: cheaper than a choice at its end.
+    # A sum that starts at minus infinity stays there: cheaper than a select at the end.
     upper_valid = valid & (line >= 0) & (line < G.conv_height)
     upper = tl.where(upper_valid, 0.0, -float("inf"))
     lower_valid = valid & (line + 1 >= 0) & (line + 1 < G.conv_height)
@@ -196,7 +197,10 @@ def _two_lines(x, weights, at, within, line, valid, G: tl.constexpr, UPPER: tl.c
 
 @triton.jit
 def _largest_of_column(x, weight, at, within, top, valid, channel, G: tl.constexpr):
-    """What is largest of three lines of one column of each pair, (pairs, channels): exact."""
+    """Maximum over three lines of one column of each pair, (pairs, channels).
+
+    Exact: reads only pixels of its own column, so it is free of the NaN of `_two_lines`.
+    """
     own = tl.arange(0, G.wide)[None, :] - G.lead
     within = within & (own >= 0) & (own < G.kernel_w * G.inner)
     best = tl.full((G.pairs, G.channels), -float("inf"), tl.float32)
@@ -214,17 +218,17 @@ def _largest_of_column(x, weight, at, within, top, valid, channel, G: tl.constex
 
 @triton.jit
 def _exists(pair, column, G: tl.constexpr):
-    """Whether the convolution has this column, 0 or 1, of a pair."""
+    """Whether column 0 or 1 of a pair lies within the convolution's result."""
     column += 2 * pair + 1 - G.pool_padding
     return (column >= 0) & (column < G.conv_width)
 
 
 @triton.jit
 def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constexpr):
-    """Writes a line of the result: what is largest of three columns. Returns where a NaN was."""
+    """Store a line of the result, the maximum over three columns; return which pairs hold NaN."""
     own = _maximum(_maximum(first, second) + bias, 0.0)
     if 2 * G.out_width - 1 - G.pool_padding >= G.conv_width:
-        # The last window has neither column of its own pair: minus infinity and the bias are NaN.
+        # Both columns of the last pair can lie outside, and their value must not be used.
         own = tl.where(_exists(pair, 0, G)[:, None], own, 0.0)
     right = _maximum(second + bias, 0.0).to(y.dtype.element_ty)
     left = tl.broadcast_to(tl.maximum(tl.arange(0, G.pairs) - 1, 0)[:, None], right.shape)
@@ -241,13 +245,13 @@ def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constex
 
 @triton.jit
 def conv_relu_max_pool(x, weight, bias, y, columns, G: tl.constexpr):
-    """Convolution, ReLU and pooling, 3x3 with stride 2, from the top of a strip to its end.
+    """Convolution, ReLU and 3x3 max-pooling with stride 2; walks down one strip of lines.
 
-    Columns of the convolution come in pairs, two for each column of the result, side by side over
-    all images: what is read for a pair, of each line of taps one run of neighbours, serves both, as
-    the rows of one product of matrices. The window's third column is the second one of the pair to
-    the left, its third line the lower one of the step before; only the first pair of a program and
-    the first line of a strip are computed for that alone.
+    Columns of the convolution are processed in pairs, one pair per column of the result, numbered
+    over all images. For each line of taps, a pair reads one contiguous run of pixels, which is a
+    row of a matrix product and serves both columns. The window's third column is the second one of
+    the pair on the left. Its third line is the lower line of the previous step. Only the first pair
+    of a program and the first line of a strip are computed just for this overlap.
     """
     lane = tl.arange(0, G.pairs)
     place = tl.program_id(0) * (G.pairs - 1) - 1 + lane
@@ -290,7 +294,7 @@ def conv_relu_max_pool(x, weight, bias, y, columns, G: tl.constexpr):
         found = _store_line(y, first, second, added, pair, target, stored, start + step, G)
         seen = tl.maximum(seen, found)
     if tl.max(seen, 0) > 0:
-        # Some of it may only be NaN of a pixel next to the window: once more, column by column.
+        # The NaN may come from a pixel beside the window (see `_two_lines`): recompute exactly.
         after = at + G.stride_w * G.inner
         inside = (after >= 0) & (after < G.width * G.inner)
         for step in range(G.strip):

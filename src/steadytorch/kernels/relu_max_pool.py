@@ -1,8 +1,8 @@
-"""ReLU and two-dimensional max-pooling in one pass over memory.
+"""Fused ReLU and 2D max-pooling.
 
-Apart, the two read the input, write it back, read it again, and pooling writes indices that
-inference does not need. Together they read once and write the result: for a 2x2 window that is 1.25
-times the input's bytes instead of 3.75.
+Separately, the two read the input, write it, read it again, and pooling writes indices that
+inference does not need. Fused, they read the input once and write the result. For a 2x2 window the
+memory traffic falls from 3.75 to 1.25 times the input's bytes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from steadytorch.kernels.launch import (
 from steadytorch.kernels.operators import registered
 
 _BLOCKS = {"last": (1024, 256, 8), "pairs": (1024, 128, 8), "single": (256, 256, 4)}
-"""By the way of reading: outputs of a program, the most of them side by side, and warps.
+"""Per access pattern: outputs of a program, maximum contiguous outputs, warps.
 
-Chosen from a dozen settings timed on an H200. Four outputs a thread suit loads that are contiguous;
-with strided ones, more than two make a warp's addresses lie so far apart that caches thrash (a 3x3
-window with stride 2 took 79, 133 and 245 us at two, four and eight).
+Chosen from a dozen settings timed on an H200. Contiguous loads suit four outputs a thread. Strided
+loads suit two: with more, the addresses of a warp spread so far that caches thrash. For a 3x3
+window with stride 2:
+
+    outputs a thread    2     4     8
+    time (us)          79   133   245
 """
 MOST_UNROLLED = 25
-"""Taps of a window that is unrolled; larger ones take a loop, for the sake of compile time."""
+"""Maximum taps of an unrolled window; larger windows use a loop, to limit compile time."""
 MOST_COLUMNS = 65535
-"""Pixels of a line, or channels where they lie innermost: CUDA's limit for the second axis of a
-grid, kept without counting on the width of blocks."""
+"""Maximum pixels of a line (channels for channels_last): CUDA's limit for the grid's second axis.
+It assumes blocks of width 1."""
 
 Pair = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """How the input is looked at: (vertical, horizontal) each, in pixels."""
+    """Pooling window; each size is (vertical, horizontal), in pixels."""
 
     kernel: Pair
     stride: Pair
@@ -60,18 +63,18 @@ def relu_max_pool2d(
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """What `max_pool2d(relu(x), ...)` returns, bit by bit on CUDA; there in one pass.
+    """Compute `max_pool2d(relu(x), ...)`, on CUDA in one kernel and bitwise equal.
 
     Args:
-        x: shape (N, C, H, W), or (C, H, W) as PyTorch takes it too.
-        kernel_size: of the window; as in `torch.nn.functional.max_pool2d`, like all that follow.
-        stride: None for the kernel's size.
-        padding: on each side.
+        x: shape (N, C, H, W) or (C, H, W).
+        kernel_size: window size, as in `torch.nn.functional.max_pool2d`.
+        stride: window stride; None for `kernel_size`.
+        padding: padding on each side.
         dilation: distance between taps of the window.
-        ceil_mode: whether a window may begin within the input and end beyond it.
+        ceil_mode: whether windows may extend beyond the input.
 
     Raises:
-        RuntimeError: whatever PyTorch's own pooling refuses.
+        RuntimeError: PyTorch's pooling rejects the arguments.
     """
     if has_torch_function_unary(x):
         window = (kernel_size, stride, padding, dilation, ceil_mode)
@@ -118,9 +121,9 @@ def program_for(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> Fused | None:
-    """The program that such a call runs, or None where PyTorch's own operators run.
+    """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Args are those of `relu_max_pool2d`, sizes as pairs.
+    Same arguments as `relu_max_pool2d`, with sizes as pairs.
     """
     if not is_covered(x):
         return None
@@ -129,13 +132,13 @@ def program_for(
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        shape: of the input, (N, C, H, W).
-        is_last: whether its channels lie innermost.
-        device: where it is.
-        window: how it is looked at.
+        shape: shape of the input, (N, C, H, W).
+        is_last: whether the input is channels_last.
+        device: device of the input.
+        window: pooling window.
     """
 
     def __init__(
@@ -171,15 +174,15 @@ class Fused:
         self._launch = Launch(programs.relu_max_pool, grid, arguments, device, warps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The result, in the input's layout; `x` must be as described."""
+        """Launch and return the result in the input's layout; `x` must match the description."""
         y = x.new_empty_strided(self._shape, self._strides)
         self._launch(x, y)
         return y
 
 
 def _stands_in_pairs(window: Window) -> bool:
-    # Also possible with wider windows and with padding, and slower there: what is loaded for one
-    # pair of taps is then not aligned for the next.
+    # Wider windows and padding would work too, but are slower: loads of the next pair of taps
+    # would not be aligned.
     across = [size[1] for size in (window.kernel, window.stride, window.padding, window.dilation)]
     return across == [2, 2, 0, 1]
 
@@ -196,7 +199,7 @@ def _fused(
     dilation: Pair,
     ceil_mode: bool,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if len(shape) != 4 or is_last is None:
         return None
     if not len(kernel) == len(stride) == len(padding) == len(dilation) == 2:
@@ -211,20 +214,20 @@ def _fused(
 
 
 def _checked_outputs(shape: torch.Size, dtype: torch.dtype, window: Window) -> Pair | None:
-    """Height and width of the output, None where PyTorch refuses or it cannot be addressed."""
+    """Height and width of the output; None if PyTorch raises or the output is too large."""
     try:
         outputs = _outputs(shape, window)
-    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+    except RuntimeError:  # the eager call raises PyTorch's own error
         return None
     y = torch.empty((*shape[:2], *outputs), dtype=dtype, device="meta")
     return outputs if is_launchable(y, dtype) else None
 
 
 def _outputs(shape: tuple[int, ...], window: Window) -> Pair:
-    """Height and width of the output, by PyTorch's own rules.
+    """Height and width of the output, computed by PyTorch.
 
     Raises:
-        RuntimeError: it refuses these sizes.
+        RuntimeError: PyTorch rejects these sizes.
     """
     sizes: Any = window
     y = F.max_pool2d(torch.empty((1, 1, *shape[2:]), device="meta"), *sizes)
@@ -238,9 +241,9 @@ def _axes(shape: Sequence[int], outputs: Pair, window: Window) -> list[tuple[int
 
 
 def _every_window_sees(shape: Sequence[int], outputs: Pair, window: Window) -> bool:
-    """Whether each window holds a pixel of the input: a dilated one may step over all of them.
+    """Whether every window covers a pixel of the input; a dilated window may miss all of them.
 
-    PyTorch gives minus infinity there, and the program zero.
+    For an empty window PyTorch returns minus infinity, and the kernel would return zero.
     """
     return all(
         gap == 1
@@ -266,7 +269,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Which tap won is found again rather than kept: training pays a pass, inference nothing.
+    # Indices of the maxima are recomputed, so that inference need not store them.
     (x,) = ctx.saved_tensors
     y = x.relu()
     _, winners = torch.ops.aten.max_pool2d_with_indices(y, *ctx.window)

@@ -1,9 +1,9 @@
-"""Programs for convolutions of separable networks, in Triton: of pixels, channels and images.
+"""Triton kernels for pointwise, depthwise and small-channel convolutions.
 
-A Linear is a pointwise one. As those of `programs`, each computes in float32.
+A Linear runs as a pointwise convolution. Like those in `programs`, all compute in float32.
 """
 
-# ruff: noqa: N803 - constants of a program are written in capitals, as Triton's users know them
+# ruff: noqa: N803 - by Triton's convention, compile-time constants are in capitals
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import triton.language as tl
 
 @triton.jit
 def _clipped(value, low, high):
-    """As PyTorch's clamp: NaN stays NaN."""
+    """Clamp as PyTorch does: NaN stays NaN."""
     value = tl.maximum(value, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(value, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _gelu(value):
-    """GELU's erf form: the value times the share of a normal distribution that lies below it.
+    """GELU in its erf form, x * Phi(x), with Phi the normal CDF.
 
-    The share beyond, on the other side, is two to the power of a polynomial, fitted so that results
-    are within 3e-7 and a hundred-thousandth of themselves. `tl.erf` takes three times as many
-    instructions, three in four of a product of 96 channels, and negative values lose digits where
-    it comes near to -1.
+    The tail Phi(-|x|) is 2 to the power of a fitted polynomial. Results have an absolute error of
+    at most 3e-7 and a relative error of at most 1e-5. `tl.erf` takes three times as many
+    instructions, which would be 75 % of a product of 96 channels. Near -1 it also loses digits of
+    negative results to cancellation.
     """
     size = tl.abs(value)
     power = -1.0e-6 * size + 4.72963e-5
@@ -40,7 +40,7 @@ def _gelu(value):
 
 @triton.jit
 def activated(value, ACTIVATION: tl.constexpr):
-    """The activation of this name out of `activations.ACTIVATIONS`, in float32."""
+    """Apply an activation of `activations.ACTIVATIONS` by name, in float32."""
     if ACTIVATION == "relu":
         value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if ACTIVATION == "relu6":
@@ -56,7 +56,7 @@ def activated(value, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         value = _gelu(value)
     if ACTIVATION == "gelu_tanh":
-        # Half of 1 + tanh(u) is the sigmoid of 2u; here with -2u, and twice the root of 2 / pi.
+        # (1 + tanh(u)) / 2 = sigmoid(2u); the constant is -2 * sqrt(2 / pi).
         inner = -1.5957691216057308 * (value + 0.044715 * value * value * value)
         value = value / (1.0 + tl.exp(inner))
     return value
@@ -85,12 +85,13 @@ def pointwise_conv(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A product of matrices: pixels of all images by channels, times channels by outputs.
+    """Matrix product (pixels of all images x channels) @ (channels x outputs).
 
-    Sizes are variables, so that one compiled program serves many layers; steps of as many as lie in
-    16 bytes, where they can, tell the compiler that rows begin at such addresses. Blocks of outputs
-    follow each other, so that those that read the same pixels run at the same time. GATE is "" for
-    none, "one" where all rows of a program are of one image, "each" where they need not be.
+    Sizes are variables, so that one compiled kernel serves many layers. Where possible, they are
+    passed as multiples of 16 bytes, which tells the compiler that rows are aligned. Output blocks
+    of the same pixels have consecutive program IDs, so that they run together and share L2.
+
+    GATE is "" for no gate, "one" if all rows of a program belong to one image, "each" otherwise.
     """
     outputs = output_steps * OUTPUT_STEP
     channels = channel_steps * CHANNEL_STEP
@@ -137,7 +138,7 @@ def pointwise_conv(
 
 @triton.jit
 def _line_of_taps(taps, weight, has, LINE: tl.constexpr, G: tl.constexpr):
-    """The tuple of all taps so far, and those of one more line of the kernel."""
+    """Append the taps of one line of the kernel to the tuple `taps`."""
     for column in tl.static_range(tl.constexpr(G.kernel_w)):
         tap = tl.load(weight + (LINE * G.kernel_w + column) * G.all_channels, has, other=0.0)
         taps = taps + (tap.to(tl.float32),)  # noqa: RUF005 - Triton's
@@ -146,9 +147,9 @@ def _line_of_taps(taps, weight, has, LINE: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _line_of_pixels(x, has, top, left, LINE: tl.constexpr, G: tl.constexpr):
-    """What the patches of a program see of one line of the input: a tuple, by column."""
-    # A column is compared with the width, or with nothing for a line that there is not: as numbers
-    # without a sign, so that one comparison for each load says it all.
+    """Load one line of the patches' input windows, as a tuple by column."""
+    # Unsigned comparison, so that one check per load covers both edges. For a line outside of the
+    # input, the width is set to 0, which masks all columns.
     row = (top + LINE).to(tl.uint32, bitcast=True)
     end = tl.where(has & (row < G.height), G.width, 0).to(tl.uint32)
     values = ()
@@ -163,23 +164,24 @@ def _line_of_pixels(x, has, top, left, LINE: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _with_line(total, values, taps, COLUMN: tl.constexpr, BELOW: tl.constexpr, G: tl.constexpr):
-    """The sum for one output of each patch, and a line `BELOW` the first that it sees."""
+    """Add to one output of each patch the input line that is `BELOW` lines into its window."""
     if BELOW >= 0 and BELOW % G.dilation_h == 0 and BELOW // G.dilation_h < G.kernel_h:
         for column in tl.static_range(tl.constexpr(G.kernel_w)):
             value = values[COLUMN * G.stride_w + column * G.dilation_w]
-            # One operation: as two, 7x7 without an activation took 167 registers, not 121.
+            # Explicit FMA: with separate operations, 7x7 without activation took 167 registers
+            # instead of 121.
             total = tl.fma(value, taps[BELOW // G.dilation_h * G.kernel_w + column], total)
     return total
 
 
 @triton.jit
 def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
-    """A depthwise convolution, its bias and activation, channels innermost in all tensors.
+    """Depthwise convolution with bias and activation; channels are innermost in all tensors.
 
-    Each row of a tile is a patch of the result, `G.rows` by `G.columns` pixels, and each column a
-    channel; patches are numbered through lines and images. A pixel that is loaded serves all
-    outputs of its patch that see it. Weights are loaded for each patch although they are the same
-    for all: what has the shape of the tile is in the thread that needs it, without an exchange.
+    Each row of a tile is an output patch of `G.rows` by `G.columns` pixels, each column a channel.
+    Patches are numbered over lines and images. A loaded pixel serves all outputs of its patch.
+    Weights are loaded for each patch, although all patches share them: with the shape of the tile,
+    they are already in the thread that needs them, without an exchange.
     """
     blocks: tl.constexpr = (G.all_channels + G.channels - 1) // G.channels
     across: tl.constexpr = (G.out_width + G.columns - 1) // G.columns
@@ -225,14 +227,13 @@ def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
 
 @triton.jit
 def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
-    """A convolution of few channels, its bias and activation, as a product of matrices.
+    """Convolution of few channels with bias and activation, as an implicit matrix product.
 
-    Rows are pixels of the result, numbered through lines and images; the depth are the taps of all
-    channels, in blocks. Pixels lie along the threads, one for each, and a pixel's taps in registers
-    of its thread: where a tap lies is part of the instruction that loads it, and one comparison of
-    a line, and one of a column, serve all taps that lie there. (Of two axes along which nothing is
-    contiguous, Triton gives threads the first.) With taps along the threads, each load would have
-    an address and two comparisons of its own: nearly twice the instructions for the whole.
+    Rows are output pixels, numbered over lines and images. The depth is the taps of all channels,
+    in blocks. Each thread holds one pixel, with its taps in registers. Tap offsets are then part of
+    the load instructions, and one bounds check per line and per column serves all taps there. With
+    taps along the threads, each load would need its own address and two checks: nearly twice the
+    instructions in total. (If neither axis is contiguous, Triton assigns threads to the first.)
     """
     depth: tl.constexpr = G.kernel_h * G.kernel_w * G.channels
     blocks: tl.constexpr = (G.outputs + G.columns - 1) // G.columns
@@ -244,7 +245,7 @@ def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
     top = pixel // G.out_width % G.out_height * G.stride_h - G.padding_h
     left = pixel % G.out_width * G.stride_w - G.padding_w
     own = image * (G.channels * G.height * G.width) + (top * G.width + left) * G.x_column
-    top = tl.where(has, top, G.height)  # below the image, where nothing is loaded
+    top = tl.where(has, top, G.height)  # below the image, so that its loads are masked
     total = tl.full((G.rows, G.columns), 0.0, tl.float32)
     for start in tl.static_range(0, depth, tl.constexpr(G.depth)):
         tap = start + tl.arange(0, G.depth)
@@ -256,7 +257,7 @@ def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
         taps = tl.load(weight + at, (tap < depth)[:, None] & is_output[None, :], other=0.0)
         row, column = row * G.dilation_h, column * G.dilation_w
         at = channel * G.x_channel + (row * G.width + column) * G.x_column
-        # As numbers without a sign, so that one comparison says it for both edges.
+        # Unsigned comparison, so that one check covers both edges.
         inside = (top[:, None] + row[None, :]).to(tl.uint32, bitcast=True) < G.height
         inside &= (left[:, None] + column[None, :]).to(tl.uint32, bitcast=True) < G.width
         inside &= (tap < depth)[None, :]
@@ -270,7 +271,7 @@ def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
     if not G.out_last:
         to = (image * (G.outputs * size) + pixel % size)[:, None] + (output * size)[None, :]
         if size % 2 == 0:
-            # As many pixels as a wide store takes shall be one thread's, but not while they are
-            # loaded: Triton treats loads and stores of one shape alike.
+            # Transposed, so that each thread stores several neighbouring pixels at once. Loads must
+            # keep one pixel per thread, and Triton lays out loads and stores of one shape alike.
             to, total, stored = tl.trans(to), tl.trans(total), tl.trans(stored)
     tl.store(y + to, total, stored)

@@ -1,4 +1,4 @@
-"""How the work of a stem (convolution, ReLU, max-pooling) is laid out and cut up for one launch."""
+"""Layout and tiling of a stem (convolution, ReLU, max-pooling) for one launch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from steadytorch.kernels.launch import ALIGNMENT, is_channels_last, is_launchabl
 Pair = tuple[int, int]
 
 MOST_CHANNELS = 4
-"""Channels of the input. Above this many, library kernels win."""
+"""Maximum channels of the input. Above this, library kernels win."""
 WINDOW, STEP = 3, 2
-"""Of the pooling, either way: the program's columns and lines come in pairs for these."""
+"""Pooling window and stride, on both axes. Processing columns and lines in pairs relies on them."""
 SHORTEST_PRODUCT = 16
-"""Elements along which tensor cores multiply and add at the least."""
+"""Minimum depth of a tensor core product, in elements."""
 SHARED_BYTES = 48 << 10
-"""Memory on the chip that every device grants a program, for where it does not say."""
+"""Shared memory of a program that every device grants; the default if it is unknown."""
 CORES = 132
-"""Of an H200, for where there is no device to ask."""
+"""SMs of an H200; the default without a GPU."""
 
 
 class Config(NamedTuple):
-    """How the work is cut up; which way is fastest depends on the sizes.
+    """Tile sizes and launch options of one program; the fastest choice depends on the sizes.
 
     Attributes:
-        pairs: of columns of the convolution, for each program.
-        channels: of the result, for each program.
-        strip: lines of the result, for each program.
-        warps: of 32 threads, for each program.
-        stages: of the pipeline between memory and tensor cores; 1 for none.
-        registers: of a thread at the most: with fewer, more programs run side by side.
+        pairs: pairs of columns of the convolution.
+        channels: channels of the result.
+        strip: lines of the result.
+        warps: warps of 32 threads.
+        stages: pipeline stages between memory and tensor cores; 1 for no pipelining.
+        registers: maximum registers of a thread; fewer registers allow more programs per SM.
     """
 
     pairs: int
@@ -46,7 +46,7 @@ class Config(NamedTuple):
 
     @property
     def name(self) -> str:
-        """By which plans refer to it."""
+        """Name used in plans."""
         return f"{self.pairs}x{self.channels}x{self.strip}-w{self.warps}s{self.stages}"
 
 
@@ -63,28 +63,29 @@ CONFIGS: dict[str, Config] = {
         Config(64, 64, 7, 8, 1, 255),
     )
 }
-"""The closed list that the configuration of a plan is from, by name: the most promising first, as
-far as an H200 has shown, since a search may not come to the last."""
+"""All configurations that a plan may name, by name.
+
+The most promising on an H200 come first, since a search may run out of time."""
 
 
 class Geometry(NamedTuple):
-    """The sizes that are compiled into a program: all but how many images there are.
+    """Sizes that are compile-time constants of the kernel: all except the number of images.
 
     Attributes:
-        height: of the input, like `width`.
-        planes: channels of the input that lie apart.
-        inner: channels of the input that lie side by side.
+        height: input height, like `width`.
+        planes: input channels in separate planes; 1 for channels_last.
+        inner: contiguous input channels; 1 if not channels_last.
         outputs: channels of the result.
-        kernel_w: pixels of a line of the kernel.
-        taps: lines of the kernel, of all planes.
-        apart: lines of the input, of all planes, from a line of the convolution to the next.
-        out_inner: channels of the result that lie side by side, or 1.
-        per_output: stride of the weight, like all of `per_channel`, `per_row` and `per_column`.
-        lead: elements read before a line of taps, to begin where wide loads may.
-        wide: elements read for a line of taps, of two columns.
-        precision: of products, as Triton names it.
-        biased: whether there is a bias.
-        pairs: see `Config`, like `channels` and `strip`; 0 where not cut up yet.
+        kernel_w: width of the convolution kernel.
+        taps: lines of the convolution kernel, times `planes`.
+        apart: input lines from one line of the convolution to the next, times `planes`.
+        out_inner: contiguous channels of the result; 1 if not channels_last.
+        per_output: stride of the weight, like `per_channel`, `per_row` and `per_column`.
+        lead: elements read before a line of taps, to align wide loads.
+        wide: elements read for a line of taps of two columns.
+        precision: Triton's input precision of products.
+        biased: whether a bias is added.
+        pairs: see `Config`, like `channels` and `strip`; 0 until `cut_up`.
     """
 
     height: int
@@ -118,15 +119,15 @@ class Geometry(NamedTuple):
     strip: int = 0
 
     def cut_up(self, config: Config) -> Geometry:
-        """The same for a configuration."""
+        """Copy with the tile sizes of a configuration."""
         return self._replace(pairs=config.pairs, channels=config.channels, strip=config.strip)
 
     def columns(self, batch: int) -> int:
-        """Pairs of columns of so many images, those left of an unpadded window included."""
+        """Pairs of columns in `batch` images, including those left of an unpadded window."""
         return batch * (self.out_width + 1 - self.pool_padding)
 
     def grid(self, batch: int) -> tuple[int, int, int]:
-        """Programs: for pairs, of which one is the left neighbour of others; strips; channels."""
+        """Programs along pairs (one pair of each program is overlap), strips and channels."""
         pairs = -(-self.columns(batch) // (self.pairs - 1))
         return pairs, -(-self.out_height // self.strip), -(-self.outputs // self.channels)
 
@@ -141,20 +142,20 @@ def geometry_of(
     precision: str,
     biased: bool,
 ) -> Geometry | None:
-    """The sizes of a stem as a program takes them, not cut up yet.
+    """Compute the sizes of a stem, before tiling.
 
     Args:
-        x: like the input, on any device: its sizes, strides and type count.
-        weight: of the convolution, likewise.
-        stride: of the convolution.
-        padding: of the convolution.
-        pool_padding: 0 or 1, either way.
-        ceil_mode: of the pooling.
-        precision: of products, as Triton names it.
-        biased: whether there is a bias.
+        x: tensor with the sizes, strides and dtype of the input, on any device.
+        weight: tensor with the sizes and strides of the weight, on any device.
+        stride: stride of the convolution.
+        padding: padding of the convolution.
+        pool_padding: padding of the pooling on both axes, 0 or 1.
+        ceil_mode: `ceil_mode` of the pooling.
+        precision: Triton's input precision of products.
+        biased: whether a bias is added.
 
     Returns:
-        None for what the program does not take, or PyTorch refuses.
+        The sizes; None if the kernel does not support them or PyTorch rejects them.
     """
     placed = layouts(x, weight)
     sizes = _sizes(x, weight, stride, padding, pool_padding, ceil_mode)
@@ -200,15 +201,15 @@ def geometry_of(
 
 
 def layouts(x: Tensor, weight: Tensor) -> tuple[bool, bool] | None:
-    """Whether channels lie innermost, of the input and of PyTorch's result; None for other ways."""
+    """Whether the input and PyTorch's result are channels_last; None for unsupported layouts."""
     is_last, becomes_last = is_channels_last(x), [_goes_last(x), _goes_last(weight)]
     return None if is_last is None or None in becomes_last else (is_last, any(becomes_last))
 
 
 def _goes_last(tensor: Tensor) -> bool | None:
-    """Whether PyTorch takes channels to lie innermost, by the strides where sizes leave it open.
+    """Whether PyTorch treats a tensor as channels_last; None if the strides match no layout.
 
-    So they do for one channel and for one pixel. None where strides are of neither order.
+    The strides decide where sizes are ambiguous, that is for one channel or one pixel.
     """
     is_last = is_channels_last(tensor)
     if is_last or not tensor.is_contiguous(memory_format=torch.channels_last):
@@ -223,14 +224,14 @@ def _goes_last(tensor: Tensor) -> bool | None:
 def _sizes(
     x: Tensor, weight: Tensor, stride: Pair, padding: Pair, pool_padding: int, ceil_mode: bool
 ) -> tuple[int, int, int, int] | None:
-    """Height and width of the convolution and of the result, by PyTorch's own rules."""
+    """Height and width of the convolution and of the result; None if PyTorch rejects the sizes."""
     small = torch.empty((1, x.shape[1], *x.shape[2:]), device="meta")
     kernel = torch.empty((1, *weight.shape[1:]), device="meta")
     pooling: Any = (WINDOW, STEP, pool_padding, 1, ceil_mode)
     try:
         conv = F.conv2d(small, kernel, None, stride, padding)
         pooled = F.max_pool2d(conv, *pooling)
-    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+    except RuntimeError:  # the eager call raises PyTorch's own error
         return None
     height, width = pooled.shape[2:]
     result = torch.empty((x.shape[0], weight.shape[0], height, width), dtype=x.dtype, device="meta")
@@ -242,22 +243,22 @@ def _sizes(
 def config_for(
     name: str, geometry: Geometry, batch: int, dtype: torch.dtype, device: torch.device
 ) -> Config | None:
-    """The configuration of this name; for "" one that follows from the sizes.
+    """Look up a configuration by name; "" chooses one from the sizes.
 
     Args:
-        name: out of `CONFIGS`, or "".
-        geometry: of the stem.
-        batch: images.
-        dtype: of the tensors.
-        device: where it is to run.
+        name: a key of `CONFIGS`, or "".
+        geometry: sizes of the stem.
+        batch: number of images.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
 
     Returns:
-        None where a program of that kind needs more memory on the chip than the device has.
+        The configuration; None if it needs more shared memory than the device has.
     """
     memory, _ = _resources(device)
     named = [CONFIGS[name]] if name else CONFIGS.values()
     fitting = [config for config in named if shared_bytes(geometry, config, dtype) <= memory]
-    # The first of those that leave no core idle, or the one that leaves the fewest.
+    # The first one that occupies the most SMs.
     return max(fitting, key=lambda c: busy_cores(geometry.cut_up(c), batch, device), default=None)
 
 
@@ -267,10 +268,10 @@ def busy_cores(geometry: Geometry, batch: int, device: torch.device) -> int:
 
 
 def shared_bytes(geometry: Geometry, config: Config, dtype: torch.dtype) -> int:
-    """What a program needs of the memory on the chip, at the most.
+    """Upper bound of the shared memory of a program, in bytes.
 
-    All weights of its channels for two columns each, pixels of a line of taps for each stage, and
-    room to exchange a line of the result between threads.
+    It holds the weights of the program's channels for two columns each, the pixels of a line of
+    taps for each stage, and a buffer to exchange a line of the result between threads.
     """
     g = geometry
     lines = 1 if config.stages == 1 else config.stages * (g.taps + g.apart)
@@ -279,7 +280,7 @@ def shared_bytes(geometry: Geometry, config: Config, dtype: torch.dtype) -> int:
 
 
 def _resources(device: torch.device) -> tuple[int, int]:
-    """Memory on the chip for one program, in bytes, and cores."""
+    """Shared memory available to one program, in bytes, and number of SMs."""
     if device.type != "cuda":
         return 1 << 30, CORES
     properties: Any = torch.cuda.get_device_properties(device)

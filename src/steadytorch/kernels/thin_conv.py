@@ -1,4 +1,4 @@
-"""A convolution of few channels, as networks begin with, with bias and activation in one pass."""
+"""Fused convolution of few input channels, such as a network's first, with bias and activation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from steadytorch.kernels.operators import recomputed, registered
 from steadytorch.kernels.stem import CORES, MOST_CHANNELS, SHORTEST_PRODUCT, Pair, layouts
 
 MOST_TAPS = 256
-"""Of a kernel, in all channels: all are unrolled, and more take long to compile."""
+"""Maximum taps of a kernel over all channels. All are unrolled, so more take long to compile."""
 MOST_OUTPUTS = 128
-"""With more of them what is computed outweighs what is written, and libraries do well."""
+"""Maximum outputs. Above this, the convolution is compute-bound and library kernels win."""
 MOST_DEPTH = 32
-"""Taps that a thread holds at once."""
+"""Maximum taps that a thread holds at once."""
 
 
 def thin_conv2d(
@@ -34,40 +34,40 @@ def thin_conv2d(
     dilation: int | Sequence[int] = 1,
     activation: str = "",
 ) -> Tensor:
-    """`activation(conv2d(x, weight, bias, stride, padding, dilation))`.
+    """Compute `activation(conv2d(x, weight, bias, stride, padding, dilation))`.
 
-    On CUDA in one pass for 16-bit types and up to four channels. There it sums in float32 and
-    rounds once, where PyTorch rounds after each step.
+    On CUDA, one kernel does this for 16-bit types and up to four channels. It accumulates in
+    float32 and rounds once; PyTorch rounds after each step.
 
     Args:
         x: shape (N, C, H, W).
         weight: shape (K, C, kernel height, kernel width).
-        bias: shape (K,), or None for none.
-        stride: of the convolution; like all that follow, one number or (vertical, horizontal).
-        padding: zeros on each side.
-        dilation: distance between taps.
-        activation: a name out of `ACTIVATIONS`.
+        bias: shape (K,), or None.
+        stride: one number or (vertical, horizontal), like the next two.
+        padding: zeros added on each side.
+        dilation: distance between kernel taps.
+        activation: a key of `ACTIVATIONS`.
 
     Raises:
-        KeyError: no activation has this name.
-        RuntimeError: whatever PyTorch's own operators refuse.
+        KeyError: unknown activation.
+        RuntimeError: PyTorch's operators reject the arguments.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if has_torch_function(tensors):
         given = (x, weight, bias, stride, padding, dilation, activation)
         return handle_torch_function(thin_conv2d, tensors, *given)
     sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
-    # Autocast chooses the type of PyTorch's convolution, and knows no other.
+    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
     cast = torch.is_autocast_enabled("cuda")
     run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
     return run(x, weight, bias, *sizes, activation)
 
 
 def is_thin(kernel: Sequence[int]) -> bool:
-    """Whether the program is made for a weight of such a shape, (K, C, height, width).
+    """Whether the kernel supports a weight of shape (K, C, height, width).
 
-    Of single pixels `pointwise_conv2d` is the operator. A result of one channel is in both orders
-    of memory, and which one its strides say is a riddle.
+    1x1 kernels belong to `pointwise_conv2d`. A single output channel is not supported, because its
+    strides do not tell contiguous from channels_last.
     """
     if len(kernel) != 4 or not 1 < kernel[0] <= MOST_OUTPUTS or kernel[1] > MOST_CHANNELS:
         return False
@@ -110,9 +110,9 @@ def program_for(
     dilation: Sequence[int],
     activation: str,
 ) -> Fused | None:
-    """The program that such a call runs, or None where PyTorch's own operators run.
+    """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Args are those of `thin_conv2d`, sizes as pairs.
+    Same arguments as `thin_conv2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if not is_covered(x, *others) or any(t.device != x.device for t in others):
@@ -125,10 +125,7 @@ def program_for(
 
 
 class Cut(NamedTuple):
-    """Pixels by outputs of a program, and the taps that it takes at a time.
-
-    A thread has one pixel.
-    """
+    """Tile of a program: `rows` pixels (one per thread) by `columns` outputs, `depth` taps deep."""
 
     rows: int
     columns: int
@@ -136,15 +133,15 @@ class Cut(NamedTuple):
 
 
 def cut_for(pixels: int, outputs: int, taps: int, cores: int) -> Cut:
-    """How to cut up a convolution of these sizes on a device with so many cores.
+    """Choose the tile of a convolution of these sizes on a device with `cores` SMs.
 
-    Of 27 taps, what a thread does to have them costs about as many instructions as twelve outputs
-    with SiLU, thirteen each; more than 64 outputs would leave it too few registers. So 32 outputs
-    are one block and 96 are three: less is computed in vain, though pixels are loaded three times.
+    Columns: loading 27 taps costs a thread about as many instructions as 12 outputs with SiLU, at
+    13 instructions each. More than 64 outputs would need too many registers. So 32 outputs are one
+    block and 96 are three, which avoids padding, although pixels are then loaded three times.
 
-    128 pixels are what four warps give to Hopper's tensor cores in two steps. Of a single image of
-    112x112 they would be 98 programs, for 132 cores: the less there is, the fewer pixels a program
-    has, down to a warp's, until there are two programs for each core.
+    Rows: 128 pixels are what four warps pass to Hopper's tensor cores in two steps. For one image
+    of 112x112, that is only 98 programs for 132 SMs. Smaller inputs use fewer pixels per program,
+    down to one warp's 32, until there are two programs per SM.
     """
     columns = min((64, 32, 16), key=lambda wide: -(-outputs // wide) * (wide + 12))
     blocks = -(-outputs // columns)
@@ -154,16 +151,16 @@ def cut_for(pixels: int, outputs: int, taps: int, cores: int) -> Cut:
 
 
 class Geometry(NamedTuple):
-    """What is compiled into a program: all but how many images there are.
+    """Sizes that are compile-time constants of the kernel: all except the number of images.
 
     Attributes:
-        height: of the input, like `width`.
+        height: input height, like `width`.
         x_channel: elements from one channel of the input to the next.
         x_column: elements from one pixel of the input to the next.
         w_output: stride of the weight, like `w_channel`, `w_row` and `w_column`.
-        out_last: whether the result's channels lie innermost.
-        biased: whether there is a bias.
-        activation: a name out of `ACTIVATIONS`.
+        out_last: whether the result is channels_last.
+        biased: whether a bias is added.
+        activation: a key of `ACTIVATIONS`.
         rows: see `Cut`, like `columns` and `depth`.
     """
 
@@ -196,16 +193,16 @@ class Geometry(NamedTuple):
 
 
 class Fused:
-    """The program, made up for inputs of one shape, type and layout.
+    """Prepared launch for inputs of one shape, type and layout.
 
     Args:
-        images: how many there are.
+        images: number of images.
         geometry: all other sizes.
-        device: where the tensors are.
+        device: device of the tensors.
 
     Attributes:
         geometry: as given.
-        warps: of a program.
+        warps: warps per program.
     """
 
     def __init__(self, images: int, geometry: Geometry, device: torch.device) -> None:
@@ -220,7 +217,7 @@ class Fused:
         self._launch = Launch(program, (programs, 1, 1), (images, g), device, self.warps)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result; the tensors must be as described."""
+        """Launch and return the result; the tensors must match the description."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, weight, weight if bias is None else bias, y)
         return y
@@ -240,7 +237,7 @@ def _fused(
     dilation: Pair,
     activation: str,
 ) -> Fused | None:
-    """The program for such inputs, or None where PyTorch's own operators are to run."""
+    """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if dtype not in (torch.float16, torch.bfloat16) or activation not in ACTIVATIONS:
         return None
     if len(shape) != 4 or not is_thin(kernel) or shape[1] != kernel[1]:
@@ -253,9 +250,9 @@ def _fused(
     weight = torch.empty_strided(kernel, kernel_strides, dtype=dtype, device="meta")
     try:
         y = F.conv2d(x, weight, None, stride, padding, dilation)
-    except RuntimeError:  # PyTorch refuses: so it shall, in its own words
+    except RuntimeError:  # the eager call raises PyTorch's own error
         return None
-    # Of one pixel, what strides PyTorch gives depends on who computes.
+    # For one pixel, PyTorch's strides depend on its backend.
     if not is_launchable(y, dtype) or 1 in (shape[2:].numel(), y.shape[2:].numel()):
         return None
     placed = layouts(x, weight)

@@ -1,9 +1,9 @@
-"""Which cause can be seen for an outlier, in what was recorded beside the measurement.
+"""Attributes outliers to causes, from the telemetry recorded during the measurement.
 
-A cause is named only where it explains at least half of the excess over the median, or, for events
-that are counted and not timed, where more of them happened than happens without an outlier. The
-evidence of one stretch of time is spent on its largest outliers first and never twice. All else is
-`unattributed`: a wrong cause costs its reader more than none.
+A cause must explain at least half of the excess over the median. For events that are counted but
+not timed, more of them must have happened than happen without an outlier. The evidence of one time
+stretch goes to its largest outliers first and counts once. All other outliers are `unattributed`: a
+wrong cause costs the reader more than a missing one.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ CAUSES = (
     RECOMPILATION,
     UNATTRIBUTED,
 )
-"""All that `attribute` can answer."""
+"""All possible results of `attribute`."""
 
 EXPLAINED = 0.5
-"""Share of the excess that a cause must explain: then no other single cause explains more."""
+"""Share of the excess that a cause must explain, so that no other single cause explains more."""
 MINOR_FAULT_NS = 500
-"""Least time of a minor fault, which clears a page of 4 KiB: 0.5 us, and 2.5 us were seen in a
-virtual machine. Claims rest on the least."""
+"""Minimum time of a minor fault, which clears a 4 KiB page. 2.5 us were measured in a virtual
+machine; attribution uses the minimum."""
 MAJOR_FAULT_NS = 50_000
-"""Least time of a major fault: a read from a fast solid-state disk."""
+"""Minimum time of a major fault: a read from a fast SSD."""
 SWITCH_NS = 10_000_000
-"""Longest that one involuntary switch is taken to cost: three slices of Linux's scheduler, 3 ms."""
+"""Maximum assumed cost of one involuntary switch: three 3 ms slices of Linux's scheduler."""
 COMPILE_LEAST_NS = 2_000_000
-"""No compilation is shorter: a single addition without a backend takes torch.compile 20 ms."""
+"""Minimum time of a compilation: torch.compile takes 20 ms for one addition without a backend."""
 STEAL_LEAST_NS = 5_000_000
-"""Half a step of the kernel's counter of stolen time, which cannot speak of less."""
+"""Half the resolution of the kernel's steal-time counter."""
 
 CLOCK_LEAST = 0.01
-"""Part of itself by which a counted clock must differ to have moved: of an H200's at rest 98 in 100
-readings lie within 0.7 %."""
+"""Relative change at which a counted clock has moved. On an idle H200, 98 of 100 readings lie
+within 0.7 %."""
 
 _THERMAL_BITS = REASON_BITS["thermal_slowdown"] | REASON_BITS["hardware_thermal_slowdown"]
 _POWER_BITS = REASON_BITS["power_cap"] | REASON_BITS["hardware_power_brake"]
@@ -75,25 +75,25 @@ def attribute(
     group: int = 1,
     clocks_mhz: Sequence[float] | np.ndarray | None = None,
 ) -> list[str]:
-    """A cause from `CAUSES` for each outlier, in the order of `outlier_indices`.
+    """Return a cause from `CAUSES` for each outlier, in the order of `outlier_indices`.
 
-    Where the host's time rose with the period, only what the host does can be the cause; where it
-    did not, only the device. Without `host_ns` both are looked at, the host first. An outlier that
-    is faster than the median can only be put down to a faster clock.
+    If the host time rose with the period, only host causes qualify; otherwise only device causes.
+    Without `host_ns` both are tried, host causes first. An outlier below the median can only be
+    caused by a faster clock.
 
     Args:
-        starts_ns: when each sample began, on the recording's clock, shape (N,), ascending. On CUDA
-            this is the host's clock too, right to within a tick.
+        starts_ns: start of each sample on the recording's clock, shape (N,), ascending. On CUDA
+            this is the host clock too, accurate to one tick.
         durations_ns: periods or latencies per iteration, shape (N,).
-        outlier_indices: places in `durations_ns`.
-        recording: what was recorded meanwhile.
-        host_ns: enqueue time of each iteration, shape (N,); None or empty where none was taken.
-        group: iterations that one sample is the mean of.
-        clocks_mhz: the device's clock as it was counted over each sample, shape (N,), NaN where
-            unknown; None or empty where none was counted. The recording's stands in for it.
+        outlier_indices: indices into `durations_ns`.
+        recording: telemetry recorded during the measurement.
+        host_ns: enqueue time of each iteration, shape (N,); None or empty if not measured.
+        group: number of iterations averaged in one sample.
+        clocks_mhz: counted device clock over each sample, shape (N,), NaN where unknown. None or
+            empty falls back to the clock in the recording.
 
     Raises:
-        UsageError: lengths that differ, or an index out of range.
+        UsageError: lengths differ, or an index is out of range.
     """
     starts, durations, host, chosen = _checked(starts_ns, durations_ns, host_ns, outlier_indices)
     if not len(chosen):
@@ -103,7 +103,7 @@ def attribute(
         clocks = np.full(len(starts), np.nan)
     if len(clocks) != len(starts):
         raise UsageError(
-            f"attribute needs a clock for each of {len(starts)} samples: {len(clocks)}"
+            f"attribute needs one clock per sample: got {len(clocks)} for {len(starts)} samples"
         )
     inquest = _Inquest(starts, durations * group, host * group, chosen, recording, clocks)
     return inquest.causes()
@@ -122,18 +122,21 @@ def _checked(
     chosen = np.asarray(outlier_indices, dtype=np.int64)
     if len(starts) != len(durations) or len(host) not in (0, len(durations)):
         raise UsageError(
-            f"attribute needs one start and one host time a sample: {len(durations)} samples, "
-            f"{len(starts)} starts, {len(host)} host times"
+            f"attribute needs one start and one host time per sample: got {len(durations)} "
+            f"samples, {len(starts)} starts, {len(host)} host times"
         )
     if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(durations):
-        raise UsageError(f"attribute was given an outlier beyond its {len(durations)} samples")
+        raise UsageError(
+            f"attribute needs outlier indices from 0 to {len(durations) - 1}: got {chosen.min()} "
+            f"to {chosen.max()}"
+        )
     return starts, durations, host, chosen
 
 
 class _Inquest:
-    """The outliers of one series, and the stages that find causes for them one after the other.
+    """The outliers of one series, and the stages that look for their causes in turn.
 
-    Arrays have the shape (outliers,), times are whole samples.
+    Arrays have shape (outliers,); times are per sample, not per iteration.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class _Inquest:
         self._excess = durations[chosen] - self._typical
         gpu = recording.device != "cpu"
         ends = starts[chosen] + durations[chosen].astype(np.int64)
-        # What the sampler's queue holds, about: it decides by the first iterations of each stretch.
+        # An estimate: the sampler sets its queue depth by the first iterations of each stretch.
         queued = may_be_in_flight(self._typical, host) if gpu and len(host) else 0
         ahead = int(queued * self._typical)
         # When the host worked for the sample, and when the device did.
@@ -170,13 +173,13 @@ class _Inquest:
         self._open = np.ones(len(chosen), dtype=bool)
 
     def causes(self) -> list[str]:
-        """Goes through the stages: what brings others about comes before them."""
+        """Run the stages; causes that trigger other causes come first."""
         self._counted("compilations", RECOMPILATION, least_ns=COMPILE_LEAST_NS)
         self._collected()
         self._counted("allocator_retries", ALLOCATOR)
         self._counted("allocator_device_calls", ALLOCATOR)
         self._timed()
-        # Of a GPU's program only the thread that was measured matters, and its waits are timed.
+        # Only the measured thread matters to a GPU program, and its waits are timed.
         if self._recording.device == "cpu" or self._recording.wait_ns is None:
             self._counted("involuntary_switches", CONTEXT_SWITCH, most_ns=SWITCH_NS)
         for place in np.flatnonzero(self._open & self._device_up):
@@ -189,12 +192,12 @@ class _Inquest:
             self._open[place] = False
 
     def _pending(self) -> list[int]:
-        """Outliers of the host without a cause, the largest first."""
+        """Return host outliers without a cause, largest first."""
         places = np.flatnonzero(self._open & self._host_up)
         return places[np.argsort(-self._excess[places], kind="stable")].tolist()
 
     def _rivals(self, channel: str, place: int) -> np.ndarray:
-        """Larger outliers of the host, still open, that the same rise could explain."""
+        """Return a mask of larger, still open host outliers that the same counter rise explains."""
         mine = self._excess[place]
         earlier = np.arange(len(self._open)) < place
         larger = (self._excess > mine) | ((self._excess == mine) & earlier)
@@ -202,7 +205,7 @@ class _Inquest:
         return near & larger & self._open & self._host_up
 
     def _collected(self) -> None:
-        """Collections are exact: those within the span must last half the excess."""
+        """Settle outliers by garbage collections in their span, whose times are exact."""
         starts = np.asarray(self._recording.gc_start_ns, dtype=np.int64)
         ends = starts + np.asarray(self._recording.gc_duration_ns, dtype=np.int64)
         for place in self._pending():
@@ -214,15 +217,17 @@ class _Inquest:
     def _counted(
         self, channel: str, cause: str, *, least_ns: int = 0, most_ns: int | None = None
     ) -> None:
-        """Events without a duration: one more than usual for each larger outlier, and one for this.
+        """Settle outliers by events without a duration.
+
+        Needs one event beyond the usual number for this outlier and for each larger rival.
 
         Args:
             channel: a counter of the recording.
-            cause: what it is evidence of.
-            least_ns: the event is never shorter, so neither is the excess it brings about.
-            most_ns: the event is taken to cost no more; None: it may cost anything.
+            cause: the cause that the counter is evidence for.
+            least_ns: minimum cost of one event; smaller excesses do not qualify.
+            most_ns: maximum cost of one event; None for no limit.
         """
-        # Decided for all before any is settled: who is settled no longer counts as a rival.
+        # Decide all before settling any: settled outliers no longer count as rivals.
         claimed = []
         for place in self._pending():
             extra = self._ticks.extra_events(channel, place)
@@ -235,7 +240,7 @@ class _Inquest:
             self._settle(place, cause)
 
     def _timed(self) -> None:
-        """Waiting, stealing, faulting beyond the usual: whichever explains the largest share."""
+        """Settle outliers by waits, steal time or page faults, whichever explains the most."""
         claimed = {}
         for place in self._pending():
             faults_ns = MINOR_FAULT_NS * self._ticks.extra_events("minor_faults", place)
@@ -255,7 +260,7 @@ class _Inquest:
             self._settle(place, cause)
 
     def _load(self, channel: str, place: int) -> float:
-        """The excess to be explained: this outlier's, after that of its rivals."""
+        """Return the excess to explain: that of this outlier and its rivals."""
         return float(self._excess[place] + self._excess[self._rivals(channel, place)].sum())
 
     def _device_cause(self, place: int) -> str:
@@ -263,7 +268,7 @@ class _Inquest:
         clock, usual = self._clock(place)
         held, always = self._ticks.bits(begin, end)
         slower = self._excess[place] > 0
-        # What the same cycles take longer at the clock of that time.
+        # Extra time of the same cycles at the clock of that moment.
         longer_ns = self._typical * (usual / clock - 1) if clock else 0.0
         enough = abs(longer_ns) >= EXPLAINED * abs(self._excess[place])
         if longer_ns and enough and (longer_ns > 0) == slower:
@@ -276,9 +281,9 @@ class _Inquest:
         return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
 
     def _clock(self, place: int) -> tuple[float | None, float]:
-        """The clock over an outlier and the usual one; what was counted goes before what was read.
+        """Return the clock over an outlier and the usual clock; counted clocks take precedence.
 
-        None where it is unknown; the usual one where it has not moved.
+        The first is None if unknown, and equals the usual clock if it has not moved.
         """
         counted, usual = float(self._clocks[place]), self._usual_clock
         if not counted > 0:
@@ -288,7 +293,7 @@ class _Inquest:
 
 
 def _held_by(mask: int) -> str | None:
-    """What holds the clock; heat first, since it holds it lowest."""
+    """Return what limits the clock; thermal first, because it limits most."""
     if mask & _THERMAL_BITS:
         return THERMAL
     return POWER_CAP if mask & _POWER_BITS else None

@@ -1,4 +1,4 @@
-"""Clocks that can be replaced: real time in production, scripted time in tests."""
+"""Replaceable clocks: real time in production, scripted time in tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The monotonic clock of this machine, at the resolution of `time.perf_counter_ns`."""
+    """The monotonic clock `time.perf_counter_ns`."""
 
     def now_ns(self) -> int:
         """Nanoseconds since an arbitrary origin."""
@@ -23,7 +23,7 @@ class HostClock:
 
 
 class FakeClock:
-    """A clock that moves only when told: for tests of samplers, races and budgets."""
+    """A manually advanced clock, for tests of samplers, races and budgets."""
 
     def __init__(self, start_ns: int = 0) -> None:
         self._now_ns = start_ns
@@ -33,5 +33,5 @@ class FakeClock:
         return self._now_ns
 
     def advance(self, nanoseconds: int) -> None:
-        """Moves the time on."""
+        """Advance the time."""
         self._now_ns += nanoseconds

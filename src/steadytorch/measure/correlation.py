@@ -1,8 +1,8 @@
-"""How many independent samples a correlated series is worth.
+"""Effective sample size of a correlated series.
 
-Two questions with two answers: whether there is enough to claim an interval at all, for which an
-estimate must scatter little, and how wide that interval has to be, for which it must be right under
-whatever correlation there is.
+There are two estimates. `claimable_size` decides whether an interval may be claimed, so it must
+have little variance. `corrected_size` sets the width of the interval, so it must hold under any
+correlation.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import numpy as np
 from steadytorch.measure.periodicity import without_lines
 
 MIDDLE = (0.1, 0.9)
-"""Quantiles outside are tails."""
+"""Quantiles outside this range are tails."""
 COARSER = 4
-"""Factor from one length of blocks to the next."""
+"""Factor between successive block lengths."""
 FEWEST_BLOCKS = 200
-"""Fewer blocks than these say too little about their correlation."""
+"""Minimum number of blocks for estimating their correlation."""
 LENIENCY = 1.5
-"""What blocks say of the worth counts this many times where it is decided whether to claim."""
+"""Factor on the effective size by blocks when deciding whether to claim an interval."""
 WORTH_PER_COSINE = 8
-"""The low frequencies end where the spectrum bends: at this part of the effective size."""
+"""Effective samples per cosine coefficient; higher frequencies lie beyond the spectrum's bend."""
 BURST_BEYOND = 6.0
-"""Robust standard deviations above the median from which on a sample may belong to a burst."""
+"""Robust standard deviations above the median at which a sample may belong to a burst."""
 BURST_GAP = 10
-"""Far samples this close together are one burst."""
+"""Far samples at most this many places apart form one burst."""
 BURSTS_COUNT = 4.0
-"""Times that the variance of few bursts is counted beyond what the series shows of it."""
+"""Weight of the unknown variance of rare bursts, in multiples of the observed one."""
 
 
 def autocorrelation_time(indicator: np.ndarray, least: float = 0.0) -> float:
-    """Integrated autocorrelation time tau = 1 + 2 sum rho_k of a series, in samples.
+    """Return the integrated autocorrelation time tau = 1 + 2 sum rho_k, in samples; at least 1.
 
     The sum is cut at the first window W >= 5 tau(W) (A. Sokal, "Monte Carlo methods in statistical
-    mechanics", 1997, section 3). A constant series has tau 1, and none has less.
+    mechanics", 1997, section 3). A constant series has tau 1.
 
     Args:
         indicator: shape (N,), typically 1{x <= q}.
-        least: lags that the window holds in any case.
+        least: minimum window in lags.
     """
     count = len(indicator)
     centred = indicator - indicator.mean()
@@ -55,7 +55,7 @@ def autocorrelation_time(indicator: np.ndarray, least: float = 0.0) -> float:
 
 
 def effective_size(samples: np.ndarray, quantile: float = 0.5) -> float:
-    """How many independent samples the series is worth for a quantile: N / tau of 1{x <= q}."""
+    """Return the effective sample size for a quantile: N / tau of 1{x <= q}."""
     return len(samples) / autocorrelation_time(_below(samples, quantile))
 
 
@@ -64,13 +64,14 @@ def _below(samples: np.ndarray, quantile: float) -> np.ndarray:
 
 
 def rank_effective_size(samples: np.ndarray) -> float:
-    """What the series is worth for its median if its normal scores are an autoregression.
+    """Return the effective size for the median, assuming that normal scores follow an AR(1).
 
-    The lag-one correlation of the normal scores is corrected for its bias (Marriott and Pope,
-    1954); a Gaussian AR(1) gives the indicator 1{x <= median} correlations 2/pi asin(rho^k). It
-    scatters by a seventh where N / tau from a window scatters by half, which matters where it is
-    decided whether to claim: claiming where an estimate happens to be high selects the intervals
-    that are too short, and coverage where claimed falls to 60 to 90 %.
+    The lag-one correlation of the normal scores is bias-corrected (Marriott and Pope, 1954). For a
+    Gaussian AR(1), the indicator 1{x <= median} has correlations 2/pi asin(rho^k).
+
+    The estimate has a relative spread of one seventh, against one half for N / tau by a window.
+    That matters when deciding whether to claim: claiming only if an estimate happens to be high
+    selects intervals that are too short, with a coverage of 60 to 90 %.
 
     Args:
         samples: shape (N,), in the order taken.
@@ -89,19 +90,19 @@ def _autoregressive_size(scores: np.ndarray) -> float:
 
 
 def _scores(samples: np.ndarray) -> np.ndarray:
-    """Normal quantiles of the ranks, shape (N,)."""
+    """Return the normal quantiles of the ranks, shape (N,)."""
     from scipy.special import ndtri
 
     _, place, shared = np.unique(samples, return_inverse=True, return_counts=True)
-    # Equal samples share a rank: ranks by position would make a quantised clock look like a trend.
+    # Ties share a rank: ranking them by position would turn a quantised clock into a trend.
     return ndtri((np.cumsum(shared) - 0.5 * shared) / len(samples))[place]
 
 
 def _coarse_size(samples: np.ndarray, leniency: float = 1.0) -> float:
-    """The least `rank_effective_size` of the series and of means over longer and longer blocks.
+    """Return the least `rank_effective_size` of the series and of its means over growing blocks.
 
-    Independent noise on top of a slow one hides its correlation from neighbouring samples, and not
-    from neighbouring blocks, in which it averages out.
+    Independent noise hides the correlation of slow noise between adjacent samples. It averages out
+    in blocks.
     """
     scores, length = _scores(samples), COARSER
     least = _autoregressive_size(scores)
@@ -113,17 +114,17 @@ def _coarse_size(samples: np.ndarray, leniency: float = 1.0) -> float:
 
 
 def claimable_size(samples: np.ndarray, quantile: float) -> float:
-    """The effective size that decides whether an interval of a quantile may be claimed.
+    """Return the effective size that decides whether an interval may be claimed.
 
     Args:
         samples: shape (N,), in the order taken.
         quantile: between 0 and 1.
     """
     if MIDDLE[0] <= quantile <= MIDDLE[1]:
-        # The direct estimate has half the say, because it scatters.
+        # The direct estimate has a large variance, so it only counts if it is half as large.
         return min(_coarse_size(samples, LENIENCY), 2 * effective_size(samples, quantile))
-    # Extremes come in clusters that the middle knows nothing of; where bursts are rarer than the
-    # quantile, only half as far out.
+    # Extremes cluster independently of the middle. Bursts rarer than the quantile only show at
+    # `outer`, half as far from the end.
     outer = quantile + np.sign(quantile - 0.5) * min(quantile, 1 - quantile) / 2
     window = 2 * float(np.sqrt(len(samples)))
     direct = (
@@ -134,12 +135,12 @@ def claimable_size(samples: np.ndarray, quantile: float) -> float:
 
 
 def _clustered_size(samples: np.ndarray, quantile: float) -> float:
-    """The worth by the clusters in which the samples beyond a quantile come.
+    """Return the effective size by the clusters of samples beyond a quantile.
 
-    Of n samples beyond it, theta n are clusters, by the distances T between them: theta is
+    n samples beyond the quantile form theta n clusters. With distances T between them, theta is
     2 (sum T)^2 / (n sum T^2), the "intervals" estimate of the extremal index (C. Ferro, J. Segers,
-    "Inference for clusters of extreme values", 2003). It counts twice, because the fewer clusters
-    there are, the less is known of their sizes.
+    "Inference for clusters of extreme values", 2003). It is squared, because fewer clusters also
+    leave their sizes less certain.
     """
     level = np.quantile(samples, quantile)
     distances = np.diff(np.flatnonzero(samples > level if quantile > 0.5 else samples < level))
@@ -154,7 +155,7 @@ def _clustered_size(samples: np.ndarray, quantile: float) -> float:
 
 
 def _clusters(far: np.ndarray) -> np.ndarray:
-    """How many of the marked samples belong to each cluster of them."""
+    """Return the number of marked samples in each cluster."""
     places = np.flatnonzero(far)
     if len(places) == 0:
         return np.zeros(0)
@@ -163,19 +164,21 @@ def _clusters(far: np.ndarray) -> np.ndarray:
 
 
 def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.95) -> float:
-    """The effective size that makes an interval as wide as not knowing tau demands.
+    """Return the effective size for an interval that accounts for the uncertainty of tau.
 
-    tau is the spectrum of 1{x <= q} at frequency zero over its variance: the mean square of its
-    first B cosine coefficients, each of which is an estimate of its own, so that Student's quantile
-    at B degrees of freedom takes the place of the normal one (E. Lazarus, D. Lewis, J. Stock,
-    M. Watson, "HAR inference: recommendations for practice", 2018). B is half the root of N, or
-    less where the spectrum bends sooner. What is periodic is taken out first, since only its
-    unfinished period is unknown; and few bursts count for more than they show (`_bursts`).
+    tau is the spectrum of 1{x <= q} at frequency zero, divided by its variance. It is estimated by
+    the mean square of the first B cosine coefficients. These are independent estimates, so
+    Student's quantile at B degrees of freedom replaces the normal one (E. Lazarus, D. Lewis,
+    J. Stock, M. Watson, "HAR inference: recommendations for practice", 2018). B is half the root
+    of N, or less if the spectrum bends earlier.
+
+    Periodic parts are removed first, because only their unfinished period is unknown. Rare bursts
+    get extra weight (`_bursts`).
 
     Args:
         samples: shape (N,), in the order taken.
         quantile: between 0 and 1.
-        confidence: of the interval it is meant for.
+        confidence: confidence level of the interval.
     """
     from scipy.fft import dct
     from scipy.special import stdtrit
@@ -187,24 +190,24 @@ def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.9
         return float(count)
     cosines = max(4, int(min(0.5 * count**0.5, _coarse_size(samples) / WORTH_PER_COSINE)))
     low = np.asarray(dct(rest.series, norm="ortho"))[1 : cosines + 1]
-    # Half: as a whole it would be a variance, and it is a bias. Simulated, one covers 96.1 %.
+    # Half, because the shift is a bias, not a variance. In simulation, a factor of 1 covers 96.1 %.
     shifted = 0.5 * count * rest.shift**2
     tau = (float(low @ low) / cosines + shifted) / variance
     if MIDDLE[0] <= quantile <= MIDDLE[1]:
         tau += quantile / (1 - quantile) * _bursts(samples)
     upper = 1 - (1 - confidence) / 2
     wider = float(stdtrit(cosines, upper)) / NormalDist().inv_cdf(upper)
-    # Strict alternation has no low frequencies at all; more than tenfold worth is not believed.
+    # Strict alternation has no low frequencies: cap the effective size at ten times N.
     return count / max(0.1, tau * wider**2)
 
 
 def _bursts(samples: np.ndarray) -> float:
-    """What is unknown of rare bursts, as an addition to tau at the median.
+    """Return the uncertainty from rare bursts, as an addition to tau at the median.
 
-    Stretches of k bursts of l samples shift every rank by the share of time that they take, whose
-    variance, sum l^2 / N^2, is part of tau already; but it rests on k events, and k is a Poisson
-    count with a relative variance of 1/k. It is counted `BURSTS_COUNT` times, since series that
-    happened to meet few bursts, or none, show too little of it.
+    k bursts of l samples shift every rank by their share of the time. The variance of that share,
+    sum l^2 / N^2, is already part of tau. But it rests on k events, a Poisson count with relative
+    variance 1/k. The addition is weighted by `BURSTS_COUNT`, because a series with few or no bursts
+    underestimates it.
     """
     centre = np.median(samples)
     scale = 1.4826 * np.median(np.abs(samples - centre))

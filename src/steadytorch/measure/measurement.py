@@ -1,4 +1,4 @@
-"""The result of measuring: all samples, and what may be said of them."""
+"""The result of a measurement: all samples and their summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 from steadytorch.results.measure import Measurement
 
 MOST_WARM_UP = 0.4
-"""Where more than this share of a series was warm-up, no interval is claimed: one change of level,
-and little after it, is what a clock with two states looks like in a short series."""
+"""Maximum warm-up share of a series for which an interval is claimed. In a short series, one late
+change of level may also be a clock with two states."""
 P99_NEEDS = 1000
-"""p99 is reported from this many effective samples on: ten lie beyond it."""
+"""Minimum effective samples for p99: ten lie beyond it."""
 
 
 def summarize(
@@ -29,16 +29,15 @@ def summarize(
     *,
     causes: Mapping[int, str] | None = None,
 ) -> Measurement:
-    """Summarises a series of timings, wherever they were taken.
+    """Summarize a series of timings from any source.
 
     Args:
         samples_ns: durations in ns, in the order taken; all positive and finite.
-        metric: what they are.
-        causes: index of a sample to what was seen to happen then; outliers without one are
-            `unattributed`.
+        metric: the kind of durations.
+        causes: maps sample indices to causes; other outliers are `unattributed`.
 
     Raises:
-        UsageError: no samples, or one that is not a positive finite number.
+        UsageError: there are no samples, or a sample is not a positive finite number.
     """
     every = _checked(samples_ns)
     verdict = steady_part(every)
@@ -94,11 +93,11 @@ def _checked(samples_ns: Sequence[int]) -> np.ndarray:
 def median_interval(
     samples: np.ndarray, verdict: WarmUpVerdict, confidence: float = 0.95
 ) -> tuple[tuple[float, float] | None, str | None]:
-    """The interval of the median of the steady part, or why none may be claimed.
+    """Return the interval of the median of the steady part, or why there is none.
 
     Args:
         samples: shape (N,), without the warm-up.
-        verdict: what the change points say of the series.
+        verdict: the result of `steady_part`.
         confidence: nominal coverage.
 
     Returns:
@@ -107,9 +106,7 @@ def median_interval(
     if verdict.regimes > 1:
         return None, verdict.note
     if verdict.dropped > MOST_WARM_UP * (verdict.dropped + len(samples)):
-        return None, (
-            f"the level changed for good only {len(samples)} samples before the end: take more"
-        )
+        return None, (f"the level changed {len(samples)} samples before the end: take more samples")
     return quantile_interval(samples, 0.5, confidence)
 
 

@@ -1,4 +1,4 @@
-"""The A/A noise floor: how far two measurements of the same thing are apart here."""
+"""The A/A noise floor: the spread between measurements of the same step on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DISCARD = 2
 
 
 def noise_floor(device: str, side: int = 512, seed: int = 0) -> NoiseFloor:
-    """Measures a matrix product against itself, in pairs of blocks in random order.
+    """Measure a matrix product against itself, in pairs of blocks in random order.
 
     Args:
         device: torch device string.
-        side: of the square float32 matrices.
-        seed: of the matrices and the order.
+        side: rows and columns of the square float32 matrices.
+        seed: seed for the matrices and the order.
     """
     import torch
 

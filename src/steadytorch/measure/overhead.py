@@ -1,4 +1,4 @@
-"""What taking the time costs, so that every measurement can say it."""
+"""Measures the overhead of the timing itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from steadytorch.measure.sampler import Sampler
 
 
 def probe_overhead(sampler: Sampler, count: int) -> float:
-    """Time that the sampler adds to an iteration at the most, in ns.
+    """Return an upper bound of the time that the sampler adds to an iteration, in ns.
 
-    It is the median period of a step that does nothing. Where a device works while the host takes
-    the time, part of it is hidden, so a real iteration suffers no more than this.
+    The bound is the median period of an empty step. A working device hides part of this overhead.
 
     Args:
-        sampler: takes the periods.
-        count: iterations to take; a few hundred last well under 10 ms.
+        sampler: the sampler to test.
+        count: number of iterations; a few hundred take well under 10 ms.
 
     Raises:
         UsageError: `count` is below one.
     """
     if count < 1:
-        raise UsageError(f"the overhead of a probe needs at least one iteration, not {count}")
+        raise UsageError(f"count is {count}: measuring the overhead needs at least 1 iteration")
     periods, _ = sampler.periods(_nothing, count)
     return float(np.median(periods))
 

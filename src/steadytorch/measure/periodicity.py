@@ -1,8 +1,8 @@
-"""Periodic parts of a series: what repeats is known, and only its unfinished period is not.
+"""Removes periodic parts from a series before its correlation is estimated.
 
-A neighbour that comes at fixed intervals, a control loop of a fan or of a clock: a window of lags
-that ends somewhere in such a period adds up whatever part of it falls inside, and makes intervals
-too wide or too narrow. So lines of the spectrum are fitted and taken out first.
+Examples are a neighbour process at fixed intervals, or the control loop of a fan or clock. A window
+of lags that ends inside a period makes intervals too wide or too narrow. So spectral lines are
+fitted and removed; only the unfinished period stays uncertain.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST = 200
-"""Shorter series are left as they are: their ordinates lie too wide apart for a neighbourhood."""
+"""Minimum series length; in shorter ones, ordinates are too far apart for a neighbourhood."""
 FALSE = 1e-3
-"""Nominal probability of seeing a line where there is none. With the level taken from so few
-neighbours it is near 5 %, and what is then taken out is small: simulated, intervals hold."""
+"""Nominal probability of a false line. It is near 5 % in practice, because few neighbours set the
+level. False lines are small: in simulation, intervals keep their coverage."""
 NEIGHBOURS = 9
-"""Ordinates on either side, whose median is the level that a line must stand out from."""
+"""Ordinates on each side; their median is the level that a line must exceed."""
 GAP = 1
-"""Ordinates left out between, into which a line that falls between two of them leaks."""
+"""Ordinates skipped next to the peak, because a line between two ordinates leaks into both."""
 MOST = 8
-"""Lines taken out at most."""
+"""Maximum number of removed lines."""
 FINER = 8
-"""Frequencies tried between neighbouring ordinates."""
+"""Frequencies tested between adjacent ordinates."""
 
 
 class Rest(NamedTuple):
-    """A series without its lines.
+    """A series without its periodic lines.
 
     Attributes:
-        series: the rest around its mean, shape (N,).
-        share: of the variance, what is left.
-        shift: of the mean of the series, by unfinished periods; in units of the series.
+        series: the remaining series around its mean, shape (N,).
+        share: remaining share of the variance.
+        shift: shift of the mean by unfinished periods, in units of the series.
     """
 
     series: np.ndarray
@@ -41,7 +41,7 @@ class Rest(NamedTuple):
 
 
 def without_lines(series: np.ndarray) -> Rest:
-    """Takes the clearest line out, again and again, until none stands out.
+    """Remove the strongest spectral line repeatedly, until none is significant.
 
     Args:
         series: shape (N,).
@@ -67,12 +67,12 @@ def without_lines(series: np.ndarray) -> Rest:
 
 
 def _clearest(series: np.ndarray) -> float | None:
-    """The clearest line, in periods over the series; None where none is one.
+    """Return the strongest line in periods per series, or None if none is significant.
 
     Ordinates of the periodogram are exponentially distributed around the spectrum, so the largest
-    of n exceeds ln(n / p) times it with probability p (R. A. Fisher, "Tests of significance in
-    harmonic analysis", 1929). The spectrum is taken from the neighbourhood, because correlated
-    noise is not flat; and the first ordinate is never a line, because a trend looks like it.
+    of n exceeds ln(n / p) times the spectrum with probability p (R. A. Fisher, "Tests of
+    significance in harmonic analysis", 1929). The spectrum is estimated locally, because correlated
+    noise is not flat. The first ordinate never counts, because a trend looks like a line there.
     """
     count = len(series)
     power = np.abs(np.fft.rfft(series, FINER * count)) ** 2
@@ -86,7 +86,7 @@ def _clearest(series: np.ndarray) -> float | None:
 
 
 def _surroundings(ordinates: np.ndarray) -> np.ndarray:
-    """The spectrum beside each ordinate: the higher of the medians to its left and to its right."""
+    """Estimate the spectrum around each ordinate: the higher median of its two sides."""
     count, reach = len(ordinates), NEIGHBOURS + GAP
     padded = np.pad(ordinates, reach, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, NEIGHBOURS)

@@ -1,7 +1,7 @@
-"""Comparing callables that return the time of one block: pairs, verdicts and k-way races.
+"""Compares callables that return the time of one block: pairs, verdicts and k-way races.
 
-Blocks of the arms are interleaved in random order, so that drift, clocks and neighbours fall on all
-of them alike; looks at the data are planned, and the error is divided among them.
+Blocks of the arms are interleaved in random order, so that drift, clocks and neighbours affect all
+arms alike. The looks at the data are planned, and the error probability is divided among them.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from steadytorch.measure.statistics import (
 )
 
 LOOKS = (12, 18, 27, 40, 60)
-"""Numbers of pairs at which a verdict may be given."""
+"""Numbers of pairs at which a verdict is possible."""
 ALPHA = 0.01
-"""Probability of a false verdict over all looks together."""
+"""Probability of a false verdict over all looks."""
 TIE = 0.005
-"""Differences within this fraction do not matter to anyone."""
+"""Differences within this fraction count as a tie."""
 POWER = 0.90
-"""Probability with which the minimal detectable effect would be found. For pairs it is 0.9 at 27
-and more; 0.81 at 12, where the ranks are too few to use the level up."""
+"""Probability of finding the minimal detectable effect. For pairs it holds from 27 pairs on; at 12
+it is 0.81, because so few ranks cannot use the whole level."""
 LEAST_PROCESSES = 3
-"""Fresh processes from which a claim about the machine may be made; five are better."""
+"""Minimum number of fresh processes for a claim about the machine; five are better."""
 
 Block = Callable[[], float]
 Verdict = Literal["faster", "slower", "tie", "undecided"]
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What pairs of block times say of B against A.
+    """The comparison of B with A from pairs of block times.
 
     Attributes:
         estimate: effect on time as a fraction; -0.12 is 12 % less time. None without pairs.
-        low: lower end of its interval, None with too few pairs for one.
+        low: lower end of its interval; None with too few pairs.
         high: upper end.
-        verdict: faster, slower, tie or undecided, of B.
-        pairs: how many pairs the verdict rests on.
-        mde: the smallest effect that this many pairs would have found, as a fraction.
+        verdict: whether B is faster, slower, tie or undecided.
+        pairs: number of pairs behind the verdict.
+        mde: minimal detectable effect at this number of pairs, as a fraction.
     """
 
     estimate: float | None
@@ -65,16 +65,16 @@ def judge(
     alpha: float = ALPHA,
     tie: float = TIE,
 ) -> Judgement:
-    """Applies the planned looks in sequence and stops at the first that decides.
+    """Apply the planned looks in sequence and stop at the first that decides.
 
     Args:
-        pairs: (time of A's block, time of B's block) in the order taken, any one unit.
-        looks: numbers of pairs at which to look, rising; pairs between looks wait for the next.
+        pairs: (time of A's block, time of B's block) in the order taken, in any one unit.
+        looks: numbers of pairs at which to look, ascending; pairs between two looks are not used.
         alpha: false-verdict probability over all looks, divided evenly among them.
         tie: half-width of the tie band as a fraction.
 
     Raises:
-        UsageError: not pairs, or a time that is not a positive finite number.
+        UsageError: the input is not pairs, or a time is not a positive finite number.
     """
     differences = _checked_ratios(pairs)
     taken = [look for look in looks if look <= len(differences)]
@@ -84,13 +84,13 @@ def judge(
             return judgement
     if taken:
         return _look(differences[: taken[-1]], alpha / len(looks), tie)
-    # Before the first planned look nothing may be decided, whatever the interval says.
+    # A verdict before the first planned look would exceed the error probability.
     early = _look(differences, alpha / len(looks), tie)
     return msgspec.structs.replace(early, verdict="undecided")
 
 
 def _checked_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
-    """`log_ratios` of pairs that come from outside."""
+    """Validate pairs from the caller and return their `log_ratios`."""
     try:
         times = np.asarray(pairs, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -108,7 +108,7 @@ def _checked_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
 
 
 def log_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
-    """ln(B / A) of each pair, shape (n,)."""
+    """Return ln(B / A) of each pair, shape (n,)."""
     times = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     return np.log(times[:, 1]) - np.log(times[:, 0])
 
@@ -123,14 +123,14 @@ def _look(differences: np.ndarray, alpha: float, tie: float) -> Judgement:
     if cut is None:
         return Judgement(estimate, None, None, "undecided", count, None)
     low, high = (float(np.expm1(averages[end])) for end in (cut, -1 - cut))
-    # The signed-rank test needs 1.02 times the standard error of the t-test on normal differences.
+    # On normal differences, the signed-rank test has 1.02 times the standard error of the t-test.
     error = 1.02 * float(np.std(differences, ddof=1)) / np.sqrt(count)
     mde = float(np.expm1(detectable(count - 1, alpha, POWER) * error))
     return Judgement(estimate, low, high, verdict_of(low, high, tie), count, mde)
 
 
 def verdict_of(low: float, high: float, tie: float) -> Verdict:
-    """What an interval of an effect says, given the half-width of the tie band; all fractions."""
+    """Return the verdict for an effect's interval and a tie band's half-width, all fractions."""
     if high < 0:
         return "faster"
     if low > 0:
@@ -146,7 +146,7 @@ def compare(
     looks: Sequence[int] = LOOKS,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Judgement, list[tuple[float, float]]]:
-    """Takes pairs, the order within each by coin, until a look decides or `stop` says so.
+    """Take pairs, each in random order, until a look decides or `stop` returns True.
 
     Returns:
         The judgement and all pairs (A, B) in the order taken.
@@ -171,8 +171,8 @@ class RaceResult(msgspec.Struct, frozen=True):
 
     Attributes:
         survivors: indices of the arms not shown to be slower than the leader, fastest first.
-        times: per arm, its block times in the order taken; shorter for those dropped early.
-        leader: index of the arm with the lowest centre.
+        times: block times of each arm, in the order taken; fewer for arms dropped early.
+        leader: index of the arm with the lowest median.
     """
 
     survivors: tuple[int, ...]
@@ -189,20 +189,20 @@ def race(
     tie: float = TIE,
     stop: Callable[[], bool] = lambda: False,
 ) -> RaceResult:
-    """Randomised complete blocks over the survivors, dropping those shown to be slower.
+    """Race the arms in randomised complete blocks; drop arms shown to be slower.
 
-    An arm is dropped at a look when its exact interval against the leader, at
-    alpha / ((k - 1) looks), excludes zero. The race ends when one arm is left, when all that are
-    left lie within the tie band of the leader, at the last look, or when `stop` says so. A look too
-    early for any interval at that level is put off to the first round that allows one.
+    A look drops an arm if its exact interval against the leader, at alpha / ((k - 1) looks),
+    excludes zero. A look with too few rounds for an interval at that level moves to the first round
+    that allows one. The race ends when one arm is left, when all survivors lie within the leader's
+    tie band, at the last look, or when `stop` returns True.
 
     Args:
         arms: each runs one block and returns its time.
-        rng: decides the order within each round of blocks.
+        rng: draws the order within each round of blocks.
         looks: numbers of rounds at which arms may be dropped.
         alpha: probability of dropping the best arm, over the whole race.
         tie: half-width of the tie band as a fraction.
-        stop: asked before each round; True ends the race with what there is.
+        stop: called before each round; True ends the race with the times so far.
     """
     times: list[list[float]] = [[] for _ in arms]
     alive = list(range(len(arms)))
@@ -223,7 +223,7 @@ def race(
 def _drop_slower(
     times: list[list[float]], alive: list[int], level: float, tie: float
 ) -> tuple[list[int], bool]:
-    """The survivors, fastest first, and whether nothing is left to decide among them."""
+    """Return the survivors, fastest first, and whether all of them tie with the leader."""
     logs = {arm: np.log(times[arm]) for arm in alive}
     ranked = sorted(alive, key=lambda arm: float(np.median(logs[arm])))
     leader, kept, settled = ranked[0], [ranked[0]], True
@@ -238,17 +238,17 @@ def _drop_slower(
 
 
 class MachineClaim(msgspec.Struct, frozen=True):
-    """What fresh processes say together of B against A.
+    """The comparison of B with A over fresh processes.
 
     Attributes:
         estimate: effect on time as a fraction, the geometric mean over processes.
-        low: lower end of its interval, None with fewer than three processes.
+        low: lower end of its interval; None with fewer than three processes.
         high: upper end.
-        verdict: faster, slower, tie or undecided, of B.
-        processes: how many it rests on.
+        verdict: whether B is faster, slower, tie or undecided.
+        processes: number of processes.
         claim: `machine` from three processes on, else `process`.
-        mde: the smallest effect that so many processes would have found, as a fraction; None with
-            fewer than three.
+        mde: minimal detectable effect at this number of processes, as a fraction; None with fewer
+            than three.
     """
 
     estimate: float
@@ -263,22 +263,22 @@ class MachineClaim(msgspec.Struct, frozen=True):
 def machine_claim(
     estimates: Sequence[float], *, alpha: float = ALPHA, tie: float = TIE
 ) -> MachineClaim:
-    """Joins the effects found in fresh processes, each with workers of its own.
+    """Combine the effects found in fresh processes, each with its own workers.
 
-    Processes differ by more than the noise within one (memory layout, clocks, chosen algorithms),
-    so the interval is Student's on one logarithm per process, however many samples each took.
+    Processes differ by more than the noise within one: memory layout, clocks, chosen algorithms. So
+    the interval is Student's on one logarithm per process, regardless of the samples in each.
 
     Args:
-        estimates: effect on time of each process as a fraction, as in `Judgement.estimate`.
-        alpha: probability of missing.
+        estimates: effect on time in each process as a fraction, as in `Judgement.estimate`.
+        alpha: probability that the interval misses the effect.
         tie: half-width of the tie band as a fraction.
 
     Raises:
-        UsageError: no estimate, or one that is not a finite fraction above -1.
+        UsageError: there is no estimate, or one is not a finite fraction above -1.
     """
     effects = np.asarray(estimates, dtype=np.float64)
     if effects.ndim != 1 or len(effects) == 0:
-        raise UsageError("a claim about the machine needs the estimate of at least one process")
+        raise UsageError("machine_claim needs the estimate of at least one process")
     wrong = np.flatnonzero(~(np.isfinite(effects) & (effects > -1)))
     if len(wrong):
         at = int(wrong[0])

@@ -1,13 +1,13 @@
-"""Timing one iteration after another, on the CPU and on CUDA devices.
+"""Times iterations one by one, on the CPU and on CUDA devices.
 
-Two times are taken, never in one block, because synchronising changes the workload:
+There are two metrics, measured in separate blocks because synchronising changes the workload:
 
-- *period*: from the end of an iteration to the end of the next, with the device's queue kept filled
-  (two iterations in flight at the least, `LEAD_NS` of them where the driver's queue has room). Gaps
-  count, so launch-bound work is seen as it is.
+- *period*: from the end of one iteration to the end of the next, with the device's queue kept full
+  (at least two iterations in flight, `LEAD_NS` of work if the driver's queue has room). Gaps count,
+  so launch-bound work shows as such.
 - *latency*: from the call to its finished result, with the queue empty before and after.
 
-On the CPU, where a call returns with its result, the two are one.
+On the CPU, a call returns with its result, so both are the same.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from steadytorch.measure.clock import Clock, HostClock
 from steadytorch.results.measure import WarmUp
 
 GROUPING_BELOW_NS = 100_000
-"""Below 100 us an iteration, several are timed together: CUDA events resolve 0.5 us."""
+"""Shorter iterations are timed in groups, because CUDA events resolve 0.5 us."""
 
 IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
-"""Iterations that wait in the device's queue or run, at the least and at the most."""
+"""Minimum and maximum number of iterations queued or running on the device."""
 LEAD_NS = 4_000_000
-"""Work to have in the queue where calls are short: Linux may keep a process waiting for a slice of
-3 ms, and what runs on without waiting for each result does not notice."""
+"""Target amount of queued device work: it covers a 3 ms slice that Linux gives another process."""
 BACKLOG_NS = 1_000_000
-"""Enqueueing to be ahead by: half of the 1,022 launches that the driver queues, at 2 us each.
-Where it is full, launching waits, and work that the device bounds looks launch-bound."""
+"""Maximum enqueue time ahead of the device: half of the 1,022 launches that the driver queues, at
+2 us each. A full queue blocks launches, so device-bound work would look launch-bound."""
 
 COMPARABLE_NS = 100_000_000
 """End-of-block notification lags by about 20 us, 0.02 % of this."""
 CLOCKS_AGREE = 1e-3
-"""Clocks of device and host that differ by more than this fraction make periods doubtful."""
+"""Maximum relative difference between device and host clock; above it, periods are unreliable."""
 READ_CYCLES_NS = 2_000_000
-"""Least time between readings of a counter: a fifth of the steps in which a power limit moves the
-clock of an H200."""
+"""Minimum time between counter readings: a fifth of the interval at which a power limit changes an
+H200's clock."""
 
 Step = Callable[[], Any]
 
 
 class StepError(Exception):
-    """The step raised. The times of the iterations before it are kept; the cause is chained.
+    """The step raised. Keeps the times of the iterations before; the cause is chained.
 
     Attributes:
         durations_ns: of the finished iterations, shape (finished,).
@@ -58,51 +57,51 @@ class StepError(Exception):
 
 
 class Counter(Protocol):
-    """Counts the cycles of a device, as `device.cycles.CycleCounter`."""
+    """A cycle counter of a device, such as `device.cycles.CycleCounter`."""
 
     def read(self, place: int, stream: int) -> bool:
-        """Enqueues the reading of this place; False where there is none."""
+        """Enqueue reading number `place`; return False if full or refused by the driver."""
         ...
 
     def clocks_mhz(self, count: int) -> np.ndarray:
-        """The clock between the first `count` readings in MHz, shape (count - 1,)."""
+        """Return the clock between the first `count` readings in MHz, shape (count - 1,)."""
         ...
 
 
 class Sampler(Protocol):
     """Times iterations of a step on one kind of device.
 
-    Both methods raise `StepError` where the step raises.
+    `periods` and `latencies` raise `StepError` if the step raises.
     """
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Period and host enqueue time of `count` iterations, both in ns, shape (count,)."""
+        """Return period and host enqueue time of `count` iterations, both in ns, shape (count,)."""
         ...
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
-        """Synchronised latency of `count` iterations in ns, shape (count,)."""
+        """Return the synchronised latency of `count` iterations in ns, shape (count,)."""
         ...
 
     def clock_difference(self) -> float | None:
-        """All periods by the device's clock over the same by the host's, less one.
+        """Return the sum of all periods by the device clock over that by the host clock, minus one.
 
-        None where there is one clock only, or where less than `COMPARABLE_NS` was timed.
+        None if there is only one clock, or if less than `COMPARABLE_NS` was timed.
         """
         ...
 
 
 class HostSampler:
-    """Times steps that are finished when they return.
+    """Times steps that are complete when they return.
 
     Args:
-        clock: where the time comes from.
+        clock: the host clock.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or HostClock()
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Period and host time of `count` iterations in ns; gaps between iterations count."""
+        """Return period and host time of `count` iterations in ns; gaps between them count."""
         boundaries = np.empty(count + 1, dtype=np.int64)
         boundaries[0] = self._clock.now_ns()
         for i in range(count):
@@ -116,11 +115,11 @@ class HostSampler:
         return periods, periods
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
-        """The same as the period: a host call returns with its result."""
+        """Return the periods: a host call returns with its result."""
         return self.periods(step, count)[0]
 
     def clock_difference(self) -> None:
-        """There is one clock only."""
+        """Return None: there is only one clock."""
 
 
 class CudaSampler:
@@ -134,9 +133,9 @@ class CudaSampler:
             ends of a series; reading time is not part of any period.
         typical_ns: approximate step time; sets how often the counter is read. 0 if unknown: the
             counter is then read after every iteration.
-        clocks_mhz: the device's clock by the counter over each iteration of the last periods, shape
-            (count,), NaN where it is unknown; None where none was counted.
-        gaps_ns: before each iteration, what a reading took, shape (count,); None likewise.
+        clocks_mhz: counted device clock over each iteration of the last `periods`, shape (count,),
+            NaN where unknown; None without a counter.
+        gaps_ns: reading time before each iteration, shape (count,); None without a counter.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -149,15 +148,15 @@ class CudaSampler:
         self._device_ns = self._host_ns = 0
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Period by boundary events and host enqueue time, in ns; waiting is not enqueueing."""
+        """Return period (by CUDA events) and host enqueue time in ns; waits are left out."""
         import torch
 
         self.clocks_mhz = self.gaps_ns = None
         ends = self._boundary_events(count + 1)
         host = np.empty(count, dtype=np.int64)
-        # Looked up once: at every record it would cost a microsecond.
+        # Looked up once: a look-up per record costs a microsecond.
         stream = torch.cuda.current_stream()
-        # With an empty queue the first event passes when it is recorded: both clocks start there.
+        # On an empty queue the first event completes at once, so both clocks start together.
         stream.synchronize()
         readings = _Readings(self.counter, stream, count, self.typical_ns)
         begun, in_flight = self._clock.now_ns(), IN_FLIGHT
@@ -189,7 +188,7 @@ class CudaSampler:
         return elapsed, host
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
-        """From the call to the finished result in ns, the queue empty before and after."""
+        """Return the time from call to result in ns, with the queue empty before and after."""
         import torch
 
         stream = torch.cuda.current_stream()
@@ -206,7 +205,7 @@ class CudaSampler:
         return samples
 
     def clock_difference(self) -> float | None:
-        """All periods by the device's clock over the same by the host's, less one."""
+        """Return all periods by the device clock over the same by the host clock, minus one."""
         return self._device_ns / self._host_ns - 1 if self._host_ns >= COMPARABLE_NS else None
 
     def _boundary_events(self, count: int) -> list[Any]:
@@ -218,13 +217,13 @@ class CudaSampler:
 
 
 class _Readings:
-    """Readings of a counter beside one call of `periods`.
+    """Counter readings during one call of `periods`.
 
     Args:
-        counter: None for none.
-        stream: on which the iterations run.
-        count: of iterations.
-        typical_ns: what one takes; 0 where unknown.
+        counter: the counter, or None.
+        stream: the stream of the iterations.
+        count: number of iterations.
+        typical_ns: approximate step time; 0 if unknown.
     """
 
     def __init__(self, counter: Counter | None, stream: Any, count: int, typical_ns: float) -> None:
@@ -233,7 +232,7 @@ class _Readings:
         self._at: list[int] = []
 
     def after(self, end: Any, place: int) -> Any:
-        """Reads after an iteration's end if that is due; the event at which the next one starts."""
+        """Read the counter if due; return the event at which the next iteration starts."""
         if self._counter is None:
             return end
         import torch
@@ -249,7 +248,7 @@ class _Readings:
         return start
 
     def clocks_mhz(self) -> np.ndarray | None:
-        """The clock over each iteration; None where fewer than two readings were enqueued."""
+        """Return the clock over each iteration; None with fewer than two readings."""
         if self._counter is None or len(self._at) < 2:
             return None
         found = np.full(self._count, np.nan)
@@ -259,29 +258,29 @@ class _Readings:
 
 
 def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
-    """Iterations that may be in a device's queue at once, the one that runs included.
+    """Return the number of iterations to keep in flight, the running one included.
 
     Args:
-        period_ns: of one iteration, typically.
-        host_ns: enqueue times of some, shape (N,).
+        period_ns: typical period of an iteration.
+        host_ns: enqueue times of some iterations, shape (N,).
     """
     most = min(LEAD_NS / max(period_ns, 1.0), BACKLOG_NS / max(float(np.min(host_ns)), 1.0))
     return int(np.clip(most, IN_FLIGHT, MOST_IN_FLIGHT))
 
 
 def _elapsed_ns(starts: list[Any], ends: list[Any]) -> np.ndarray:
-    """Times from events to others once the last has passed; none where a fault broke them."""
+    """Wait for the last event and return the times between pairs; empty if the device failed."""
     try:
         for last in ends[-1:]:
             last.synchronize()
         elapsed = [start.elapsed_time(end) * 1e6 for start, end in zip(starts, ends, strict=True)]
-    except RuntimeError:  # the device is lost with the step that raised
+    except RuntimeError:  # the step's error took the device down
         elapsed = []
     return np.asarray(elapsed, dtype=np.float64).round().astype(np.int64)
 
 
 def sampler_for(device_type: str, clock: Clock | None = None) -> Sampler:
-    """The sampler for a device type, `cpu` or `cuda`."""
+    """Return the sampler for a device type, `cpu` or `cuda`."""
     return CudaSampler(clock) if device_type == "cuda" else HostSampler(clock)
 
 
@@ -293,9 +292,9 @@ def warm_up(
     min_ns: int = 500_000_000,
     max_calls: int = 2000,
 ) -> WarmUp:
-    """Calls the step at least `min_calls` times and for `min_ns` after the first call.
+    """Call the step at least `min_calls` times and for `min_ns` after the first call.
 
-    The first call is kept apart, because compilation would otherwise count as warming up.
+    The first call is reported separately, so that compilation does not use up `min_ns`.
     """
     first = int(sampler.latencies(step, 1)[0])
     later: list[int] = []
@@ -307,7 +306,7 @@ def warm_up(
 
 
 def grouped(step: Step, group: int) -> Step:
-    """A step of `group` iterations; divide its times by `group`."""
+    """Return a step of `group` iterations; divide its times by `group`."""
     if group == 1:
         return step
 

@@ -1,8 +1,7 @@
-"""Statistics that hold for correlated, skewed timings.
+"""Statistics for correlated, skewed timings, as functions of arrays.
 
-Everything here is a function of arrays. Nothing assumes normality or independence: intervals of
-quantiles use exact binomial ranks at the *effective* sample size, and comparisons use paired blocks
-with the exact signed-rank distribution.
+Nothing assumes normality or independence. Quantile intervals use exact binomial ranks at the
+*effective* sample size; comparisons use paired blocks with the exact signed-rank distribution.
 """
 
 from __future__ import annotations
@@ -12,19 +11,18 @@ from functools import lru_cache
 import numpy as np
 
 from steadytorch.measure.correlation import claimable_size, corrected_size
-from steadytorch.quantities import counted
 
 MIN_EFFECTIVE = 50
-"""Fewer effective samples than this support no interval."""
+"""Minimum effective samples for an interval."""
 MIN_TAIL = 10
-"""A quantile needs this many effective samples beyond it."""
+"""Minimum effective samples beyond a quantile for its interval."""
 
 
 def _lower_rank(size: float, quantile: float, tail: float) -> float:
-    """The real number g with P(Binomial(size, quantile) <= g - 1) = tail.
+    """Return the real number g with P(Binomial(size, quantile) <= g - 1) = tail.
 
-    The binomial distribution is continued between the integers by the incomplete beta function,
-    as in the bounds of Clopper and Pearson (1934): P(X <= g - 1) = I_{1-q}(n - g + 1, g).
+    The incomplete beta function continues the binomial distribution between integers, as in Clopper
+    and Pearson (1934): P(X <= g - 1) = I_{1-q}(n - g + 1, g).
     """
     from scipy.special import betainc
 
@@ -35,7 +33,7 @@ def _lower_rank(size: float, quantile: float, tail: float) -> float:
             high = middle
         else:
             low = middle
-    # A solution that is an integer up to rounding is that integer.
+    # Snap to an integer within rounding error.
     nearest = float(round(low))
     return nearest if abs(low - nearest) < 1e-9 else low
 
@@ -43,20 +41,20 @@ def _lower_rank(size: float, quantile: float, tail: float) -> float:
 def interval_ranks(
     count: int, size: float, quantile: float, confidence: float = 0.95
 ) -> tuple[int, int] | None:
-    """Ranks, from 1, of the order statistics that enclose a quantile.
+    """Return the 1-based ranks of the order statistics that enclose a quantile.
 
     For independent samples (size = count) these are the narrowest exact binomial ranks with at most
-    (1 - confidence) / 2 in each tail. For correlated ones the exact ranks at `size` are carried to
-    `count` samples at the same level g / (n + 1).
+    (1 - confidence) / 2 in each tail. For correlated samples, the exact ranks at `size` are mapped
+    to `count` samples at the same level g / (n + 1).
 
     Args:
         count: number of samples N.
-        size: effective number n.
+        size: effective number of samples n.
         quantile: between 0 and 1.
         confidence: nominal coverage.
 
     Returns:
-        (lower, upper) with 1 <= lower <= upper <= N, or None where `size` is too small for one.
+        (lower, upper) with 1 <= lower <= upper <= N, or None if `size` is too small.
     """
     tail = (1 - confidence) / 2
     exact = [_lower_rank(size, level, tail) for level in (quantile, 1 - quantile)]
@@ -69,10 +67,10 @@ def interval_ranks(
 def quantile_interval(
     samples: np.ndarray, quantile: float, confidence: float = 0.95
 ) -> tuple[tuple[float, float] | None, str | None]:
-    """A distribution-free interval of a quantile, or the reason why there is none.
+    """Return a distribution-free interval of a quantile, or the reason why there is none.
 
-    Exact binomial ranks at the effective sample size, with what is unknown about that size counted
-    in (`corrected_size`); claimed only where the samples are worth enough (`claimable_size`).
+    Uses exact binomial ranks at an effective sample size that includes its own uncertainty
+    (`corrected_size`). An interval needs enough effective samples (`claimable_size`).
 
     Args:
         samples: shape (N,), in the order taken.
@@ -88,32 +86,34 @@ def quantile_interval(
     worth = claimable_size(samples, quantile)
     if worth < MIN_EFFECTIVE:
         return None, (
-            f"{counted(len(samples), 'sample')} worth {worth:.0f} independent, "
-            f"{MIN_EFFECTIVE} are needed"
+            f"too few samples ({worth:.0f} effective of {MIN_EFFECTIVE} needed): take more"
         )
     if worth * rare < MIN_TAIL:
         need = MIN_TAIL / rare
-        return None, f"{worth:.0f} effective samples, {need:.0f} are needed for this quantile"
+        return None, (
+            f"too few samples for this quantile ({worth:.0f} effective of {need:.0f} needed): "
+            "take more"
+        )
     size = corrected_size(samples, quantile, confidence)
     ranks = interval_ranks(len(samples), size, quantile, confidence)
     if ranks is None:
-        return None, f"worth {size:.0f} independent samples only, too few for this quantile"
+        return None, f"too few samples for this quantile ({size:.0f} effective): take more"
     ordered = np.sort(samples)
     return (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1])), None
 
 
 def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float] | None:
-    """An exact interval of the median of independent values from their order statistics.
+    """Return an exact interval of the median of independent values, from order statistics.
 
-    For block medians: blocks of different arms lie between them, which makes them far less
-    dependent than the samples within one. Six values are the fewest for 95 %.
+    Intended for block medians: with blocks of other arms in between, they are far less dependent
+    than the samples within a block. 95 % needs at least six values.
 
     Args:
         values: shape (n,).
-        confidence: least coverage.
+        confidence: minimum coverage.
 
     Returns:
-        (low, high), or None where n is too small.
+        (low, high), or None if n is too small.
     """
     from scipy.stats import binom
 
@@ -129,7 +129,7 @@ def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float,
 
 @lru_cache(maxsize=256)
 def _signed_rank_cdf(pairs: int) -> np.ndarray:
-    """P(W <= w) of the signed-rank statistic without ties, w = 0 .. n(n+1)/2, by convolution."""
+    """Return P(W <= w) of the signed-rank statistic without ties, for w = 0 .. n(n+1)/2."""
     counts = np.zeros(pairs * (pairs + 1) // 2 + 1)
     counts[0] = 1.0
     for rank in range(1, pairs + 1):
@@ -138,25 +138,25 @@ def _signed_rank_cdf(pairs: int) -> np.ndarray:
 
 
 def walsh_averages(differences: np.ndarray) -> np.ndarray:
-    """All means of two differences, each with itself included, in rising order."""
+    """Return the means of all pairs of differences, self-pairs included, ascending."""
     rows, columns = np.triu_indices(len(differences))
     return np.sort((differences[rows] + differences[columns]) / 2.0)
 
 
 def hodges_lehmann(differences: np.ndarray) -> float:
-    """The median of the Walsh averages (Hodges and Lehmann, 1963): a robust centre."""
+    """Return the median of the Walsh averages, a robust centre (Hodges and Lehmann, 1963)."""
     return float(np.median(walsh_averages(differences)))
 
 
 def signed_rank_interval(differences: np.ndarray, alpha: float) -> tuple[float, float] | None:
-    """The exact two-sided interval of the centre that inverts the signed-rank test.
+    """Return the exact two-sided interval of the centre, by inverting the signed-rank test.
 
     Args:
         differences: shape (n,), paired log ratios.
-        alpha: probability of missing.
+        alpha: probability that the interval misses the centre.
 
     Returns:
-        (low, high), or None where n is too small for alpha (2^-n > alpha / 2).
+        (low, high), or None if n is too small for alpha (2^-n > alpha / 2).
     """
     cut = signed_rank_cut(len(differences), alpha)
     if cut is None:
@@ -166,7 +166,7 @@ def signed_rank_interval(differences: np.ndarray, alpha: float) -> tuple[float, 
 
 
 def signed_rank_cut(pairs: int, alpha: float) -> int | None:
-    """How many Walsh averages to leave out at either end, None where there are too few pairs."""
+    """Return how many Walsh averages to cut at each end; None with too few pairs."""
     if pairs == 0:
         return None
     cut = int(np.searchsorted(_signed_rank_cdf(pairs), alpha / 2, side="right")) - 1
@@ -174,20 +174,20 @@ def signed_rank_cut(pairs: int, alpha: float) -> int | None:
 
 
 def minimal_pairs(alpha: float) -> int:
-    """The fewest pairs for which an interval at `alpha` exists."""
+    """Return the minimum number of pairs for an interval at `alpha`."""
     return int(np.ceil(1 + np.log2(1.0 / alpha)))
 
 
 def detectable(freedom: float, alpha: float, power: float) -> float:
-    """The effect, in standard errors, that a two-sided t-test finds with probability `power`.
+    """Return the effect, in standard errors, that a two-sided t-test finds with given power.
 
-    By the noncentral t distribution; that the wrong side is found is left out (J. Cohen,
+    Uses the noncentral t distribution and neglects rejections on the wrong side (J. Cohen,
     "Statistical Power Analysis for the Behavioral Sciences", 1988, chapter 2).
 
     Args:
         freedom: degrees of freedom of the standard error.
-        alpha: probability of finding an effect where there is none.
-        power: the probability asked for.
+        alpha: probability of a false positive.
+        power: probability of finding the effect.
     """
     from scipy.special import nctdtrinc, stdtrit
 

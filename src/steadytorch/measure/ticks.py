@@ -1,4 +1,4 @@
-"""A recording as stretches between ticks: what happened in one beyond what usually happens."""
+"""Compares the stretches of a recording around given spans with its usual stretches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from steadytorch.device.recording import READ_EVERY, Recording
 
 REFERENCE_LEAST = 5
-"""Stretches free of outliers that are needed to say what is usual."""
+"""Minimum number of outlier-free stretches for a reference."""
 UNUSUAL = 0.95
-"""Events count beyond this quantile of such stretches: chance alone gets there in one of twenty."""
+"""Only events beyond this quantile of the reference count; chance exceeds it once in twenty."""
 
 
 class Ticks:
-    """The stretches of a recording that cover given spans, and the rest to compare them with.
+    """The ticks of a recording around given spans, and the other ticks as their reference.
 
     Args:
-        recording: what was recorded.
-        spans: beginnings and ends in ns on its clock, shape (2, spans).
+        recording: the telemetry.
+        spans: starts and ends in ns on its clock, shape (2, spans).
     """
 
     def __init__(self, recording: Recording, spans: np.ndarray) -> None:
@@ -32,28 +32,28 @@ class Ticks:
         self._taken: dict[int, np.ndarray] = {}
 
     def shares_a_stretch(self, channel: str, place: int) -> np.ndarray:
-        """Which spans could claim the same rise of a counter as this one; itself included."""
+        """Return a mask of the spans that share a counter's rise with this one, itself included."""
         ends = self._ends(channel)
         return (self._first < ends[place]) & (ends > self._first[place])
 
     def extra_events(self, channel: str, place: int) -> float:
-        """Events around a span beyond those of nearly all other stretches as long; 0 if unknown."""
+        """Return a span's events beyond nearly all equally long stretches; 0 if unknown."""
         return self._extra(channel, place, UNUSUAL)
 
     def extra_ns(self, channel: str, place: int) -> float:
-        """Time counted around a span beyond that of the median stretch as long; 0 if unknown."""
+        """Return a span's time beyond the median of equally long stretches; 0 if unknown."""
         return self._extra(channel, place, 0.5)
 
     def level(
         self, channel: str, begin: int, end: int, *, latest: bool = False
     ) -> tuple[float | None, float]:
-        """How a channel stood within a span, and at the median of all ticks; None if unknown.
+        """Return a channel's level in a span (None if unknown) and its median over all ticks.
 
         Args:
-            channel: a level of the recording.
-            begin: of the span, in ns.
-            end: of the span, in ns.
-            latest: the value at its end in place of the mean.
+            channel: a level channel of the recording.
+            begin: start of the span in ns.
+            end: end of the span in ns.
+            latest: take the last value instead of the mean.
         """
         column = self._column(channel)
         if column is None:
@@ -64,7 +64,7 @@ class Ticks:
         return float(within[-1] if latest else within.mean()), self._medians[channel]
 
     def bits(self, begin: int, end: int) -> tuple[int, int]:
-        """Clock-event bits seen within a span, and those set at half of all ticks or more."""
+        """Return the clock-event bits set in a span, and those set at half of all ticks or more."""
         masks = self._column("clock_event_mask")
         if masks is None:
             return 0, 0
@@ -74,7 +74,7 @@ class Ticks:
         return seen, sum(1 << place for place in always)
 
     def _around(self, begin: int, end: int) -> slice:
-        """The ticks within a span, or the two around it."""
+        """Return the ticks within a span, or the two around it."""
         first, after = np.searchsorted(self._at, [begin, end + 1])
         if first < after:
             return slice(first, after)
@@ -82,14 +82,14 @@ class Ticks:
         return slice(min(max(first - 1, 0), last), min(first, last) + 1)
 
     def _column(self, channel: str) -> np.ndarray | None:
-        """The values at all ticks; None where there are none."""
+        """Return a channel's values at all ticks; None if it was not recorded."""
         if channel not in self._columns:
             values = getattr(self._recording, channel)
             self._columns[channel] = np.asarray(values, dtype=np.int64) if values else None
         return self._columns[channel]
 
     def _ends(self, channel: str) -> np.ndarray:
-        """The tick after each span by which the channel shows what happened in it."""
+        """Return the tick after each span at which the channel was read again."""
         late = READ_EVERY.get(channel, 1) - 1
         return np.minimum(self._last + late, max(0, len(self._at) - 1))
 
@@ -105,7 +105,7 @@ class Ticks:
         return max(0.0, rise - float(np.quantile(reference, quantile, method="higher")))
 
     def _reference(self, channel: str, column: np.ndarray, length: int) -> np.ndarray:
-        """Rises over all stretches of `length` ticks that no span touches."""
+        """Return the rises over all stretches of `length` ticks outside of all spans."""
         key = channel, length
         if key not in self._usual:
             rises = (column[length:] - column[:-length]).clip(min=0)
@@ -114,7 +114,7 @@ class Ticks:
         return self._usual[key]
 
     def _intervals_taken(self, channel: str) -> np.ndarray:
-        """How many intervals before each tick hold a span: over a free stretch it stands still."""
+        """Count the intervals before each tick that touch a span; constant over free stretches."""
         late = READ_EVERY.get(channel, 1)
         if late not in self._taken:
             marks = np.zeros(max(1, len(self._at)), dtype=np.int64)

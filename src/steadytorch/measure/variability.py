@@ -1,4 +1,4 @@
-"""How a series of timings varies: the figures, and the samples that stand out."""
+"""Variability figures and outliers of a series of timings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from steadytorch.results.measure import Outlier, Variability
 
 UNATTRIBUTED = "unattributed"
 FAR_OUT = 3.0
-"""Times the interquartile range, beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
-1977). Of normal samples two in a million lie there."""
+"""Outer fence, in interquartile ranges beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
+1977). Two in a million normal samples lie beyond it."""
 
 
 def describe_variability(
     samples: np.ndarray, *, p99_over_median: float | None, regimes: int, outliers: int
 ) -> Variability:
-    """The variability block of a series.
+    """Compute the variability of a series.
 
     Args:
         samples: shape (N,), durations in ns in the order taken, N >= 1.
-        p99_over_median: found elsewhere.
-        regimes: number of levels, found elsewhere.
-        outliers: number of outliers, found elsewhere.
+        p99_over_median: passed through.
+        regimes: number of levels, passed through.
+        outliers: number of outliers.
     """
     median = float(np.median(samples))
     lower, upper = np.quantile(samples, [0.25, 0.75])
@@ -45,26 +45,25 @@ def describe_variability(
 
 
 def _drift(samples: np.ndarray, median: float) -> float | None:
-    """Theil-Sen slope in percent of the median per minute."""
+    """Return the Theil-Sen slope in percent of the median per minute."""
     if len(samples) < 10:
         return None
-    # The samples themselves lay out the time line: where one ends the next begins.
+    # Samples are contiguous, so their cumulative sum is the elapsed time.
     return 100.0 * slope(samples, np.cumsum(samples) / 60e9) / median
 
 
 def find_outliers(
     samples: np.ndarray, start: int = 0, causes: Mapping[int, str] | None = None
 ) -> tuple[Outlier, ...]:
-    """The samples beyond Tukey's outer fences, and at least 0.5 % away from the median.
+    """Find the samples beyond Tukey's outer fences and at least 0.5 % from the median.
 
-    The fences are taken on logarithms, because timings are skewed to the right: three
-    interquartile ranges beyond the quartiles. The least distance keeps a clock that shows few
-    different values from making outliers of differences that matter to no one.
+    The fences apply to logarithms, because timings are right-skewed. The minimum distance keeps a
+    coarse clock from producing outliers of negligible size.
 
     Args:
         samples: shape (N,), durations in ns in the order taken.
-        start: where the steady part begins; the warm-up has no outliers.
-        causes: index of a sample to what was seen to happen then.
+        start: index at which the steady part begins; the warm-up has no outliers.
+        causes: maps sample indices to causes.
     """
     logs = np.log(samples[start:])
     lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])

@@ -1,7 +1,7 @@
-"""Where a series of timings becomes steady, and whether it does.
+"""Finds the warm-up of a series of timings and judges whether the rest is steady.
 
-Change points are sought in the logarithm of short medians. Leading levels that are left for good
-are warm-up; levels that come back are states of the machine, and then there is no steady state.
+Change points are detected in the logarithm of short medians. Leading levels that never return are
+warm-up. Levels that return are states of the machine; such a series is not steady.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ import msgspec
 import numpy as np
 
 BLOCK = 5
-"""Samples to a median: single outliers do not pass, a change is placed within this many samples."""
+"""Samples per median: filters single outliers, and locates a change to within this many samples."""
 MOST_BLOCKS = 1000
-"""Longer series get longer blocks: the search for changes takes the square of their number."""
+"""Longer series get longer blocks, because the search for changes is quadratic in their number."""
 LEAST_BLOCKS = 10
-"""Fewer than these show nothing."""
+"""Minimum number of blocks for a verdict."""
 PENALTY = 15.0
-"""Times ln n, for each change point: high enough that correlated noise alone makes none."""
+"""Penalty per change point, in units of ln n; correlated noise alone yields none."""
 TOLERANCE = 0.005
-"""Levels within this fraction of one another are one level."""
+"""Levels within this fraction of each other count as one."""
 MINOR = 0.1
-"""A level that holds less than this share of the samples is an excursion, not a state."""
+"""A level with a smaller share of the samples is an excursion, not a state."""
 MOST_DROPPED = 0.5
-"""Where more than this share would have to go, the series has not settled."""
+"""Maximum share of warm-up; above it, the series has not settled."""
 CERTAIN = 4.0
-"""Standard errors that a trend must have to be believed."""
+"""Minimum size of a trend in standard errors."""
 SLOPE_POINTS = 300
-"""Points for the slope by all pairs: 45,000 pairs take a millisecond."""
+"""Maximum number of points for the slope over all pairs: 45,000 pairs take a millisecond."""
 _FINEST = 5e-4
-"""Least scale of the noise: a tenth of what counts as a change, and no division by zero."""
+"""Minimum noise scale, a tenth of `TOLERANCE`; avoids a division by zero."""
 _STRONGEST = 0.98
-"""Greatest correlation assumed between neighbouring medians."""
+"""Maximum assumed correlation between adjacent medians."""
 
 
 class WarmUpVerdict(msgspec.Struct, frozen=True):
-    """What the change points say of a series.
+    """The warm-up and steadiness of a series.
 
     Attributes:
-        dropped: how many samples at the start are warm-up, to be left out of the summary.
-        steady: whether the rest keeps to one level.
+        dropped: number of warm-up samples at the start.
+        steady: whether the rest stays on one level.
         regimes: number of levels in the rest, excursions not counted.
         note: why it is not steady, else None.
     """
@@ -50,16 +50,16 @@ class WarmUpVerdict(msgspec.Struct, frozen=True):
 
 
 def steady_part(samples: np.ndarray) -> WarmUpVerdict:
-    """Finds the warm-up of a series and judges what follows it.
+    """Find the warm-up of a series and judge the rest.
 
     Args:
-        samples: shape (N,), positive durations in the order taken, any one unit.
+        samples: shape (N,), positive durations in the order taken, in any one unit.
     """
     size = max(BLOCK, -(-len(samples) // MOST_BLOCKS))
     if len(samples) < LEAST_BLOCKS * size:
         least = LEAST_BLOCKS * BLOCK
         return WarmUpVerdict(
-            0, False, 1, f"{len(samples)} samples are too few for a steady state ({least} needed)"
+            0, False, 1, f"too few samples to judge ({len(samples)} of {least} needed)"
         )
     series = np.log(block_medians(samples, size))
     bounds = change_points(series)
@@ -71,8 +71,8 @@ def steady_part(samples: np.ndarray) -> WarmUpVerdict:
     first = _first_kept(levels, reference)
     start = int(lengths[:first].sum())
     if first > 1:
-        # A gradual approach goes on below what change points resolve. Waiting as long again
-        # squares the ratio by which it has fallen.
+        # A gradual approach continues below the resolution of change points. Waiting as long
+        # again squares the ratio by which it has fallen.
         start = 2 * start
     if start > MOST_DROPPED * len(series):
         return _unsettled(levels, shares, "not settled: still changing when the samples ended")
@@ -94,22 +94,21 @@ def _unsettled(levels: np.ndarray, shares: np.ndarray, note: str) -> WarmUpVerdi
 
 
 def _trend(series: np.ndarray) -> float | None:
-    """Change from end to end by a straight line, where it matters and is more than noise."""
+    """Return the linear change from start to end, or None if negligible or within noise."""
     change = slope(series) * (len(series) - 1)
-    # The standard error of a least-squares slope, 5 % more for the robust one.
+    # The standard error of a least-squares slope, plus 5 % for the robust one.
     error = 1.05 * np.sqrt(12.0 / len(series)) * noise_scale(series)
     return change if abs(change) > max(TOLERANCE, CERTAIN * error) else None
 
 
 def slope(values: np.ndarray, times: np.ndarray | None = None) -> float:
-    """Median of the slopes between all pairs of points (Theil, 1950; Sen, 1968).
+    """Return the median of the slopes between all pairs of points (Theil, 1950; Sen, 1968).
 
-    Long series are thinned to medians of neighbours first, since the pairs are as many as the
-    square.
+    Long series are first thinned to block medians, because the number of pairs is quadratic.
 
     Args:
         values: shape (n,), n >= 2.
-        times: shape (n,), rising; the index by default.
+        times: shape (n,), ascending; the index by default.
     """
     places = np.arange(len(values), dtype=np.float64) if times is None else times
     size = -(-len(values) // SLOPE_POINTS)
@@ -119,7 +118,7 @@ def slope(values: np.ndarray, times: np.ndarray | None = None) -> float:
 
 
 def block_medians(samples: np.ndarray, size: int) -> np.ndarray:
-    """Medians of consecutive blocks; samples left over at the end belong to the last block."""
+    """Return the medians of consecutive blocks; the last block includes the remainder."""
     blocks = len(samples) // size
     medians = np.median(samples[: blocks * size].reshape(blocks, size), axis=1)
     medians[-1] = np.median(samples[(blocks - 1) * size :])
@@ -127,9 +126,9 @@ def block_medians(samples: np.ndarray, size: int) -> np.ndarray:
 
 
 def change_points(series: np.ndarray) -> list[int]:
-    """Ends of the segments of constant level, the last being the length of the series.
+    """Return the ends of the segments of constant level; the last is the length of the series.
 
-    PELT (Killick, Fearnhead and Eckley, 2012) with squared error.
+    Uses PELT (Killick, Fearnhead and Eckley, 2012) with squared error.
 
     Args:
         series: shape (n,), logarithms of medians.
@@ -137,20 +136,20 @@ def change_points(series: np.ndarray) -> list[int]:
     from ruptures import KernelCPD
 
     scaled = (series - np.median(series)) / noise_scale(series)
-    # The linear kernel is squared error; this implementation is the compiled one.
+    # The linear kernel is squared error; KernelCPD is ruptures' compiled implementation.
     search = KernelCPD(kernel="linear", min_size=2).fit(scaled[:, None])
     ends = search.predict(pen=PENALTY * np.log(len(series))) or [len(series)]
     return [int(end) for end in ends]
 
 
 def noise_scale(series: np.ndarray) -> float:
-    """Long-run standard deviation of the noise, whatever steps the series contains.
+    """Return the long-run standard deviation of the noise, unaffected by a few steps.
 
-    The noise is taken for a first-order autoregression and measured on differences at lags one and
-    two, by their median absolute deviations, which a few steps cannot move (Chakar, Lebarbier,
-    Levy-Leduc and Robin, "A robust approach for estimating change-points in the mean of an AR(1)
-    process", 2017). For independent noise this is 1.4826 MAD(diff) / sqrt(2); under correlation
-    that scale is too small, and every wave would pass for a change.
+    The noise is modelled as an AR(1). Its scale comes from the median absolute deviations of the
+    differences at lags one and two, which a few steps cannot change (Chakar, Lebarbier, Levy-Leduc
+    and Robin, "A robust approach for estimating change-points in the mean of an AR(1) process",
+    2017). For independent noise this is 1.4826 MAD(diff) / sqrt(2). Under correlation that formula
+    is too small, and every wave would count as a change.
 
     Args:
         series: shape (n,), n >= 4.
@@ -168,7 +167,7 @@ def _deviation(values: np.ndarray) -> float:
 
 
 def _end_level(levels: np.ndarray, shares: np.ndarray) -> float:
-    """The level of the last segment that is more than an excursion."""
+    """Return the level of the last segment that is not an excursion."""
     for level in levels[::-1]:
         if shares[np.abs(levels - level) <= TOLERANCE].sum() >= MINOR:
             return float(level)
@@ -176,11 +175,11 @@ def _end_level(levels: np.ndarray, shares: np.ndarray) -> float:
 
 
 def _first_kept(levels: np.ndarray, reference: float) -> int:
-    """Index of the first segment that is at the end's level, or at one that comes back."""
+    """Return the index of the first segment at the end level, or at a level that returns."""
     gaps = np.abs(levels - reference)
     settled = int(np.flatnonzero(gaps <= TOLERANCE)[0])
     for index in range(settled):
-        # Levels far from the end's are known less well: bursts of 20 and 22 % are the same state.
+        # Levels far from the end level are less precise: bursts of 20 and 22 % are one state.
         near = max(TOLERANCE, gaps[index] / 4)
         if np.any(np.abs(levels[settled:] - levels[index]) <= near):
             return index
@@ -188,13 +187,13 @@ def _first_kept(levels: np.ndarray, reference: float) -> int:
 
 
 def _comes_back(levels: np.ndarray) -> bool:
-    """Whether any level is left and taken up again."""
+    """Whether any level returns after a different one."""
     same = np.abs(levels[:, None] - levels) <= TOLERANCE
     return any(not row[i : np.flatnonzero(row)[-1]].all() for i, row in enumerate(same))
 
 
 def _distinct(levels: np.ndarray, shares: np.ndarray) -> int:
-    """Number of levels, each as wide as the tolerance on both sides, that are no excursions."""
+    """Count the levels (within the tolerance on both sides) that are not excursions."""
     order = np.argsort(levels)
     held: list[float] = []
     lowest = -np.inf

@@ -1,5 +1,5 @@
-"""Code for the host that this machine's own C++ compiler makes, and what does without it.
+"""Host code compiled by this machine's own C++ compiler.
 
-Nothing here must be there: what uses it has a way of its own in Python, which gives the same
-answers and takes longer. It is made where a search goes on anyway, and loaded everywhere else.
+It is optional: its callers fall back to slower Python code with the same results. A search compiles
+it in the background; everything else only loads it.
 """

@@ -1,7 +1,7 @@
-// What a served call does on the host, past the interpreter: the key of its arguments
-// (`runtime.dispatch`), and whether the model is what it was (`runtime.weights`).
+// Compiled host code of a served call: the key of its arguments (`runtime.dispatch`), and the check
+// for changes of the model (`runtime.weights`).
 //
-// Nothing is kept here: what is compared is given with each call, in objects of Python's own.
+// The module keeps no state: each call passes the data to compare, as Python objects.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,8 +25,8 @@ namespace {
 
 // -- keys ----------------------------------------------------------------------------------------
 
-// Whether it is a tensor of no other class, whose values lie in its memory by its strides: nothing
-// is put off (a conjugation, a negation), nothing wraps it.
+// Whether it is exactly a Tensor (no subclass or wrapper) whose memory holds its values: strided,
+// with no pending conjugation or negation.
 bool is_plain(PyObject* object) {
   if (Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
     return false;
@@ -37,18 +37,18 @@ bool is_plain(PyObject* object) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// What an item of a key begins with, in the highest byte; lower ones say more.
+// The highest byte at the start of a key item; lower bytes hold details.
 enum class Kind : std::uint8_t { tensor, none, yes, no, integer, real, text, list, tuple, dict };
 
 constexpr int most_nested = 32;
 
-// The key of a call as it grows: each item begins with its kind and its size, so that equal keys
-// are of equal arguments.
+// Builds the key of a call. Each item begins with its kind and size, so that equal keys mean equal
+// arguments.
 class Key {
  public:
   bool needs_gradient = false;
 
-  // False for what has no key here; the interpreter knows more.
+  // False for objects without a key here; the Python fallback supports more.
   bool add(PyObject* object, int depth) {
     if (is_plain(object)) {
       add_tensor(THPVariable_Unpack(object));
@@ -59,7 +59,7 @@ class Key {
     } else if (PyFloat_CheckExact(object)) {
       const double value = PyFloat_AS_DOUBLE(object);
       begin(Kind::real, 0);
-      // One for all that are not a number, which are equal as text.
+      // One key for all NaNs.
       numbers_.push_back(std::bit_cast<std::int64_t>(
           std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value));
     } else if (PyUnicode_CheckExact(object)) {
@@ -155,7 +155,7 @@ class Key {
   }
 };
 
-// False for arguments of other kinds than the above, without an error.
+// False, without setting an error, for arguments of other kinds.
 bool add_call(Key& key, PyObject* args, PyObject* kwargs) try {
   return PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) && key.add_tuple(args, 0) &&
          key.add_dict(kwargs, 0);
@@ -172,13 +172,13 @@ PyObject* or_none(PyObject* key) {
 
 bool are_two(Py_ssize_t count) {
   if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "args and kwargs are needed");
+    PyErr_SetString(PyExc_TypeError, "expected two arguments: args and kwargs");
   }
   return count == 2;
 }
 
-// key(args: tuple, kwargs: dict) -> bytes, or None: equal where shapes, strides, types and devices
-// of tensors are, and plain values, and how they are nested.
+// key(args: tuple, kwargs: dict) -> bytes, or None. Keys are equal if the nesting, the plain values
+// and the shapes, strides, dtypes and devices of tensors are equal.
 PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!are_two(count)) {
     return nullptr;
@@ -187,8 +187,8 @@ PyObject* key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return or_none(add_call(made, given[0], given[1]) ? made.made() : nullptr);
 }
 
-// Whether nothing of PyTorch's stands between a call and its operators: autocast, dispatch modes,
-// transformations of functions. What is not known to do no harm does stand there.
+// Whether no PyTorch mode is active: autocast, dispatch modes, function transforms. Unknown
+// dispatch keys count as active.
 bool is_clear() {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   return (local.included_ - c10::default_included_set).empty() &&
@@ -196,7 +196,7 @@ bool is_clear() {
 }
 
 // clear_key(args: tuple, kwargs: dict) -> bytes, or None: the key of a call that may be served
-// without a further look at its arguments and at the modes that it is made in.
+// without further checks of its arguments or of active modes.
 PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!are_two(count)) {
     return nullptr;
@@ -207,9 +207,9 @@ PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return or_none(is_served ? made.made() : nullptr);
 }
 
-// -- what a model was ----------------------------------------------------------------------------
+// -- changes of a model ---------------------------------------------------------------------------
 
-// What an edit (version), a move or a conversion (address) of a tensor changes.
+// Detects changes of a tensor: edits change the version, moves and conversions the address.
 struct Trait {
   std::uint64_t version;
   std::uintptr_t address;
@@ -221,7 +221,7 @@ struct Trait {
 
 PyObject* name_of_mode;
 
-// False where there is none: the tensor counts no versions, or has no storage.
+// False if the tensor has no version counter or no storage.
 bool read(PyObject* object, Trait& trait) {
   auto* tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();
   if (tensor->is_inference() || !tensor->has_storage()) {
@@ -234,7 +234,7 @@ bool read(PyObject* object, Trait& trait) {
   return true;
 }
 
-// traits(tensors: tuple[Tensor, ...]) -> bytes, or None where a tensor has none.
+// traits(tensors: tuple[Tensor, ...]) -> bytes, or None if a tensor has no traits.
 PyObject* traits(PyObject*, PyObject* tensors) try {
   if (!PyTuple_CheckExact(tensors)) {
     PyErr_SetString(PyExc_TypeError, "tensors must be a tuple");
@@ -254,7 +254,7 @@ PyObject* traits(PyObject*, PyObject* tensors) try {
   return nullptr;
 }
 
-// An element of a tensor on the CPU: where it stands, how wide it is (at most 8 bytes), its bits.
+// An element of a CPU tensor: its address, its width in bytes (at most 8), and its bits.
 struct Sample {
   std::uintptr_t address;
   std::uint64_t width;
@@ -276,7 +276,7 @@ struct Sample {
   }
 };
 
-// Appends samples at random places of a tensor; none where it is not on the CPU or has no elements.
+// Appends samples at random places of a tensor; none if it is empty or not on the CPU.
 void sample(const at::Tensor& tensor, std::uint64_t count, std::minstd_rand& random,
             std::vector<Sample>& made) {
   const auto width = std::min<std::uint64_t>(8, tensor.itemsize());
@@ -298,10 +298,10 @@ void sample(const at::Tensor& tensor, std::uint64_t count, std::minstd_rand& ran
 }
 
 // samples(tensors: tuple[Tensor, ...], count: int, seed: int) -> bytes: up to `count` elements of
-// each, with what stands there now.
+// each tensor, with their current values.
 PyObject* samples(PyObject*, PyObject* const* given, Py_ssize_t number) try {
   if (number != 3 || !PyTuple_CheckExact(given[0])) {
-    PyErr_SetString(PyExc_TypeError, "a tuple of tensors, a count and a seed are needed");
+    PyErr_SetString(PyExc_TypeError, "expected a tuple of tensors, a count and a seed");
     return nullptr;
   }
   const auto count = PyLong_AsUnsignedLong(given[1]), seed = PyLong_AsUnsignedLong(given[2]);
@@ -313,7 +313,7 @@ PyObject* samples(PyObject*, PyObject* const* given, Py_ssize_t number) try {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]); ++i) {
     PyObject* object = PyTuple_GET_ITEM(given[0], i);
     if (!THPVariable_CheckExact(object)) {
-      PyErr_SetString(PyExc_TypeError, "samples are of plain tensors");
+      PyErr_SetString(PyExc_TypeError, "samples needs plain tensors");
       return nullptr;
     }
     sample(THPVariable_Unpack(object), count, random, made);
@@ -325,8 +325,8 @@ PyObject* samples(PyObject*, PyObject* const* given, Py_ssize_t number) try {
   return nullptr;
 }
 
-// Whether the samples of one of the rounds, which take turns, are other values now. The memory that
-// they stand in must be known to be there.
+// Whether the samples of one round, chosen by the clock, have changed. The caller must have checked
+// that their memory is still allocated.
 bool has_new_values(PyObject* rounds) {
   const auto count = PyTuple_GET_SIZE(rounds);
   if (count == 0) {
@@ -366,7 +366,7 @@ bool differ(PyObject* tensors, const char* known) {
   return false;
 }
 
-// Whether a dictionary holds anything but these, key by key and value by value.
+// Whether a dictionary differs from the known keys and values, compared by identity and in order.
 bool differs(PyObject* dictionary, PyObject* held) {
   if (2 * PyDict_GET_SIZE(dictionary) != PyTuple_GET_SIZE(held)) {
     return true;
@@ -386,12 +386,13 @@ bool differs(PyObject* dictionary, PyObject* held) {
 //         dictionaries: tuple[dict, ...], held: tuple[tuple, ...], attributes: tuple[dict, ...],
 //         modes: tuple[bool, ...]) -> bool
 //
-// `rounds` are of `samples`, of these tensors; `held` has keys and values by turns, for each dictionary; `modes` what `attributes` had under
-// "training". Types are checked as deep as they must be for no call to crash: tensors were by
-// `traits`, and dictionaries are at each call, which takes no time that could be measured.
+// `rounds` are results of `samples` for these tensors. `held` alternates keys and values, one tuple
+// per dictionary. `modes` are the values of "training" in `attributes`. Types are checked as far as
+// needed to avoid a crash: `traits` checked the tensors, and each call checks the dictionaries, at
+// no measurable cost.
 PyObject* changed(PyObject*, PyObject* const* given, Py_ssize_t count) try {
   if (count != 7) {
-    PyErr_SetString(PyExc_TypeError, "seven arguments are needed");
+    PyErr_SetString(PyExc_TypeError, "expected seven arguments");
     return nullptr;
   }
   PyObject *tensors = given[0], *known = given[1], *rounds = given[2], *dictionaries = given[3],
@@ -402,10 +403,10 @@ PyObject* changed(PyObject*, PyObject* const* given, Py_ssize_t count) try {
       PyBytes_GET_SIZE(known) != PyTuple_GET_SIZE(tensors) * Py_ssize_t{sizeof(Trait)} ||
       PyTuple_GET_SIZE(dictionaries) != PyTuple_GET_SIZE(held) ||
       PyTuple_GET_SIZE(attributes) != PyTuple_GET_SIZE(modes)) {
-    PyErr_SetString(PyExc_TypeError, "arguments do not belong together");
+    PyErr_SetString(PyExc_TypeError, "arguments have inconsistent types or lengths");
     return nullptr;
   }
-  // Addresses before values: memory that was freed must not be read.
+  // Addresses first: freed memory must not be read.
   if (differ(tensors, PyBytes_AS_STRING(known)) || has_new_values(rounds)) {
     Py_RETURN_TRUE;
   }
@@ -455,7 +456,7 @@ int set_up(PyObject*) {
   return name_of_mode == nullptr ? -1 : 0;
 }
 
-// In several phases, as one that is made at once enters itself into `sys.modules`.
+// Multi-phase initialisation, because single-phase modules enter themselves into `sys.modules`.
 PyModuleDef_Slot phases[] = {
     {Py_mod_exec, reinterpret_cast<void*>(set_up)},
     {0, nullptr},

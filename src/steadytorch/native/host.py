@@ -1,4 +1,4 @@
-"""What a served call does on the host, compiled: made in the background, kept on disk."""
+"""Compiles the host side of a served call in the background and caches it on disk."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _loaded: ModuleType | None = None
 
 
 def load() -> tuple[ModuleType | None, str]:
-    """The compiled functions, which the source describes.
+    """Load the compiled functions; `host.cpp` documents them.
 
     Returns:
-        The module, or None and why there is none.
+        The module and "", or None and the reason.
     """
     global _loaded
     if _loaded is not None:
@@ -53,28 +53,28 @@ def load() -> tuple[ModuleType | None, str]:
 def _why_missing(path: Path) -> str:
     log = path.with_suffix(".log")
     if log.exists():
-        return f"its compiler failed, see {log}"
+        return f"the C++ compiler failed, see {log}"
     if _compiler() is None:
-        return "not compiled for this PyTorch, and there is no C++ compiler"
-    return "not compiled for this PyTorch yet: a search does it"
+        return "not compiled for this PyTorch, and no C++ compiler was found: set CXX"
+    return "not compiled for this PyTorch yet: the next search compiles it"
 
 
 def _imported(path: Path) -> ModuleType:
-    """The module of a file, not known to `sys.modules`."""
+    """Import a file without adding it to `sys.modules`."""
     loader = ExtensionFileLoader(_NAME, str(path))
     spec = spec_from_loader(_NAME, loader)
     if spec is None:
-        raise ImportError(f"{path} is no module")
+        raise ImportError(f"{path} is not a module")
     module = module_from_spec(spec)
     loader.exec_module(module)
     return module
 
 
 class Making:
-    """A compiler at work, at the lowest priority; call `finish` or `stop` in the end.
+    """A running compiler, at the lowest priority; end it with `finish` or `stop`.
 
     Raises:
-        OSError: it could not be started, or there is no folder for what it makes.
+        OSError: the compiler cannot be started, or there is no cache folder.
     """
 
     def __init__(self) -> None:
@@ -82,13 +82,13 @@ class Making:
         if compiler is None:
             raise OSError("no C++ compiler: set CXX")
         make_private(path.parent)
-        # Others may be making the same; the first whole one is taken.
+        # Other processes may compile the same file: build in a private folder, then replace.
         self._path, self._folder = path, Path(tempfile.mkdtemp(dir=path.parent, prefix="making-"))
         self._partial, self._log = self._folder / path.name, self._folder / "log"
         root = Path(torch.__file__).parent
         try:
             with self._log.open("wb") as log:
-                # A group of its own: Ctrl-C is for the search, and `stop` ends what g++ starts too.
+                # Its own group: Ctrl-C only reaches the search; `stop` also ends g++'s children.
                 self._process = subprocess.Popen(
                     [
                         *(*compiler, *_OPTIONS, str(SOURCE), "-o", str(self._partial)),
@@ -110,16 +110,16 @@ class Making:
             os.setpriority(os.PRIO_PGRP, self._process.pid, _LEAST_URGENT)
 
     def is_through(self, seconds: float) -> bool:
-        """Whether the compiler has ended, waiting so long for it."""
+        """Wait up to `seconds`; return whether the compiler has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
 
     def finish(self, seconds: float) -> bool:
-        """Waits for the compiler so long, ends it where it is not through, and keeps what it made.
+        """Wait up to `seconds` for the compiler, stop it on timeout, and store its result.
 
         Returns:
-            Whether it is there now. What a compiler that failed has said is kept beside it.
+            Whether the code is there now. The log of a failed compilation is stored next to it.
         """
         try:
             code = self._process.wait(seconds)
@@ -128,7 +128,7 @@ class Making:
                     os.fsync(made.fileno())
                 os.replace(self._partial, self._path)
                 self._path.with_suffix(".log").unlink(missing_ok=True)
-            elif code > 0:  # else a signal ended it
+            elif code > 0:  # negative: killed by a signal
                 os.replace(self._log, self._path.with_suffix(".log"))
         except (subprocess.TimeoutExpired, OSError):
             return False
@@ -137,9 +137,9 @@ class Making:
         return code == 0
 
     def stop(self) -> None:
-        """Ends the compiler, and leaves nothing of it behind."""
+        """Kill the compiler and remove its files."""
         atexit.unregister(self.stop)
-        if self._process.returncode is None:  # else its number may be another's by now
+        if self._process.returncode is None:  # otherwise its pid may have been reused
             with suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -147,33 +147,33 @@ class Making:
 
 
 def is_missing() -> bool:
-    """Whether it is not there, or of no use, and could be made."""
+    """Whether the code is missing or unusable, and can be compiled."""
     with suppress(OSError):
         return _path() is not None and load()[0] is None and _compiler() is not None
     return False
 
 
 def begin() -> Making | None:
-    """Starts making it, where it is not there, or of no use, and can be made."""
+    """Start compiling if the code is missing or unusable, and can be compiled."""
     try:
         if load()[0] is not None:
             return None
         return Making()
-    except OSError:  # without it everything works; `load` says why there is none
+    except OSError:  # the code is optional; `load` gives the reason
         return None
 
 
 def _path() -> Path:
-    """Where it lies: by its source, and all that it is compiled against.
+    """Return the cache path, keyed by the source and everything it is compiled against.
 
     Raises:
-        OSError: there is nowhere for it to lie, or no use in it.
+        OSError: there is no cache folder, or this Python build has no GIL.
     """
     folder = cache_folder("native")
     if folder is None:
-        raise OSError("there is no folder for caches")
+        raise OSError("there is no cache folder")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise OSError("it relies on the interpreter's lock, which this Python does without")
+        raise OSError("it needs the GIL, which this Python build disables")
     made_for = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"))
     said = "\0".join(map(str, (*made_for, *_OPTIONS)))
     digest = hashlib.sha256(SOURCE.read_bytes() + said.encode())
@@ -181,10 +181,10 @@ def _path() -> Path:
 
 
 def _compiler() -> list[str] | None:
-    """The command, with what CXX may add to it."""
+    """Return the compiler command, with arguments if CXX has any; None if not found."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
-    except ValueError:  # a quotation without an end
+    except ValueError:  # an unterminated quotation
         return None
     known = [chosen] if chosen else [["g++"], ["clang++"]]
     return next((command for command in known if shutil.which(command[0])), None)

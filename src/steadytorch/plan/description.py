@@ -1,4 +1,4 @@
-"""What identifies a workload, as text: its modules, its parameters' layout and the code it runs."""
+"""Describes a workload as text: modules, layout of parameters, and code."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from steadytorch.workload.workload import Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _HELD_BY_CALLABLES = (nn.Module, torch.Tensor, FunctionType, MethodType, bool)
-# `repr` shows where an object lies in memory and on which device a parameter is; neither is part
-# of what a workload is.
+# Memory addresses and devices in `repr`, which do not identify a workload.
 _PLACE = re.compile(
     r"0x[0-9a-fA-F]+| ?\(GPU \d+\)|device\(type=[^)]*\)|\b(?:cpu|cuda|mps|xpu|meta)\b(?::\d+)?"
 )
 
 
 def describe(workload: Workload) -> list[str]:
-    """Lines that are equal for equal workloads, whatever their weights, process and device.
+    """Describes a workload in lines, independent of weights, process and device.
 
-    They cover the tree of modules; names, shapes and dtypes of parameters and buffers; training
-    flags and other boolean attributes; the source of the forward functions and of what these call
-    in their class and in their file; and, for training, the loss and the kind of optimizer. Where
-    no source can be had the code object stands in for it, which depends on the version of Python.
-    Code of PyTorch itself is left out, because its version is part of every key.
+    The lines cover:
+
+    - the tree of modules, with boolean attributes such as training flags;
+    - names, shapes and dtypes of parameters and buffers;
+    - the source of the forward functions, and of functions they call in their class and file;
+    - for training, the loss and the kind of optimizer.
+
+    Without source, the code object is used, which depends on the version of Python. PyTorch's own
+    code is left out, because its version is part of every key.
     """
     description = _Description(training=workload.is_training)
     description.add(workload.untouched)
     if workload.training_step is not None:
         loss = workload.training_step.loss
         description.add(loss)
-        if isinstance(loss, Targeted):  # what it is made of may be any callable
+        if isinstance(loss, Targeted):  # it wraps any callable
             description.add(loss.loss)
         description.add_optimizer(workload.training_step.optimizer)
     return description.lines
 
 
 def describe_trained(model: Any) -> list[str]:
-    """Likewise for the model of a training step alone, without the loss and the optimizer."""
+    """Describes the model of a training step, without loss and optimizer."""
     description = _Description(training=True)
     description.add(model)
     return description.lines
 
 
 class _Description:
-    """Collects lines in a fixed order, and each object once."""
+    """Collects lines in a fixed order, with each object once."""
 
     def __init__(self, training: bool) -> None:
         self.training = training
         self.lines = ["training" if training else "inference"]
-        # Objects are held as well: the number of one that is gone would be given to another.
+        # Keeps the objects alive, because a freed object's id may be reused.
         self._seen: dict[tuple[int, ...], tuple[int, Any]] = {}
 
     def add(self, value: Any, owner: type | None = None) -> None:
-        """Describes a value that code refers to; `owner` is the class whose method refers to it."""
+        """Describes a value used by code; `owner` is the class of the method that uses it."""
         if isinstance(value, _PLAIN):
             self._line("constant", type(value).__name__, repr(value))
         elif isinstance(value, type):
@@ -78,7 +81,7 @@ class _Description:
                 self._add_object(value)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Describes an optimizer by its kind and switches; rates change from step to step."""
+        """Describes an optimizer by its kind and boolean options; rates may change at each step."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             self.add(optimizer)
             return
@@ -142,7 +145,7 @@ class _Description:
             self._line("buffer", name, _layout(tensor))
 
     def _add_program(self, value: Any) -> None:
-        # Traced and scripted models carry their program with them; their class is PyTorch's.
+        # Traced and scripted models have PyTorch classes, and their program as an attribute.
         if _is_torch(type(value)):
             program = _attempt(lambda: value.code, None)
             if isinstance(program, str):
@@ -158,7 +161,7 @@ class _Description:
         function = _attempt(lambda: inspect.unwrap(function), function)
         if not isinstance(function, FunctionType) or _is_torch(function):
             self._line("function", _attempt(lambda: function.__qualname__, ""))
-        # The same method may call other methods in another subclass.
+        # Includes the owner: a method may call other methods in another subclass.
         elif self._is_new(function, owner):
             self._line("function", function.__qualname__)
             self.lines.extend(_program(function))
@@ -179,7 +182,7 @@ class _Description:
 
 
 def _attempt(function: Callable[[], Any], default: Any) -> Any:
-    # Broad on purpose: `repr`, properties and iterators of a user's classes may raise anything.
+    # `repr`, properties and iterators of user classes may raise anything.
     try:
         return function()
     except Exception:
@@ -200,7 +203,7 @@ def _flags(module: nn.Module) -> list[str]:
 
 
 def _function_in(member: Any) -> Any:
-    """The function behind a class attribute, or None where it is no kind of method."""
+    """The function behind a class attribute, or None if it is not a method."""
     if isinstance(member, (staticmethod, classmethod)):
         return member.__func__
     if isinstance(member, property):
@@ -211,7 +214,7 @@ def _function_in(member: Any) -> Any:
 
 
 def _program(function: FunctionType) -> list[str]:
-    # The source of a lambda is its whole line, which may hold another lambda.
+    # The source of a lambda is its whole line, which may contain other lambdas.
     if function.__code__.co_name != "<lambda>":
         source = _attempt(lambda: inspect.getsource(function), "")
         if source:
@@ -232,7 +235,7 @@ def _constant_lines(constant: Any) -> Iterator[str]:
     if isinstance(constant, CodeType):
         yield from _code_lines(constant)
     elif isinstance(constant, frozenset):
-        # Its order follows the hash seed of the process.
+        # The order depends on the hash seed of the process.
         yield from sorted("\n".join(_constant_lines(member)) for member in constant)
     elif isinstance(constant, tuple):
         yield f"tuple {len(constant)}"

@@ -1,7 +1,7 @@
-"""Engines of cuDNN that were chosen before: those of stored plans, and those kept without one.
+"""cuDNN engines from earlier searches: those of stored plans, and those stored without a plan.
 
-What is read here is where the next choice starts from, no more: an engine is verified again before
-it is used, timed wherever the time reaches, and a better one takes its place.
+They only seed the next search. Each engine is verified again before use and timed again if the
+budget allows; a faster one replaces it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import islice
 
 import msgspec
 
+from steadytorch.ambient import ambient
 from steadytorch.conv.choices import Choice, read_choices, write_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError
@@ -20,14 +21,13 @@ from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, in_environment, make_key
 from steadytorch.plan.store import Store, Stored
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms import ambient
 from steadytorch.workload.workload import Workload
 
 FOLDER = "engines"
-"""Folder of the plan store with what was chosen without a plan; files as those of plans."""
+"""Folder of the plan store for engines without a plan, in the format of plan files."""
 TRANSFORM = "cudnn_engines"
 MOST_FILES = 1000
-"""Read from either place; a bound on time."""
+"""Limit on files read from each folder, to bound the time."""
 
 _DECISIVE = ("device_name", "compute_capability", "sm_count", "mig_profile", "cudnn")
 
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What is read of a stored plan, and all there is where none was made.
+    """The fields read from a stored plan, and the whole payload for engines without a plan.
 
     Attributes:
-        candidate: transforms, the engines among them.
+        candidate: transforms, including the engines.
         created: ISO 8601, UTC.
     """
 
@@ -47,13 +47,12 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def known_engines(facts: DeviceFacts, plans: Store) -> dict[str, Choice]:
-    """Engines that were chosen on this kind of device with this cuDNN, by problem key.
+    """Reads the engines chosen for this kind of device and cuDNN version, by problem key.
 
-    Where several were chosen for one problem, the newest counts. What cannot be read is left out,
-    with one warning for all of it.
+    The newest choice for a problem wins. Unreadable files are skipped, with one warning for all.
 
     Args:
-        facts: of the device.
+        facts: facts of the device.
         plans: the plan store.
     """
     found: list[tuple[str, dict[str, Choice]]] = []
@@ -68,7 +67,7 @@ def known_engines(facts: DeviceFacts, plans: Store) -> dict[str, Choice]:
                 problems.append(f"{entry.path}: {error}")
     if problems:
         logger.warning(
-            "%d of the stored files that may name engines passed over: %s",
+            "skipped %d stored files that may name engines; the first: %s",
             len(problems),
             clean(problems[0]),
         )
@@ -85,13 +84,13 @@ def keep_engines(
     choices: Mapping[str, Choice],
     plans: Store,
 ) -> None:
-    """Keeps what was chosen, for the next choice to start from; in memory where the disk refuses.
+    """Stores chosen engines to seed later searches; in memory if the disk is not writable.
 
     Args:
-        workload: whose convolutions they are for.
-        prefix: transforms under which they were chosen.
-        facts: of the device.
-        choices: by problem key; nothing is written where there are none.
+        workload: the workload with these convolutions.
+        prefix: transforms under which the engines were chosen.
+        facts: facts of the device.
+        choices: engines by problem key; if empty, nothing is written.
         plans: the plan store; see `FOLDER`.
     """
     own = store_of_engines(plans)
@@ -113,7 +112,7 @@ def keep_engines(
 
 
 def store_of_engines(plans: Store) -> Store | None:
-    """Where engines are kept that were chosen without a plan; None where there is no home."""
+    """The store for engines without a plan; None without a home directory."""
     return None if plans.root is None else Store(plans.root / FOLDER, second="")
 
 
@@ -129,10 +128,10 @@ def _fits(key: Key, facts: DeviceFacts) -> bool:
 
 
 def _choices(candidate: Candidate) -> dict[str, Choice]:
-    """The engines that a candidate names.
+    """Parses the engines that a candidate names.
 
     Raises:
-        UsageError: they are not written as engines are.
+        UsageError: they are malformed.
     """
     found: dict[str, Choice] = {}
     for spec in candidate:

@@ -1,6 +1,6 @@
-"""One plan file: `{key, payload, schema, sha256}` in canonical JSON.
+"""Plan files: `{key, payload, schema, sha256}` in canonical JSON, at most `MAX_BYTES`.
 
-It is read with doubt and written whole. A file holds at most `MAX_BYTES`.
+They are validated on read and written atomically.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steadytorch.errors import PlanError
 from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
-"""Version of the file's outer form; the payload has its own type."""
+"""Version of the file format; the payload has its own type."""
 MAX_BYTES = 1 << 20
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -38,12 +38,12 @@ logger = logging.getLogger("steadytorch")
 
 P = TypeVar("P")
 
-# Stores that were found open to others, by device and number; each is told of once.
+# Stores that others may write to, by device and inode; each is warned of once.
 _OPEN: set[tuple[int, int]] = set()
 
 
 class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
-    """What a file says, without its digest. A payload that has a key of its own names this one."""
+    """Contents of a file without its digest. A payload with a `key` must repeat this key."""
 
     key: Key
     payload: P
@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if getattr(self.payload, "key", self.key) != self.key:
-            raise ValueError("the payload names another key than the file")
+            raise ValueError("the payload names another key than the file does")
 
 
 class _Head(msgspec.Struct):
@@ -59,24 +59,24 @@ class _Head(msgspec.Struct):
 
 
 class RefusedError(OSError):
-    """Something that is not to be read nor touched."""
+    """A file or folder that must not be read or changed, such as another user's."""
 
 
 class BrokenError(Exception):
-    """A regular file of ours whose content is unusable; `seen` is its status when it was read."""
+    """A file of this user with unusable content; `seen` is its status when it was read."""
 
     seen: os.stat_result | None = None
 
 
 def clean(text: object) -> str:
-    """Text that is safe to show: one line, printable, not long."""
-    # File contents and names may carry terminal escapes, and be long.
+    """Makes text safe to show: one line, printable, at most 300 characters."""
+    # File contents and names may hold terminal escapes, and may be long.
     shown = "".join(c if c.isprintable() else "?" for c in str(text))
     return shown if len(shown) <= 300 else f"{shown[:300]}..."
 
 
 def why(error: Exception) -> str:
-    """The reason in an error, as a clause for people."""
+    """The reason of an error as a clause for messages."""
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return "it is a symbolic link"
     strerror = error.strerror if isinstance(error, OSError) else None
@@ -84,10 +84,10 @@ def why(error: Exception) -> str:
 
 
 def encoded(key: Key, payload: Any) -> bytes:
-    """The bytes of a file, read back once so that nothing unreadable is ever stored.
+    """Encodes a file, and decodes it once to make sure that it can be read.
 
     Raises:
-        BrokenError: reading it back gives something else, as for a number that is not finite.
+        BrokenError: decoding gives another value, as for a number that is not finite.
         TypeError: the payload has no JSON form.
     """
     body = canonical_json({"key": key, "payload": payload, "schema": SCHEMA})
@@ -98,15 +98,15 @@ def encoded(key: Key, payload: Any) -> bytes:
 
 
 def _sealed(body: bytes) -> bytes:
-    # Sorted by name, the digest is the last field: it covers all that stands before it.
+    # Fields are sorted by name, so the digest is last and covers everything before it.
     return body[:-1] + _SEAL % hashlib.sha256(body).hexdigest().encode()
 
 
 def decoded(data: bytes, payload_type: type[P]) -> Entry[P]:
-    """The content of a file.
+    """Decodes the content of a file.
 
     Raises:
-        BrokenError: it was cut or altered, or does not fit the schema.
+        BrokenError: it was truncated or altered, or does not fit the schema.
     """
     body = data[:-_SEAL_BYTES] + b"}"
     if _sealed(body) != data:
@@ -117,7 +117,7 @@ def decoded(data: bytes, payload_type: type[P]) -> Entry[P]:
             return _decoder(payload_type).decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise BrokenError(f"does not fit the schema: {clean(error)}") from None
-    raise BrokenError(f"has schema {schema}, and this version reads schema {SCHEMA}")
+    raise BrokenError(f"has schema {schema}; this version reads schema {SCHEMA}")
 
 
 @functools.lru_cache(maxsize=16)
@@ -128,15 +128,20 @@ def _decoder(payload_type: Any) -> msgspec.json.Decoder[Any]:
 def read(
     name: str | os.PathLike[str], payload_type: type[P], folder: int | None = None
 ) -> tuple[Entry[P], os.stat_result]:
-    """Reads a file, relative to `folder` where given, and its status at that time.
+    """Reads a file and its status.
 
-    A folder is taken for one of a store. Where others may write to it, or to the one around it,
-    they may remove plans there and bring back old ones, though not write any: whose a file is says
-    who wrote it. So it is read all the same, and one warning is logged.
+    If others may write to the store's folders, they may remove plans or restore old ones. They
+    cannot add plans, because files of other users are refused. Such a store is still read, and one
+    warning is logged.
+
+    Args:
+        name: the file, relative to `folder` if given.
+        payload_type: a msgspec struct.
+        folder: descriptor of a folder of the store.
 
     Raises:
-        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
-        BrokenError: it is a regular file of ours, and its content is unusable.
+        OSError: it cannot be read, or is a link, not a regular file, or another user's.
+        BrokenError: its content is unusable.
     """
     with opened(name, folder) as (descriptor, seen):
         if folder is not None:
@@ -150,10 +155,10 @@ def read(
 
 
 def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None = None) -> bytes:
-    """Reads a file of any content under the same rules of ownership, and of what it is relative to.
+    """Reads a file with any content, under the same rules as `opened`.
 
     Raises:
-        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
+        OSError: it cannot be read, or is a link, not a regular file, or another user's.
         BrokenError: it is larger than `most_bytes`.
     """
     with opened(name, folder) as (descriptor, _):
@@ -164,12 +169,16 @@ def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None
 def opened(
     name: str | os.PathLike[str], folder: int | None = None
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """A file that is ours to read, relative to `folder` where given: its descriptor and status.
+    """Opens a regular file of this user or root; yields its descriptor and status.
+
+    Args:
+        name: the file, relative to `folder` if given.
+        folder: descriptor of a folder.
 
     Raises:
-        OSError: it cannot be read, or is not to be: a link, no regular file, or another user's.
+        OSError: it cannot be read, or is a link, not a regular file, or another user's.
     """
-    # O_NONBLOCK: opening a FIFO without it waits for a writer, for ever.
+    # O_NONBLOCK: opening a FIFO without it would wait for a writer forever.
     descriptor = os.open(name, _READ_FLAGS, dir_fd=folder)
     try:
         seen = os.fstat(descriptor)
@@ -183,14 +192,14 @@ def opened(
 
 
 def bounded(read_piece: Callable[[int], bytes], most_bytes: int) -> bytes:
-    """All that a reader gives, up to a size.
+    """Reads to the end, up to a size limit.
 
     Args:
-        read_piece: gives at most so many bytes; none at the end.
-        most_bytes: what is accepted.
+        read_piece: returns at most the given number of bytes; empty at the end.
+        most_bytes: the limit.
 
     Raises:
-        BrokenError: there is more.
+        BrokenError: the content exceeds the limit.
     """
     content = bytearray()
     while len(content) <= most_bytes:
@@ -203,7 +212,7 @@ def bounded(read_piece: Callable[[int], bytes], most_bytes: int) -> bytes:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """A descriptor of a directory that is no link; what is done through it stays inside.
+    """Opens a directory that is not a link; operations relative to the descriptor stay inside.
 
     Raises:
         OSError: it cannot be opened, or is a link.
@@ -216,7 +225,7 @@ def open_folder(path: Path) -> Iterator[int]:
 
 
 def check_private(seen: os.stat_result, what: str) -> None:
-    """Refuses what others than this user and root may have written.
+    """Refuses files and folders that users other than this one and root may have written.
 
     Raises:
         RefusedError: it belongs to another user, or others may write to it.
@@ -226,8 +235,7 @@ def check_private(seen: os.stat_result, what: str) -> None:
 
 
 def absolute(path: Path) -> Path:
-    """The path as it is now, from the root of the file system on."""
-    # A later change of the working directory must not move the store.
+    """Makes a path absolute, so that it survives a change of the working directory."""
     try:
         return Path(os.path.abspath(path))
     except OSError:
@@ -239,24 +247,24 @@ def _warn_of_others(folder: int) -> None:
     known = store.st_dev, store.st_ino
     if known in _OPEN:
         return
-    # A descriptor has a name on Linux alone.
+    # Only Linux names descriptors.
     place = Path(os.path.realpath(f"/proc/self/fd/{folder}"))
     try:
         check_private(store, f"the plan store {clean(place.parent)}")
         check_private(os.fstat(folder), f"a folder of the plan store, {clean(place)}")
     except RefusedError as fault:
         _OPEN.add(known)
-        logger.warning("%s: plans there may be taken away; make it private (chmod 700)", fault)
+        logger.warning("%s: they may remove plans; make it private (chmod 700)", fault)
 
 
 def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key, P]:
-    """Reads one plan file from anywhere, under the rules of the store; moves nothing.
+    """Reads one plan file from any path, under the rules of the store, without quarantine.
 
     Returns:
-        The key it was stored under, and its payload.
+        The key and the payload.
 
     Raises:
-        PlanError: it cannot be read, is a link, belongs to another user or is no plan.
+        PlanError: it cannot be read, is a link, belongs to another user or is not a plan.
     """
     try:
         entry, _ = read(path, payload_type)
@@ -267,22 +275,22 @@ def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key,
             f"plan file {clean(path)} was refused: {why(error)}; pass a regular file of your own"
         ) from None
     except BrokenError as fault:
-        raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it anew") from None
+        raise PlanError(f"plan file {clean(path)} {fault}: tune again, or copy it again") from None
     return entry.key, entry.payload
 
 
 def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600) -> None:
-    """Writes a file: who reads meanwhile, or after a crash, sees the old one or the new one.
+    """Writes a file atomically: readers see the old file or the new one, also after a crash.
 
     Args:
-        path: of the file; its folder is made if need be.
-        data: what is to be in it.
-        replace: whether it takes the place of a file that is there.
-        mode: who may read and write it, less what the process's umask takes away.
+        path: the file; missing folders are created.
+        data: its content.
+        replace: whether to replace an existing file.
+        mode: permissions, before the process's umask.
 
     Raises:
-        FileExistsError: one is there, and is not to be replaced.
-        OSError: it cannot be written; the old one is as it was.
+        FileExistsError: the file exists and `replace` is False.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     make_private(path.parent)
     temporary = f".{path.stem}.{secrets.token_hex(8)}.tmp"
@@ -294,23 +302,23 @@ def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
             raise
-        # The plan is in place; some file systems refuse this on a directory.
+        # The file is in place; some file systems do not support fsync on a directory.
         with suppress(OSError):
             os.fsync(folder)
 
 
 def check_writable(path: Path) -> None:
-    """Writes a small file without a name where `write_whole` would begin; nothing is left of it.
+    """Tests whether `write_whole` could write a file, by a temporary file without a name.
 
     Raises:
-        OSError: `write_whole` could not write there either.
+        OSError: the folder is not writable.
     """
     if os.path.lexists(path.parent):
-        with open_folder(path.parent):  # a link is refused
+        with open_folder(path.parent):  # raises if it is a link
             pass
     there = next(each for each in path.parents if each.exists())
     with tempfile.TemporaryFile(dir=there) as file:
-        file.write(bytes(4096))  # a full disk has room for names
+        file.write(bytes(4096))  # a full disk may still accept empty files
         file.flush()
 
 
@@ -320,7 +328,7 @@ def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None
             os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         except FileExistsError:
             raise
-        except OSError:  # no such links on this file system: the last one wins there
+        except OSError:  # no hard links on this file system: the last writer wins
             pass
         else:
             os.unlink(temporary, dir_fd=folder)

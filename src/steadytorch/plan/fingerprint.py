@@ -1,6 +1,6 @@
-"""What a plan is keyed by: the workload, its inputs, what was asked for, and the environment.
+"""Plan keys: the workload, its inputs, the request and the environment.
 
-PyTorch is imported only where a workload is looked at, so that stored keys can be read without it.
+PyTorch is imported only to describe a workload, so that stored keys can be read without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from steadytorch.workload.workload import Workload
 
 RULES_VERSION = 2
-"""Raised when transforms, verification or selection change so that older plans no longer hold.
+"""Version of transforms, verification and selection; raise it to invalidate older plans.
 
-With a key's objective it is the policy that a plan was measured under: blocks, looks, error rate
-and tie band are constants of a version, and a test holds them to it."""
+Version and objective fix how a plan was measured: blocks, looks, error rate and tie band are
+constants of a version, and a test checks this."""
 
 _ENVIRONMENT = (
     "device",
@@ -42,11 +42,11 @@ _ENVIRONMENT = (
 )
 
 _THREADS = "num_threads"
-"""Of the ambient settings, how many threads an operator of the CPU is spread over."""
+"""The ambient setting with the number of threads per CPU operator."""
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON in UTF-8 with sorted keys and no whitespace: equal values give equal bytes."""
+    """Encodes JSON in UTF-8 with sorted keys and no whitespace: equal values give equal bytes."""
     return msgspec.json.encode(value, order="sorted")
 
 
@@ -55,7 +55,7 @@ def _sha256_of(value: Any) -> str:
 
 
 class Difference(NamedTuple):
-    """A field in which two keys differ; `None` stands for a value that is absent."""
+    """A field in which two keys differ; None for an absent value."""
 
     field: str
     old: Any
@@ -65,25 +65,25 @@ class Difference(NamedTuple):
 class Key(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """Everything that a plan depends on, flat and readable. Make it with `make_key`.
+    """Everything a plan depends on, flat and readable; made by `make_key`.
 
-    Not in it: rank, device index, host name, time, Python version.
+    Rank, device index, host name, time and Python version are not part of it.
 
     Attributes:
         workload: `workload_fingerprint`.
-        signature: the inputs as people read them, without strides.
-        inputs: each input by its path, in full; the nesting is under `structure`.
-        objective: what was optimised for.
-        precision: how far numerics may move.
-        tolerance: accepted error as asked for, None for the default of the precision.
-        max_memory_bytes: memory limit, None for none.
-        ambient: process-wide settings in force, by name.
+        signature: the inputs as text, without strides.
+        inputs: full description of each input by path; `structure` holds the nesting.
+        objective: the objective of the search.
+        precision: the precision class allowed.
+        tolerance: the requested tolerance; None for the default of the precision.
+        max_memory_bytes: the memory limit; None for no limit.
+        ambient: process-wide settings by name.
         device: "cpu" or "cuda".
         device_name: name of the GPU or the processor.
         compute_capability: as "9.0".
         sm_count: multiprocessors.
-        mig_profile: as "1g.10gb", None for a whole GPU.
-        cores_logical: logical processor cores usable; None for a GPU.
+        mig_profile: as "1g.10gb"; None for a whole GPU.
+        cores_logical: usable logical processor cores; None for a GPU.
         isa: vector instructions of the processor.
         torch: PyTorch version.
         cuda: CUDA version.
@@ -91,8 +91,8 @@ class Key(
         triton: Triton version.
         driver: NVIDIA driver version.
         rules: `RULES_VERSION`.
-        loader: whether each step takes a batch of its own. What such steps gain says little about
-            the model alone. Left out of the JSON where it is false.
+        loader: whether each step loads its own batch, since gains of such steps do not carry over
+            to the model alone. Omitted from the JSON if false.
     """
 
     workload: str
@@ -120,7 +120,7 @@ class Key(
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the key's canonical JSON, in hexadecimal: the name of its plan."""
+        """SHA-256 of the key's canonical JSON in hexadecimal; names the plan file."""
         return _sha256_of(self)
 
     @property
@@ -141,25 +141,24 @@ def make_key(
     ambient: Mapping[str, object],
     fingerprint: str | None = None,
 ) -> Key:
-    """The key of the plan for `workload`, given inputs of `signature`, on the machine of `facts`.
+    """Makes the key for a workload, a signature and a machine.
 
-    Of a GPU's host neither cores nor threads count: each rank that `torchrun` starts has one thread
-    unless told otherwise, and may be pinned to cores of its own.
+    On a GPU, cores and threads of the host are left out: ranks started by `torchrun` have one
+    thread by default, and may be pinned to their own cores.
 
     Args:
-        workload: what runs; its untouched model counts.
-        signature: the inputs the plan is for.
-        facts: the machine.
-        objective: what is optimised for.
-        precision: how far numerics may move.
-        tolerance: accepted error, None for the default of the precision.
-        max_memory_bytes: memory limit, None for none.
-        ambient: process-wide settings; values enter as text.
-        fingerprint: `workload_fingerprint` of the workload where it is known, which takes
-            milliseconds to find.
+        workload: the workload; its untouched model is described.
+        signature: the inputs that the plan serves.
+        facts: facts of the machine.
+        objective: the objective of the search.
+        precision: the precision class allowed.
+        tolerance: the tolerance; None for the default of the precision.
+        max_memory_bytes: the memory limit; None for no limit.
+        ambient: process-wide settings; values are stored as text.
+        fingerprint: `workload_fingerprint(workload)` if known, which saves milliseconds.
 
     Raises:
-        UsageError: the tolerance is infinite or not a number.
+        UsageError: the tolerance is infinite or NaN.
     """
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"tolerance {tolerance} is not a finite number: pass one, such as 0.01")
@@ -182,7 +181,7 @@ def make_key(
 
 
 def in_environment(key: Key, facts: DeviceFacts) -> Key:
-    """The key that the same plan would have on the machine of `facts`, with this version of us."""
+    """Replaces the environment fields of a key by those of a machine and this version."""
     return msgspec.structs.replace(key, **_environment_of(facts))
 
 
@@ -193,7 +192,7 @@ def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
 
 
 def differing_fields(old: Key, new: Key) -> list[Difference]:
-    """Where two keys differ, in the order of the fields; entries of mappings as `ambient.name`."""
+    """Lists the fields in which two keys differ; entries of mappings are named `ambient.name`."""
     before, after = _flat(old), _flat(new)
     names = dict.fromkeys((*before, *after))
     pairs = ((name, before.get(name), after.get(name)) for name in names)
@@ -201,29 +200,29 @@ def differing_fields(old: Key, new: Key) -> list[Difference]:
 
 
 def nearest(stored: Iterable[Key], asked: Key) -> tuple[Difference, ...]:
-    """Where the nearest of the stored keys differs; empty where none is of the same workload."""
-    # One that differs nowhere was stored since it was looked for.
+    """Differences to the nearest stored key; empty without a plan of the same workload."""
+    # Excludes an equal key, stored after the look-up.
     near = (key for key in stored if key != asked and _is_near(key, asked))
     found = [tuple(differing_fields(key, asked)) for key in near]
     return min(found, key=lambda d: (d[0].field == "workload", len(d)), default=())
 
 
 def _is_near(stored: Key, asked: Key) -> bool:
-    # A model that changed, with all else alike, is worth naming as well.
+    # Also reports a changed model if all other fields are equal.
     return stored.workload == asked.workload or (
         msgspec.structs.replace(stored, workload=asked.workload) == asked
     )
 
 
 def told(differing: Sequence[Difference], most: int = 4) -> str:
-    """The first differences with both values, as a clause for people; empty without any."""
+    """The first differences with both values, as a clause for messages; empty without any."""
     shown = "; ".join(map(_in_words, differing[:most]))
     return shown + (f"; and {len(differing) - most} more" if len(differing) > most else "")
 
 
 def _in_words(difference: Difference) -> str:
     field, old, new = difference
-    if field == "workload":  # hashes, which say only that they differ
+    if field == "workload":  # hashes: shows only that they differ
         return f"workload was {old!s:.12}, is {new!s:.12} (its layers or their code differ)"
     return f"{field} was {old!s:.120}, is {new!s:.120}"
 
@@ -254,15 +253,15 @@ def _text(value: object) -> str:
     text = str(value)
     if text.isascii():
         return text
-    # Undecodable bytes of the environment arrive as lone surrogates, which JSON cannot hold.
+    # Undecodable bytes of the environment become lone surrogates, which JSON cannot hold.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def workload_fingerprint(workload: Workload) -> str:
-    """Identifies what a workload computes, apart from the values of its weights and its inputs.
+    """Identifies what a workload computes, except the values of weights and inputs.
 
-    It is the same in every process and on every device, as long as source can be had for what the
-    model runs; see `description.describe` for what it covers.
+    It is equal in every process and on every device if source is available for the model's code.
+    `description.describe` lists what it covers.
 
     Returns:
         64 hexadecimal digits.
@@ -273,10 +272,10 @@ def workload_fingerprint(workload: Workload) -> str:
 
 
 def trained_fingerprint(model: Any) -> str:
-    """Identifies what the model of a training step computes, without the loss and the optimizer.
+    """Identifies what the model of a training step computes, without loss and optimizer.
 
     Returns:
-        64 hexadecimal digits, as `workload_fingerprint` gives for whole workloads.
+        64 hexadecimal digits, as `workload_fingerprint`.
     """
     from steadytorch.plan.description import describe_trained
 

@@ -1,4 +1,4 @@
-"""A plan as data: the chosen candidate, the evidence, and what the plan is valid for."""
+"""Plans as data: the chosen candidate, the evidence and the key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from steadytorch.results.tune import CandidateResult, Gain, KeptPlan, Replayed, 
 
 
 class Speedup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many times as fast as the untouched workload, from pairs taken after the choice.
+    """Speed-up over the untouched workload, from pairs timed after the choice.
 
     Attributes:
         estimate: time of the baseline over time of the winner.
-        low: lower end of its 99 % interval, None where none may be claimed.
-        high: upper end.
-        claim: `process`: it holds for the processes that were timed.
-        verdict: faster; or untouched, where nothing was shown to be and the plan changes nothing.
-        pairs: how many it rests on.
+        low: lower end of the 99 % interval; None without an interval.
+        high: upper end of the 99 % interval; None without an interval.
+        claim: `process`: the speed-up holds for the processes that were timed.
+        verdict: `faster`, or `untouched` if nothing was shown to be faster.
+        pairs: number of timed pairs.
     """
 
     estimate: float
@@ -33,25 +33,25 @@ class Speedup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One candidate of a search and what became of it.
+    """One candidate of a search and its result.
 
     Attributes:
         transforms: the candidate; empty for the untouched workload.
-        precision: its class: same, tf32, bf16 or fp16.
-        suggested_by: ids of the findings of `steady explain` that speak for it.
+        precision: its precision class: same, tf32, bf16 or fp16.
+        suggested_by: ids of the findings of `steady explain` that suggest it.
         status: ok, rejected (broke a rule, or its process died), failed (could not be applied) or
             skipped.
-        reason: why it is not ok, or what it would need; of the untouched workload, that it takes
-            more memory than it may.
-        allowed: whether the user's precision admits it; others are measured for information only.
+        reason: why it is not ok, or what it would need. For the untouched workload, that it exceeds
+            the memory limit.
+        allowed: whether the user's precision allows it; others are measured for information only.
         error: relative L2 error against the reference; None if not verified.
-        peak_memory_bytes: device memory (CUDA) or resident host memory (CPU) at the most.
+        peak_memory_bytes: peak device memory (CUDA) or resident host memory (CPU).
         setup_s: seconds to apply it and make the first call.
-        median_ns: screening median per iteration; the winner's speed is measured afresh.
-        median_ci_ns: its 95 % interval where one may be claimed.
-        p90_ns: 90th percentile of all its samples.
-        p99_ns: 99th percentile where there are samples enough.
-        samples: how many iterations these rest on.
+        median_ns: screening median per iteration; the winner is measured again.
+        median_ci_ns: 95 % interval of the median; None without an interval.
+        p90_ns: 90th percentile of all samples.
+        p99_ns: 99th percentile; None with too few samples.
+        samples: number of iterations timed.
     """
 
     transforms: Candidate
@@ -74,15 +74,15 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Why the plan was chosen.
 
     Attributes:
-        baseline: the untouched workload, in the round that confirmed the choice.
-        winner: the chosen candidate in that same round.
+        baseline: the untouched workload in the confirming round.
+        winner: the chosen candidate in the confirming round.
         speedup: winner against baseline.
-        break_even_calls: calls after which the set-up time is paid back; None if it never is.
-        regime: what bounds the untouched workload.
+        break_even_calls: calls after which set-up is paid back; None for never.
+        regime: the bound of the untouched workload.
         reference: precision of the verification reference, with notes.
         trials: every candidate of the search.
-        not_applicable: transform to the reason why it was not tried.
-        not_tried: candidate to the reason why it was not tried.
+        not_applicable: reason by transform that does not apply.
+        not_tried: reason by candidate that was not tried.
         search_s: wall-clock seconds of the search.
     """
 
@@ -99,19 +99,19 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Data only: loading one runs no code, and its transforms come from a closed list.
+    """A plan as data. Loading one runs no code; its transforms come from a closed list.
 
     Attributes:
-        name: of the workload it was tuned for.
-        signature: the inputs it serves.
-        candidate: the transforms, in order; empty if nothing beat the untouched workload.
-        evidence: why.
-        key: what it is valid for.
+        name: name of the tuned workload.
+        signature: the inputs that it serves.
+        candidate: the transforms in order; empty if nothing beat the untouched workload.
+        evidence: the measurements behind the choice.
+        key: the conditions under which it is valid.
         created: ISO 8601, UTC.
-        version: of steadytorch.
-        path: its file; None while it lives in memory only.
-        trains: of a plan for training steps, what identifies their model; None for inference. The
-            key identifies the loss and the optimizer as well, which `apply` is not given.
+        version: version of steadytorch.
+        path: its file; None if it is in memory only.
+        trains: for training plans, `trained_fingerprint` of the model; None for inference. The key
+            covers loss and optimizer too, which `apply` does not get.
     """
 
     name: str
@@ -126,7 +126,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def id(self) -> str:
-        """The first 12 digits of the key's digest: how people refer to it."""
+        """The first 12 digits of the key's digest."""
         return self.key.digest[:12]
 
 

@@ -1,8 +1,8 @@
-"""A second plan store behind the local one: only read, anywhere that fsspec can open.
+"""A second, read-only plan store behind the local one, at any location that fsspec opens.
 
-Ownership cannot guard it: whoever can write there chooses for all who read it, though only among
-plans that fit their key, with transforms from the closed list. Size cap, digest, strict schema and
-key are checked as for a file of our own. Nothing is written, moved or removed there.
+Ownership cannot protect it: anyone who can write there chooses plans for all readers. Those plans
+must still fit their key and use transforms from the closed list. Size limit, digest, schema and key
+are checked as for local files. Nothing is written, moved or removed there.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from steadytorch.plan.files import MAX_BYTES, BrokenError, bounded, clean, decod
 from steadytorch.plan.fingerprint import Key, differing_fields, told
 
 TIMEOUT_S = 10.0
-"""How long one look may take; a store that exceeds it is not asked again by this object."""
-# What a URL may hold besides a place: a user with a password, or a signature.
+"""Timeout of a look-up. After a timeout, this object does not ask the store again."""
+# Secrets in a URL: user and password, or a signature.
 _SECRET = re.compile(r"(?<=//)[^/@\s]*@|\?\S*")
 
 P = TypeVar("P")
 
 
 class RemoteStore:
-    """Plans that others keep, in the folders and files that a local store has.
+    """A read-only plan store, with the layout of a local one.
 
     Args:
-        url: the folder, as fsspec names it: `s3://bucket/plans`, `https://...`, or a plain path.
-            What its protocol needs beside fsspec must be installed.
-        timeout_s: seconds that one look may take.
+        url: an fsspec URL, such as `s3://bucket/plans`, `https://...`, or a plain path. Packages
+            that fsspec needs for the protocol must be installed.
+        timeout_s: timeout of a look-up in seconds.
 
     Attributes:
-        name: the URL without what may be secret in it.
+        name: the URL without secrets.
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -41,10 +41,10 @@ class RemoteStore:
         self._given_up: str | None = None
 
     def get(self, key: Key, payload_type: type[P]) -> P:
-        """The payload that is kept there under a key.
+        """Returns the payload stored under a key.
 
         Raises:
-            BrokenError: there is none, or none that can be used; the text says why.
+            BrokenError: there is no usable payload; the text gives the reason.
         """
         content = self._fetched(f"{key.environment_digest}/{key.digest}.json")
         entry = decoded(content, payload_type)
@@ -53,7 +53,7 @@ class RemoteStore:
         return entry.payload
 
     def _fetched(self, name: str) -> bytes:
-        """The content of a file, or the reason why not, within the time allowed."""
+        """Reads a file within the timeout; raises `BrokenError` with the reason otherwise."""
         if self._given_up is not None:
             raise BrokenError(self._given_up)
         answers: SimpleQueue[bytes | BaseException] = SimpleQueue()
@@ -65,13 +65,13 @@ class RemoteStore:
                 answers.put(error)
 
         try:
-            # A daemon: one that hangs in a system call must not keep the process from ending.
+            # A daemon, since a thread hanging in a system call must not block the exit.
             Thread(target=ask, name="steadytorch-second-store", daemon=True).start()
             answer = answers.get(timeout=self._timeout_s)
         except RuntimeError as error:  # the system has no more threads
             raise BrokenError(_reason(error)) from None
         except Empty:
-            self._given_up = f"did not answer within {self._timeout_s:g} s, and is left alone"
+            self._given_up = f"did not answer within {self._timeout_s:g} s and is not asked again"
             raise BrokenError(self._given_up) from None
         if isinstance(answer, bytes):
             return answer

@@ -1,9 +1,9 @@
 """The plan store: one self-describing file per plan, written atomically, validated on read.
 
-The digest in a file detects accidents, not attackers: it holds no secret. What guards the store is
-ownership: its directory is private, and files of other users are refused. No fault of the file
-system raises here; the worst case is a miss with its reason, or a plan kept in memory only.
-Behind it may stand a second store that is only read, see `plan.remote`.
+The digest in a file detects accidents, not attackers, since it holds no secret. Ownership protects
+the store: its directory is private, and files of other users are refused. File system errors do not
+propagate; they give a miss with a reason, or a plan in memory only. A second, read-only store may
+follow (`plan.remote`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,6 @@ import msgspec
 
 from steadytorch.caches import cache_folder, make_private
 from steadytorch.errors import PlanError
-from steadytorch.plan.bundle import drop_bundle
 from steadytorch.plan.files import (
     MAX_BYTES,
     BrokenError,
@@ -39,11 +39,11 @@ from steadytorch.plan.fingerprint import Difference, Key, differing_fields, near
 from steadytorch.plan.remote import RemoteStore
 
 SECOND_STORE = "STEADYTORCH_SECOND_STORE"
-"""Environment variable with the URL of a second store that is only read; none by default."""
+"""Environment variable with the URL of a second, read-only store; unset by default."""
 QUARANTINE = "quarantine"
-"""Folder of the store that unusable files are moved to; nothing is ever read from it."""
+"""Folder of the store for unusable files; never read from."""
 
-# How many files a miss looks through for the nearest key; a bound on time, not on the store.
+# Limit on files scanned for the nearest key, to bound the time of a miss.
 _SCAN_LIMIT = 1000
 _ENVIRONMENT_FOLDER = re.compile(r"[0-9a-f]{64}")
 
@@ -54,7 +54,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Found(Generic[P]):
-    """A stored payload; `path` is None for one that is kept in memory only."""
+    """A stored payload; `path` is None if it is in memory only."""
 
     payload: P
     path: Path | None
@@ -65,8 +65,8 @@ class Miss:
     """No payload.
 
     Attributes:
-        reason: one line for people.
-        differing: the fields in which the nearest stored key differs; `old` is the stored value.
+        reason: one line for messages.
+        differing: fields in which the nearest stored key differs; `old` is the stored value.
     """
 
     reason: str
@@ -78,7 +78,7 @@ class Miss:
 
 
 class Stored(NamedTuple):
-    """A file of the store: its key and payload, or else the problem with it."""
+    """A file of the store: its key and payload, or its problem."""
 
     path: Path
     key: Key | None
@@ -87,17 +87,17 @@ class Stored(NamedTuple):
 
 
 class Store:
-    """Plans of this user on this machine, by key.
+    """This user's plans on this machine, by key.
 
     Args:
-        root: the directory; it is made, private to the user, when the first plan is written. By
-            default `$XDG_CACHE_HOME/steadytorch/plans`, else `~/.cache/steadytorch/plans`.
-        second: URL of a store that is asked after this one and only read; what is found there is
-            copied here. By default that of the environment variable `SECOND_STORE`; "" for none.
+        root: the directory, created private to the user at the first write. The default is
+            `$XDG_CACHE_HOME/steadytorch/plans`, else `~/.cache/steadytorch/plans`.
+        second: URL of a read-only store for misses; its hits are copied here. The default is the
+            environment variable `SECOND_STORE`; "" for no second store.
 
     Attributes:
-        root: the directory; None where there is no home for it.
-        trouble: why plans are kept in memory only; empty as long as they are not.
+        root: the directory; None without a home directory.
+        trouble: why plans are kept in memory only; empty if they are written to disk.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Store:
         self._warned = False
 
     def get(self, key: Key, payload_type: type[P], explained: bool = True) -> Found[P] | Miss:
-        """Looks a payload up; a file that cannot be trusted is a miss and is moved aside.
+        """Looks a payload up. An unusable file is a miss, and is moved to quarantine.
 
         Args:
-            key: what it must have been stored under, in every field.
+            key: the key, which must match in every field.
             payload_type: a msgspec struct; content that does not fit it is unusable.
-            explained: whether a plain miss says what is stored instead, see `nearest`; without, its
+            explained: whether a miss gives the nearest stored key; see `nearest`. If False, the
                 reason is empty.
         """
         found = self._get(key, payload_type, explained or self._second is not None)
@@ -138,7 +138,7 @@ class Store:
                 return Miss(f"the plan kept in memory {fault}")
         path = self._path_of(key)
         if path is None:
-            return Miss(f"no plan is kept in memory, and none on disk: {self.trouble}")
+            return Miss(f"no plan is in memory, and the store is unavailable: {self.trouble}")
         try:
             with open_folder(path.parent) as folder:
                 return self._get_from(folder, path, key, payload_type)
@@ -148,21 +148,21 @@ class Store:
             return Miss(f"plan file {clean(path)} was refused: {why(error)}")
 
     def put(self, key: Key, payload: Any) -> Path | None:
-        """Stores a payload, a msgspec struct, in place of any other under the same key.
+        """Stores a payload, a msgspec struct, and replaces any other under the same key.
 
         Returns:
-            Where, or None when it cannot be kept on disk: then this process keeps it in memory, and
-            one warning is logged.
+            The path, or None if it cannot be written. Then this process keeps it in memory, and one
+            warning is logged.
         """
         return self._write(key, payload, replace=True)
 
     def check(self, key: Key) -> None:
         """Warns once if the store is not writable.
 
-        Call it before a long search; storing is attempted all the same.
+        Call this before a long search. `put` tries to write all the same.
 
         Args:
-            key: of what is to be stored.
+            key: the key to be stored.
         """
         path, trouble = self._path_of(key), self.trouble
         if path is not None and not trouble:
@@ -173,10 +173,10 @@ class Store:
         self._warn(trouble)
 
     def add(self, key: Key, payload: P) -> Found[P]:
-        """Stores a payload, unless one is there: then that stays, and all who add agree on it.
+        """Stores a payload unless the key has one; concurrent searches so share one plan.
 
         Returns:
-            What is stored now, in memory only where it cannot be kept on disk.
+            The payload now stored, in memory only if it cannot be written.
         """
         try:
             path = self._write(key, payload, replace=False)
@@ -216,10 +216,10 @@ class Store:
             logger.warning("plans are kept in memory only: %s", trouble)
 
     def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
-        """All files of the store by name, the unusable ones with their problem. Nothing is moved.
+        """Yields all files of the store by name, unusable ones with their problem; moves nothing.
 
         Args:
-            payload_type: what to read payloads as; by default they stay JSON bytes.
+            payload_type: the type of payloads; by default they stay JSON bytes.
         """
         if self.root is None:
             return
@@ -239,10 +239,10 @@ class Store:
             yield from (_listed(path, payload_type) for path in paths)
 
     def find(self, plan_id: str, payload_type: Any = msgspec.Raw) -> Stored:
-        """The one file whose key's digest begins with these digits, usable or not.
+        """Finds the one file whose digest starts with these digits, usable or not.
 
         Raises:
-            PlanError: there is none, or several.
+            PlanError: no file or several files match.
         """
         entries = self.entries(payload_type)
         found = [e for e in entries if plan_id and e.path.stem.startswith(plan_id.lower())]
@@ -254,25 +254,25 @@ class Store:
         return found[0]
 
     def quarantined(self) -> list[Path]:
-        """The files that were moved aside."""
+        """The files in quarantine."""
         try:
             return [] if self.root is None else _files_in(self.root / QUARANTINE)
         except (OSError, ValueError):
             return []
 
     def remove(self, path: str | os.PathLike[str]) -> str | None:
-        """Deletes a file of the store, usable or not, and the bundle beside it.
+        """Deletes a file of the store, usable or not, and files beside it with its name.
 
         Returns:
-            None when it is gone, else one line on why not.
+            None if it was deleted, else the reason in one line.
         """
         path = absolute(Path(path))
         inside = _is_environment(path.parent.name) or path.parent.name == QUARANTINE
         if not inside or path.suffix != ".json" or path.parent.parent != self.root:
-            return f"{clean(path)} is not a plan of the store {clean(self.root)}: see its list"
+            return f"{clean(path)} is not in the store {clean(self.root)}: see steady plans list"
         try:
             with open_folder(path.parent) as folder:
-                drop_bundle(path.stem, folder)
+                _drop_siblings(path.stem, folder)
                 os.unlink(path.name, dir_fd=folder)
         except (OSError, ValueError) as error:
             return f"{clean(path)} was not removed: {why(error)}"
@@ -298,28 +298,28 @@ class Store:
         return Miss(f"plan file {clean(path)} {reason}; {fate}", others)
 
     def _quarantine(self, folder: int, path: Path, seen: os.stat_result | None) -> str:
-        """Moves a file aside; returns what became of it, as a clause."""
+        """Moves a file to quarantine; returns the result as a clause."""
         assert self.root is not None
         target = self.root / QUARANTINE / f"{path.parent.name}.{path.name}"
         try:
             make_private(target.parent)
             now = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
             if seen is None or _identity(now) != _identity(seen):
-                return "it has been replaced meanwhile"
+                return "it has been replaced since"
             with open_folder(target.parent) as aside:
                 os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=aside)
-            drop_bundle(path.stem, folder)
+            _drop_siblings(path.stem, folder)
         except FileNotFoundError:
-            return "it is gone meanwhile"
+            return "it has been removed since"
         except OSError as error:
-            return f"it stays there: {why(error)}"
+            return f"it could not be moved: {why(error)}"
         return f"moved to {target}"
 
     def has_any(self, workload: str) -> bool:
-        """Whether there may be a plan for a workload, whatever its inputs and settings.
+        """Whether there may be a plan for a workload, with any inputs and settings.
 
         Args:
-            workload: its `workload_fingerprint`.
+            workload: the `workload_fingerprint`.
         """
         if self._second is not None or self._in_memory:
             return True
@@ -327,7 +327,7 @@ class Store:
         return len(keys) >= _SCAN_LIMIT or any(key.workload == workload for key in keys)
 
     def _keys(self) -> list[Key]:
-        """Keys of the usable plans, of very many the first; read again when a folder changed."""
+        """Keys of the first usable plans; cached until a folder changes."""
         state = self._state()
         if state is None or self._scanned[0] != state:
             entries = islice(self.entries(), _SCAN_LIMIT)
@@ -335,7 +335,7 @@ class Store:
         return self._scanned[1]
 
     def _state(self) -> list[tuple[str, int]] | None:
-        """The store's folders and when each was last written to; None if that cannot be read."""
+        """The store's folders with their modification times; None if unreadable."""
         try:
             with os.scandir(self.root or os.devnull) as found:
                 folders = [f for f in found if _is_environment(f.name)]
@@ -346,12 +346,12 @@ class Store:
             return None
 
     def nearest(self, key: Key) -> Miss:
-        """Why there is nothing under a key: what the nearest key that is stored has instead."""
+        """Makes a miss that names the fields in which the nearest stored key differs."""
         differing = nearest(self._keys(), key)
         if not differing:
             return Miss("no plan is stored for this workload")
         return Miss(
-            f"no plan is stored for this key; the nearest has another {_named(differing)}",
+            f"no plan is stored for this key; the nearest differs in {_named(differing)}",
             differing,
         )
 
@@ -366,6 +366,16 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def _named(differing: tuple[Difference, ...]) -> str:
     return clean(", ".join(difference.field for difference in differing))
+
+
+def _drop_siblings(stem: str, folder: int) -> None:
+    """Removes the files of an open folder that are named as an entry, with another suffix."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            sibling = Path(name)
+            if sibling.stem == stem and sibling.suffix != ".json":
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -383,5 +393,5 @@ def _listed(path: Path, payload_type: Any) -> Stored:
     except (OSError, ValueError) as error:
         return Stored(path, None, None, f"was refused: {why(error)}")
     if (path.parent.name, path.stem) != (entry.key.environment_digest, entry.key.digest):
-        return Stored(path, None, None, "holds another key than its name says")
+        return Stored(path, None, None, "holds a key that differs from its file name")
     return Stored(path, entry.key, entry.payload)

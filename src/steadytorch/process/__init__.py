@@ -1,5 +1,5 @@
-"""Worker processes: code that may crash, hang or leak runs in a process of its own.
+"""Worker processes: isolate code that may crash, hang or leak.
 
-This room knows processes and messages, and nothing of what is asked of them: a worker serves the
-methods of a handler object that is named by its import path.
+A worker serves the methods of a handler object, which is named by its import path. This package
+knows processes and messages only.
 """

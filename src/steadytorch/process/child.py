@@ -1,8 +1,7 @@
-"""The worker's side: connect, name the handler, answer requests until the parent is gone.
+"""The worker side: connects, loads the handler, and answers requests until the parent exits.
 
 Started as `python -P -m steadytorch.process.child FD MODULE:CLASS DIRECTORY [MODULE ...]`. It never
-imports the parent's main module, so a script without a main guard, a notebook and `python -c` work
-alike.
+imports the parent's main module, so scripts without a main guard, notebooks and `python -c` work.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Serves requests on the inherited file descriptor until `close` or the end of the stream."""
+    """Serve requests on the inherited file descriptor until `close` or end of stream."""
     _die_with_parent()
-    faulthandler.enable(all_threads=False)  # what crashes says where, see `Worker`
+    faulthandler.enable(all_threads=False)  # `Worker` reads the crash location from the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, handler_path, directory, *imports = arguments
     connection = Connection(int(descriptor))
@@ -35,11 +34,11 @@ def main(arguments: list[str]) -> None:
     module, _, name = handler_path.partition(":")
     handler = failure = None
     try:
-        importlib.import_module(module)  # before it is asked for anything: that takes seconds
+        importlib.import_module(module)  # before the first request, because it takes seconds
     except BaseException as error:
-        failure = error  # the answer to the first request
+        failure = error  # reported by the first request
     for each in imports:
-        with contextlib.suppress(BaseException):  # what needs it will say what is wrong with it
+        with contextlib.suppress(BaseException):  # the code that needs it reports the error
             importlib.import_module(each)
     while True:
         try:
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> None:
             if handler is None:
                 handler = getattr(sys.modules[module], name)(Path(directory))
             reply = _answer(handler, request)
-        except BaseException as error:  # the whole point: no fault leaves the worker unreported
+        except BaseException as error:  # report every error to the parent
             reply = Reply(raised=describe(error))
         try:
             connection.send_bytes(encode(reply))
@@ -68,7 +67,7 @@ def _answer(handler: object, request: Request) -> Reply:
 
 
 def _leave(handler: object) -> None:
-    """Ends at once: interpreters that hold compilers and CUDA contexts are slow to tear down."""
+    """Exit at once: tearing down compilers and CUDA contexts is slow."""
     with contextlib.suppress(BaseException):
         close = getattr(handler, "close", None)
         if close is not None:
@@ -79,15 +78,15 @@ def _leave(handler: object) -> None:
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends, however that happens."""
+    """Make Linux kill this process when its parent ends for any reason."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # be the one taken when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")  # let the OOM killer pick the worker
 
 
 def describe(error: BaseException) -> Raised:
-    """An exception as a message; compilers wrap the cause, so the innermost cause decides."""
+    """Convert an exception to a message; compilers wrap out-of-memory errors, so check the text."""
     text = str(error).strip()
     lowered = text.lower()
     out_of_memory = (

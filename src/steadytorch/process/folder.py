@@ -1,4 +1,4 @@
-"""The folder that a process shares with its workers."""
+"""A temporary folder shared with worker processes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A private temporary folder, removed at the end of the block, or of the process within it.
+    """Create a private temporary folder; remove it when the block or the process ends.
 
-    A thread that does not keep the process alive never comes to the end of its block. Workers that
-    were started within it have ended by then, see `Worker`.
+    A daemon thread may never reach the end of its block. Workers started in the block have ended by
+    then, see `Worker`.
     """
     folder, owner = Path(tempfile.mkdtemp(prefix="steadytorch-")), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a fork of the process ends without it
+        if os.getpid() == owner:  # a forked child must not remove it
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)

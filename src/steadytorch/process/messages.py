@@ -1,4 +1,4 @@
-"""What travels between a process and its worker: one request, one reply, in msgpack."""
+"""Messages between a process and its worker: one request, one reply, in msgpack."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import msgspec
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Asks the worker to run one method of its handler."""
+    """A request to run one method of the worker's handler."""
 
     method: str
     arguments: dict[str, Any] = {}
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An exception in the worker, as text: it may be of a type that only the worker can import.
+    """An exception in the worker, as text, because only the worker may be able to import its type.
 
     Attributes:
-        type: class name; empty for an error of this project, whose message says it all.
+        type: class name; empty for an error of this project, whose message is enough.
         message: `str` of the exception.
         traceback: the formatted traceback.
-        out_of_memory: whether it was a failed allocation, on the device or the host.
+        out_of_memory: whether an allocation failed, on the device or the host.
     """
 
     type: str
@@ -31,7 +31,7 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The method's result (msgpack types only) or what it raised."""
+    """The method's result (msgpack types only) or its exception."""
 
     result: Any = None
     raised: Raised | None = None

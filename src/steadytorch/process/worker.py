@@ -1,4 +1,4 @@
-"""The parent's side of a worker process: start it, ask it, and learn how it died."""
+"""The parent side of a worker process: starts it, sends requests, and reports how it died."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ import psutil
 from steadytorch.process.messages import Raised, Request, decode_reply, encode
 
 _CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-"""Signals at which `faulthandler`, which workers enable, tells where Python stood."""
+"""Signals for which `faulthandler`, enabled in workers, prints the Python stack."""
 _CRASHED = re.compile(rb"^Fatal Python error: ", re.MULTILINE)
 _CURRENT = b"\nCurrent thread 0x"
-"""Stands before the thread that crashed, where all threads are told of."""
+"""Precedes the crashed thread if all threads are printed."""
 _INNERMOST = re.compile(rb'^  File "([^"\n]+)", line (\d+) in (.+)$', re.MULTILINE)
 _TAIL_BYTES = 1 << 16
-"""Of a log, which may hold anything that the workload prints; a crash of Python is told in less."""
+"""Bytes read from the end of a log, which may hold any output; a stack is shorter."""
 _GRACE_S = 2.0
 _POLL_S = 0.25
 
 
 class Fault(StrEnum):
-    """How a request can fail."""
+    """The ways in which a request can fail."""
 
     RAISED = "raised"
     OUT_OF_MEMORY = "out of memory"
@@ -44,14 +44,14 @@ class Fault(StrEnum):
 
 
 class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a misuse
-    """A request that a worker did not answer with a result.
+    """A failed request.
 
     Attributes:
-        fault: which kind.
-        reason: one clause for a table, such as "segmentation fault (SIGSEGV)", and which line of
-            Python called what crashed, where that is known.
+        fault: the kind of failure.
+        reason: one clause for a table, such as "segmentation fault (SIGSEGV)", with the Python line
+            that crashed if known.
         detail: traceback or the end of the worker's output, for a log.
-        raised: the exception in the worker, where there was one.
+        raised: the exception in the worker, if any.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
 
 
 class Worker:
-    """A live worker process. Requests are answered in order; a fault ends the process.
+    """A worker process. Requests are answered in order; a fault other than RAISED ends the process.
 
     Args:
-        handler: import path of the class that answers, `package.module:Class`; it is made with
-            `directory` as its only argument, in the worker, at the first request.
-        directory: private folder shared with the worker; its log goes there too.
+        handler: import path of the handler class, `package.module:Class`. The worker creates it at
+            the first request, with `directory` as the only argument.
+        directory: private folder shared with the worker; also holds its log.
         name: distinguishes its log from those of other workers.
-        environment: variables set in the worker beside the inherited ones.
-        memory_limit_bytes: the worker is killed above this much resident memory.
-        imports: modules that it imports before it is asked for anything, where it can.
+        environment: extra environment variables of the worker.
+        memory_limit_bytes: resident memory above which the worker is killed.
+        imports: modules to import before the first request; failures are ignored.
     """
 
     def __init__(
@@ -103,35 +103,36 @@ class Worker:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the group
+                start_new_session=True,  # Ctrl-C only reaches the parent, which ends the group
             )
             on_failure.pop_all()
-        atexit.register(self.kill)  # what it was started for may never end
+        atexit.register(self.kill)  # a daemon thread may never reach `close`
 
     @property
     def alive(self) -> bool:
-        """Whether it can take another request."""
+        """Whether the worker can take another request."""
         return not self._connection.closed and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also that of its process group."""
+        """The process id, which is also the process group id."""
         return self._process.pid
 
     def send(self, method: str, **arguments: Any) -> None:
-        """Puts a request; its answer is fetched by `receive`. Never blocks for the answer."""
+        """Send a request without waiting; fetch the answer with `receive`."""
         self._pending_since = time.monotonic()
         with contextlib.suppress(OSError):  # a dead worker is reported by receive
             self._connection.send_bytes(encode(Request(method, arguments)))
 
     def receive(self, deadline_s: float) -> Any:
-        """Waits for the answer to the pending request.
+        """Wait for the answer to the pending request.
 
         Args:
-            deadline_s: seconds from the request, not from now.
+            deadline_s: seconds since the request, not from now.
 
         Raises:
-            WorkerFault: it raised, died, or took too long; the process is gone unless it raised.
+            WorkerFault: the worker raised, died, or took too long; unless it raised, the process
+                has ended.
         """
         start = self._pending_since if self._pending_since is not None else time.monotonic()
         try:
@@ -162,19 +163,19 @@ class Worker:
         raise WorkerFault(fault, reason, raised.traceback, raised)
 
     def call(self, method: str, deadline_s: float, **arguments: Any) -> Any:
-        """`send` and `receive` in one."""
+        """Send a request and wait for its answer."""
         self.send(method, **arguments)
         return self.receive(deadline_s)
 
     def ready(self) -> bool:
-        """Whether an answer, or the news of its death, can be received without waiting."""
+        """Whether `receive` would return or raise without waiting."""
         try:
             return self._connection.closed or self._connection.poll(0)
         except OSError:
             return True
 
     def overdue(self, deadline_s: float) -> bool:
-        """Whether the pending request is older than `deadline_s` seconds, or memory ran over."""
+        """Whether the pending request is past `deadline_s`, or memory exceeds its limit."""
         if self._pending_since is None:
             return False
         limit = self._memory_limit
@@ -182,7 +183,7 @@ class Worker:
         return over or time.monotonic() - self._pending_since > deadline_s
 
     def close(self) -> None:
-        """Asks it to leave, then makes sure that it and all it started are gone."""
+        """Ask the worker to exit, then kill what is left of its process group."""
         if self.alive and self._pending_since is None:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(encode(Request("close")))
@@ -191,10 +192,9 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the worker's whole process group at once, stopped processes included.
+        """Kill the worker's whole process group at once, stopped processes included.
 
-        Only once: later its number may be that of another group. And not by a fork of the process
-        that started it, which ends without it.
+        Runs once, because the group id may be reused, and never in a forked child of the parent.
         """
         if self._gone or os.getpid() != self._owner:
             return
@@ -204,12 +204,12 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(
             subprocess.TimeoutExpired
-        ):  # stuck in a driver: left to the system
+        ):  # stuck in a driver: leave it to the system
             self._process.wait(_GRACE_S)
         self._connection.close()
 
     def log_tail(self, limit: int = 2000) -> str:
-        """The end of what it wrote to its output streams."""
+        """Return the end of the worker's output."""
         try:
             return self._tail(limit).decode("utf-8", "replace").strip()
         except OSError:
@@ -221,7 +221,7 @@ class Worker:
             return log.read()
 
     def _crashed_in(self) -> str:
-        """Which line of Python it crashed in, as a clause; empty where it did not say."""
+        """Return the Python line of the crash as a clause; empty if unknown."""
         try:
             log = self._tail(_TAIL_BYTES)
         except OSError:
@@ -248,7 +248,7 @@ class Worker:
             limit = self._memory_limit / 2**30
             raise WorkerFault(
                 Fault.OUT_OF_MEMORY,
-                f"out of memory: passed {limit:.1f} GiB of host memory, killed",
+                f"out of memory: exceeded {limit:.1f} GiB of host memory, killed",
                 self.log_tail(),
             )
 
@@ -258,7 +258,7 @@ class Worker:
         status = self._process.poll()
         self.kill()
         if status is not None and status < 0:
-            names = {each.value: each.name for each in signal.Signals}  # few of real-time ones
+            names = {each.value: each.name for each in signal.Signals}  # lacks most real-time ones
             words = signal.strsignal(-status) or "signal"
             reason = f"{words.lower()} ({names.get(-status, -status)})"
             if -status in _CRASHES:
@@ -268,7 +268,7 @@ class Worker:
 
 
 def wait_any(workers: Sequence[Worker], timeout_s: float) -> list[Worker]:
-    """Waits until at least one of the workers can be received from; returns those that can."""
+    """Wait until at least one worker is ready to receive from; return all that are."""
     finished = [worker for worker in workers if worker.ready()]
     if finished:
         return finished

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.explain.finding import NO_GPU_EVENTS
-from steadytorch.explain.kernels import short
-from steadytorch.explain.regime import REGIMES
+from steadytorch.findings.finding import NO_GPU_EVENTS
 from steadytorch.quantities import counted
+from steadytorch.rates.regime import REGIMES
 from steadytorch.report.ledger import in_words, render_ledger
 from steadytorch.report.text import duration, percent_above, plain, print_indented, share
 from steadytorch.results.explain import Abstention, Explanation, Finding, Line, Roofline
+from steadytorch.traces.kernel_names import short
 
 MOST_FINDINGS = 5
 MOST_KERNELS = 5

@@ -20,7 +20,7 @@ from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 
 if TYPE_CHECKING:
-    from steadytorch.plan.exchange import Imported
+    from steadytorch.serve.exchange import Imported
     from steadytorch.tune.reverify import Reverified
 
 

@@ -121,10 +121,10 @@ def content_of(path: Path) -> bytes:
     except ValueError as error:  # such as a name with a NUL
         raise UsageError(f"{named(path)} cannot be read: {error}") from error
     if content is None:
-        raise UsageError(f"{named(path)} is no regular file: name one that --json wrote")
+        raise UsageError(f"{named(path)} is not a regular file: pass one that --json wrote")
     if len(content) > MOST_BYTES:
         raise UsageError(
-            f"{named(path)} has more than {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
+            f"{named(path)} exceeds {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
         )
     return content
 
@@ -168,8 +168,8 @@ def _decoded(path: Path, content: bytes, form: type[T]) -> T:
         return msgspec.json.decode(content, type=form)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise UsageError(
-            f"{named(path)} is not a saved result: {error}; name a file that --json of this "
-            "version wrote"
+            f"{named(path)} is not a saved result: {error}; pass a file that this version wrote "
+            "with --json"
         ) from error
 
 

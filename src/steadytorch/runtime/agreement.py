@@ -1,4 +1,4 @@
-"""Whether two answers to one call agree, where no reference of higher precision can be afforded."""
+"""Compares two answers to one call, without a reference of higher precision."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from steadytorch.transforms.ambient import UNREADABLE, ambient
+from steadytorch.ambient import UNREADABLE, ambient
 from steadytorch.workload.signature import strides_of, tensors_of
 
 TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
 """Relative L2 error per precision class: a few times the class's unit roundoff (2^-11 for tf32 and
-fp16, 2^-8 for bf16), to leave room for its growth through a deep network."""
+fp16, 2^-8 for bf16), since errors grow through a deep network."""
 OWN_TOLERANCES = {
     torch.float64: 2e-13,
     torch.float32: 1e-4,
     torch.float16: TOLERANCES["fp16"],
     torch.bfloat16: TOLERANCES["bf16"],
 }
-"""How far two programs of class `same` may be apart, by the element type that they compute in.
+"""Relative L2 distance allowed between two programs of class `same`, by element type.
 
-float32: another order of sums brings 1e-7 to 1e-5 through a deep network, arithmetic in tf32 or
-below brings 5e-4 and more; 1e-4 stands between, a decade from the one and half a decade from the
-other. float64 has the same number of roundings. 16 bits leave no gap to stand in: a class of its
-own bounds both programs, and so their distance but for a factor."""
+float32: another order of sums gives 1e-7 to 1e-5 through a deep network; arithmetic in tf32 or
+below gives 5e-4 and more. 1e-4 lies between, a decade above the first and half a decade below the
+second. float64 scales this by its unit roundoff. In 16 bits the two ranges overlap, so the
+tolerance of the precision class applies."""
 INCOMPARABLE = "which cannot be compared"
-"""How the reason ends where nothing can be said of an answer."""
+"""Ending of the reason for an answer of a type that cannot be compared."""
 SHARED = "two calls return the same memory, which is not the model's"
-"""Why an executor is refused whose later results stand in the place of earlier ones."""
+"""Why an executor is refused whose later results overwrite earlier ones."""
 MAX_ERROR_FACTOR = 4.0
-"""The largest single error may be this many times the tolerance on the relative L2 error."""
+"""Allowed largest single error, as a multiple of the tolerance on the relative L2 error."""
 SIZES = (0.5, 2.0)
-"""How large a gradient, or a buffer's movement, may be against what it should be. Rounding to bf16
-was seen to change sizes by factors of 0.7 to 1.3 where it left nothing of the direction."""
+"""Allowed ratio of the norm of a gradient, or of a buffer's change, to the expected norm. Rounding
+to bf16 changed norms by factors of 0.7 to 1.3 where the direction was lost altogether."""
 SIZED = 1e-3
-"""The size of tensors below this share of the norm of all of them together is not looked at."""
+"""Tensors with less than this share of the total norm are not checked."""
 _CHUNK = 1 << 22
 """Elements compared at once: 100 MB of float64 temporaries."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def bound(precision: str, model: Any, inputs: Any, tolerance: float | None = None) -> float:
-    """The relative L2 error within which a candidate must agree with the untouched model.
+    """Returns the relative L2 error allowed between a candidate and the untouched model.
 
-    Both are rounded as the untouched model rounds, so the bound is never below what its own
-    arithmetic explains; see `OWN_TOLERANCES`.
+    The bound is never below the rounding of the untouched model's own arithmetic; see
+    `OWN_TOLERANCES`.
 
     Args:
         precision: the candidate's class: same, tf32, bf16 or fp16.
-        model: the untouched model; its weights count where it is a module.
-        inputs: the arguments of a call, nested at will.
-        tolerance: what the user allows; None for the class's default. Not used for `same`.
+        model: the untouched model; its weights are considered if it is an `nn.Module`.
+        inputs: the arguments of a call, with any nesting.
+        tolerance: the user's tolerance; None for the class's default. Not used for `same`.
     """
     module = model if isinstance(model, nn.Module) else None
     held = chain(module.parameters(), module.buffers()) if module is not None else ()
@@ -77,7 +77,7 @@ def _inexact(tensor: torch.Tensor) -> bool:
 
 
 def _rounds_to_tf32(module: nn.Module | None) -> bool:
-    """Whether a setting in force lets this model multiply in TF32."""
+    """Whether the current settings let this model multiply in TF32."""
     modules = list(module.modules()) if module is not None else []
     used = {"cuda.matmul"}
     if any(isinstance(m, nn.modules.conv._ConvNd) for m in modules):
@@ -89,15 +89,15 @@ def _rounds_to_tf32(module: nn.Module | None) -> bool:
 
 
 def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) -> str | None:
-    """What tells a result from the untouched model's; None where they agree.
+    """Returns how a result differs from the untouched model's; None if they agree.
 
     Args:
         found: what the candidate returned.
         expected: what the untouched model returned for the same inputs.
         bound: relative L2 error allowed per output, as from the function `bound`. A single error
-            may reach `MAX_ERROR_FACTOR` times that, relative to the largest element; of integers
-            and booleans this fraction may differ.
-        strides: whether those of tensors must be the same.
+            may reach `MAX_ERROR_FACTOR` times that, relative to the largest element. Of integers
+            and booleans, this fraction of the elements may differ.
+        strides: whether tensors must have equal strides.
     """
     found_leaves, found_nesting = pytree.tree_flatten(found)
     expected_leaves, nesting = pytree.tree_flatten(expected)
@@ -127,7 +127,7 @@ def _leaf_fault(out: Any, ref: Any, bound: float, strides: bool) -> str | None:
 
 
 def as_tensor(value: torch.Tensor | complex) -> torch.Tensor:
-    """A number as a tensor that rounds nothing; a tensor as it is."""
+    """Converts a number to a tensor without rounding; returns tensors unchanged."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.tensor([value], dtype=torch.complex128)
@@ -168,7 +168,7 @@ def _value_fault(out: torch.Tensor, ref: torch.Tensor, bound: float) -> str | No
 
 
 def _norms(out: torch.Tensor, ref: torch.Tensor) -> list[float]:
-    """L2 norm and largest magnitude of the difference, then of the reference; one wait in all."""
+    """L2 norm and largest magnitude of the difference, then of the reference; synchronises once."""
     rows = []
     for a, b in zip(out.split(_CHUNK), ref.split(_CHUNK), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
@@ -197,21 +197,23 @@ def norm(tensor: torch.Tensor) -> float:
 
 
 def together(norms: Iterable[float]) -> float:
-    """The norm of tensors together, from that of each."""
+    """The joint norm of tensors with these norms."""
     return sum(each * each for each in norms) ** 0.5
 
 
 def wrong_size(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> tuple[str, float] | None:
-    """The first tensor whose size is out of `SIZES`, and how many times too large; None if none.
+    """Finds the first tensor whose norm is off by a factor outside of `SIZES`.
 
-    What can be asked of gradients whatever the precision: where values are rounded coarsely, little
-    more than their size may be left of them.
+    Norms can be compared at any precision; coarse rounding may destroy the direction of a gradient.
 
     Args:
-        found: by name; it has all names of `expected`.
-        expected: what they should be.
+        found: tensors by name, with all names of `expected`.
+        expected: the expected tensors by name.
+
+    Returns:
+        Name and factor, or None if all norms are within `SIZES`.
     """
     sizes = {name: norm(tensor) for name, tensor in expected.items()}
     least = SIZED * together(sizes.values())
@@ -224,5 +226,5 @@ def wrong_size(
 
 
 def memory_of(tree: Any) -> set[int]:
-    """Addresses of the storages that the tensors in nested containers stand in."""
+    """Storage addresses of the tensors in nested containers."""
     return {t.untyped_storage().data_ptr() for t in tensors_of(tree) if t.numel()}

@@ -1,4 +1,4 @@
-"""cuDNN's benchmark mode as a switch that says what it does, and undoes itself."""
+"""A switch for cuDNN's benchmark mode that reports its effect and restores the old setting."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils.hooks import RemovableHandle
 from steadytorch.errors import UsageError
 
 LIMIT = 10
-"""PyTorch's own: how many engines it times per convolution."""
+"""PyTorch's default number of engines timed per convolution."""
 CHURN = 8
-"""Distinct convolutions per layer from which on shapes are said to churn: each costs a benchmark of
-some 10 to 100 ms at its first call."""
+"""Distinct shapes per layer from which on shapes are said to churn. Benchmarking a new shape takes
+some 10 to 100 ms."""
 
-_LOADED_WITH_THE_FIRST = "libcudnn_heuristic"
+_HEURISTICS_LIBRARY = "libcudnn_heuristic"
 
 
 class BenchmarkReport(msgspec.Struct, frozen=True):
     """What happened while the mode was on.
 
     Attributes:
-        active: whether it was switched on at all.
-        reason: why not, where it was not; else empty.
+        active: whether the mode was switched on.
+        reason: why the mode is not active; else empty.
         convolutions: calls of convolution layers on CUDA devices.
-        shapes: distinct ones among them: each is benchmarked once per thread.
-        layers: layers that were called.
-        churns: whether layers see so many shapes that benchmarking costs more than it may gain.
+        shapes: distinct shapes among these calls; each is benchmarked once per thread.
+        layers: convolution layers that were called.
+        churns: whether layers see so many shapes that benchmarking may cost more than it gains.
     """
 
     active: bool
@@ -42,19 +42,19 @@ class BenchmarkReport(msgspec.Struct, frozen=True):
 
 
 class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_mode(True)`
-    """Switches cuDNN's benchmark mode, at once; as a context it puts back on leaving what it found.
+    """Switches cuDNN's benchmark mode at once; as a context manager, restores it on exit.
 
-    Where there is no CUDA or cuDNN it does nothing and says so in a warning. It also warns where
-    convolutions have run in this process before: for their shapes PyTorch keeps the engine that it
-    chose then, and the mode has no effect. While it is on, the shapes of convolution layers are
-    counted (not those of functional calls or in compiled code), and a warning says when they churn.
+    Without CUDA or cuDNN it only warns. It also warns if convolutions have already run in this
+    process: PyTorch keeps the engines chosen for their shapes, and the mode has no effect on these.
+    While the mode is on, shapes of convolution layers are counted, and a warning is given when they
+    churn. Functional calls and compiled code are not counted.
 
     Args:
-        on: whether to switch it on or off.
+        on: whether to switch the mode on or off.
         limit: engines to time per convolution; 0 for all.
 
     Raises:
-        UsageError: the limit is no whole number, or below 0; nothing was switched.
+        UsageError: `limit` is not an integer of 0 or more; nothing was switched.
     """
 
     def __init__(self, on: bool = True, *, limit: int = LIMIT) -> None:
@@ -88,7 +88,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         self.restore()
 
     def restore(self) -> None:
-        """Puts back what was found, and stops counting."""
+        """Restores the state found at construction and stops counting."""
         cudnn: Any = torch.backends.cudnn
         if self._hook is not None:
             self._hook.remove()
@@ -96,7 +96,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         cudnn.benchmark, cudnn.benchmark_limit = self._found
 
     def report(self) -> BenchmarkReport:
-        """What happened so far."""
+        """Counts convolutions and shapes seen so far."""
         return BenchmarkReport(
             active=not self._reason,
             reason=self._reason,
@@ -115,18 +115,18 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
 
     def _seen(self, module: nn.Module, x: Tensor) -> None:
         if torch.compiler.is_compiling():
-            return  # counts that change from call to call would have it compiled at each
+            return  # guards on these counters would recompile at each call
         try:
             self._shapes.add((id(module), x.shape, x.dtype))
-        except Exception:  # sizes that are symbols have no hash: a tracer's, which are no call
+        except Exception:  # a tracer's symbolic sizes have no hash, and are not a real call
             return
         self._calls += 1
         self._layers.add(id(module))
         if self._churns() and not self._warned:
             self._warned = True
             warnings.warn(
-                f"benchmark mode pays for {len(self._shapes)} shapes in {len(self._layers)} "
-                "convolution layers so far: inputs of many sizes are slower with it than without; "
+                f"benchmark mode has timed {len(self._shapes)} shapes in {len(self._layers)} "
+                "convolution layers so far; it slows down inputs of many sizes: "
                 "pad them to a few sizes, or switch it off",
                 stacklevel=2,
             )
@@ -136,7 +136,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
 
 
 def why_not() -> str:
-    """Why the mode has no effect in this process; empty where it has one."""
+    """Returns why the mode has no effect in this process; empty if it has an effect."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not torch.backends.cudnn.is_available():
@@ -148,13 +148,13 @@ def why_not() -> str:
 
 
 def has_convolved() -> bool:
-    """Whether cuDNN has run a convolution in this process, as far as can be seen.
+    """Whether cuDNN has run a convolution in this process; always False outside of Linux.
 
-    PyTorch does not say what its cache holds. cuDNN loads its heuristics when it is first asked for
-    an engine, and Linux lists what is loaded; elsewhere the answer is no.
+    PyTorch's cache cannot be read. cuDNN loads its heuristics library at the first request for an
+    engine, and `/proc/self/maps` lists loaded libraries.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            return any(_LOADED_WITH_THE_FIRST in line for line in maps)
+            return any(_HEURISTICS_LIBRARY in line for line in maps)
     except OSError:
         return False

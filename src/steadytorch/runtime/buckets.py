@@ -1,4 +1,4 @@
-"""Shapes that vary, served by few plans: inputs padded to a bucket, outputs cut back."""
+"""Serves varying shapes with few plans: pads inputs to a bucket and cuts outputs back."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, UsageError, one_line
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.agreement import bound, disagreement
 from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
-from steadytorch.transforms.copying import copy_with
 from steadytorch.workload.signature import is_size, map_tensors, signature, tensors_of
 
 VERIFYING = "its bucket is being verified"
 MOST_REMEMBERED = 1000
-"""Buckets, each with its other dimensions, that are kept in mind."""
+"""Limit on remembered buckets, counted with their other dimensions."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Sizes = dict[str, tuple[int, int]]
-"""By name of a dimension the size that came and the bucket's, where they differ."""
+"""Given size and bucket size by name of the dimension, where they differ."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A call brought to its bucket.
+    """A call padded to its bucket.
 
     Attributes:
-        args: positional arguments, padded tensors in new memory.
+        args: positional arguments, with padded tensors in new memory.
         kwargs: keyword arguments.
-        slice_outputs: cuts what a call with them returned to the rows that were asked for; raises
-            `UnsupportedError` where the outputs do not have the form that was verified.
+        slice_outputs: cuts the outputs of the padded call to the given sizes; raises
+            `UnsupportedError` if the outputs differ in form from the verified ones.
     """
 
     args: tuple[Any, ...]
@@ -44,43 +44,43 @@ class Fitted:
 
 
 class _Cut(NamedTuple):
-    """Which dimension of which output (in the order of leaves) follows which padded dimension."""
+    """An output dimension that follows a padded dimension; `leaf` is the output's index."""
 
     leaf: int
     dim: int
     name: str
 
 
-class _Refused(Exception):  # noqa: N818 - carries a finding, and is no fault of ours
-    """Why a bucket cannot be used, in words."""
+class _Refused(Exception):  # noqa: N818 - carries a finding, not an error
+    """The reason why a bucket cannot be used."""
 
 
 class _Unverifiable(_Refused):
-    """Why this call cannot tell; another may."""
+    """The reason why this call cannot verify the bucket; a later call may."""
 
 
 class Buckets:
-    """Pads inputs to the nearest bucket, where that is shown to leave the results alone.
+    """Pads inputs to the next bucket, after verifying that padding does not change the results.
 
-    When a bucket is first needed, the untouched model runs unpadded and padded, on copies of the
-    inputs, with buffers of its own and its random numbers put back, so that nothing of it is seen
-    outside. Each padded dimension is tried alone, which shows which output dimensions move with it:
-    these are cut, whatever their numbers are. Then all are padded together, and the outputs, cut,
-    must equal the unpadded ones in shape, type and values (class `same`). Where nothing was
-    said about the padding of a floating-point input, it is also filled with random values, which
-    must make no difference: zeros alone would let a maximum over the batch pass. A value given as
-    `pad` is taken to mean something to the model, as it does in an attention mask. That makes three
-    or more untouched calls, in which forward hooks of the model run too.
+    The first use of a bucket verifies it with three or more untouched calls. These run on copies of
+    the inputs and buffers, and random state is restored; forward hooks of the model run too.
 
-    What fails (statistics, softmax or mean over the batch, randomness) is refused for this bucket
-    with the reason. Verified is the bucket, not each size within it.
+    1. Each padded dimension is padded alone. Output dimensions that change with it are cut later.
+    2. All dimensions are padded together. After the cut, outputs must equal the unpadded ones in
+       shape, type and values (class `same`).
+    3. Floating-point inputs without a declared `pad` are padded with random values too, because
+       zeros would not reveal a maximum over the batch. A declared `pad` is used as it is, since it
+       has a meaning for the model, as in an attention mask.
+
+    A bucket that fails is refused with the reason. Causes are statistics, softmax or mean over the
+    batch, and randomness. The bucket is verified once, not each size within it.
 
     Args:
-        buckets: see `padding.declared`.
+        buckets: the declaration; see `padding.declared`.
         model: the untouched model.
 
     Raises:
-        UsageError: the declaration makes no sense.
+        UsageError: the declaration is invalid.
     """
 
     def __init__(self, buckets: Mapping[str, Any], model: Any) -> None:
@@ -90,10 +90,10 @@ class Buckets:
         self._lock = Lock()
 
     def fit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fitted | str:
-        """The call brought to its bucket, or the reason to run the model on the inputs as they are.
+        """Pads a call to its bucket, or returns the reason to run the model unpadded.
 
-        Inputs that have a bucket's size already are returned as they came. Reasons are drawn from a
-        bounded set of texts, fit to count calls by.
+        Inputs that already have a bucket's size are returned unchanged. Reasons come from a bounded
+        set of texts, by which calls are counted.
         """
         try:
             sizes = self._sizes(args, kwargs)
@@ -119,7 +119,7 @@ class Buckets:
                     index = dimension.index_in(place, tensor)
                     if index is not None:
                         found[dimension.name].add(tensor.shape[index])
-        sizes = {d.name: _grown(d, found[d.name]) for d in self._dimensions}
+        sizes = {d.name: _size_and_bucket(d, found[d.name]) for d in self._dimensions}
         return {name: (size, bucket) for name, (size, bucket) in sizes.items() if size < bucket}
 
     def _padded(
@@ -129,7 +129,7 @@ class Buckets:
         sizes: Sizes,
         noise: bool = False,
     ) -> Arguments:
-        """Pads along the dimensions in `sizes`; `noise` stands in where no value was stated."""
+        """Pads along the dimensions in `sizes`; `noise` fills floats without a declared value."""
         dimensions = [d for d in self._dimensions if d.name in sizes]
 
         def pad(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Buckets:
             self._known[key] = VERIFYING
         try:
             found = self._found(given, sizes)
-        except BaseException:  # interrupted, or to be tried with another call
+        except BaseException:  # interrupted, or unverifiable with this call
             del self._known[key]
             raise
         self._known[key] = found
@@ -189,8 +189,8 @@ class Buckets:
         except Exception as error:
             return f"its bucket could not be verified: {one_line(error)}"
 
-    def _tells_padding(self, given: Arguments, sizes: Sizes) -> bool:
-        """Whether real rows differ from padding; a model that mixes them is not seen otherwise."""
+    def _shows_padding(self, given: Arguments, sizes: Sizes) -> bool:
+        """Whether real rows differ from the padding; otherwise mixing them goes unnoticed."""
         dimensions = [d for d in self._dimensions if d.name in sizes]
         for place, argument in _by_place(*given):
             values = [d.value_for(place) for d in dimensions]
@@ -203,21 +203,21 @@ class Buckets:
 
     @torch.no_grad()
     def _verified(self, given: Arguments, sizes: Sizes) -> tuple[_Cut, ...]:
-        if not self._tells_padding(given, sizes):
-            raise _Unverifiable("nothing but padding in the inputs: other inputs must verify")
-        model = _apart(self._model)
+        if not self._shows_padding(given, sizes):
+            raise _Unverifiable("the inputs hold padding only; other inputs must verify the bucket")
+        model = _with_own_buffers(self._model)
         devices = {t.device for t in tensors_of(given) if t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             expected = _unpadded(model, given)
             cuts: tuple[_Cut, ...] = ()
             for name, size in sizes.items():
                 found = _run(model, self._padded(*given, {name: size}))
-                cuts += _moved(expected, found, name, size)
+                cuts += _following_dimensions(expected, found, name, size)
             _refuse_shared(cuts)
             limit = bound("same", self._model, given)
             for noise in (False, True):
                 found = _run(model, self._padded(*given, sizes, noise))
-                # Of outputs that are cut, strides follow the bucket where the model's had holes.
+                # strides=False: cut outputs may keep the strides of the bucket.
                 fault = disagreement(_cut(cuts, sizes, found), expected, limit, strides=False)
                 if fault is not None:
                     raise _Refused(f"padding changes the results: {fault}")
@@ -236,7 +236,7 @@ def _unpadded(model: Any, given: Arguments) -> Any:
 
 
 def _run(model: Any, padded: Arguments) -> Any:
-    # What is not padded is the caller's own.
+    # Inputs that are not padded are the caller's own tensors.
     args, kwargs = map_tensors(torch.clone, padded)
     try:
         return model(*args, **kwargs)
@@ -244,8 +244,8 @@ def _run(model: Any, padded: Arguments) -> Any:
         raise _Refused(f"the model fails on padded inputs: {one_line(error)}") from error
 
 
-def _apart(model: Any) -> Any:
-    """A copy that shares the weights but has buffers of its own."""
+def _with_own_buffers(model: Any) -> Any:
+    """Copies a model; the copy shares the weights but has its own buffers."""
     if not isinstance(model, nn.Module):
         return model
     try:
@@ -254,8 +254,10 @@ def _apart(model: Any) -> Any:
         raise _Refused(f"the model cannot be copied: {one_line(error)}") from error
 
 
-def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple[_Cut, ...]:
-    """Which output dimensions went from `size[0]` to `size[1]` when that input dimension did."""
+def _following_dimensions(
+    expected: Any, found: Any, name: str, size: tuple[int, int]
+) -> tuple[_Cut, ...]:
+    """Finds the output dimensions that went from `size[0]` to `size[1]` with the input."""
     leaves, nesting = pytree.tree_flatten(expected, is_leaf=is_size)
     found_leaves, found_nesting = pytree.tree_flatten(found, is_leaf=is_size)
     if found_nesting != nesting:
@@ -271,7 +273,7 @@ def _moved(expected: Any, found: Any, name: str, size: tuple[int, int]) -> tuple
                 continue
             if (before, after) != size:
                 raise _Refused(
-                    f"dimension {dim} of output {i} follows {name}, but is not of its size"
+                    f"dimension {dim} of output {i} follows {name}, but has another size"
                 )
             cuts.append(_Cut(i, dim, name))
     return tuple(cuts)
@@ -285,7 +287,7 @@ def _refuse_shared(cuts: tuple[_Cut, ...]) -> None:
 
 
 def _whole(outputs: Any) -> Any:
-    """Outputs of a call that was not padded."""
+    """Returns the outputs of an unpadded call."""
     return outputs
 
 
@@ -300,12 +302,12 @@ def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
         leaves[leaf] = tensor.narrow(dim, 0, size)
     for i, tensor in enumerate(leaves):
         if tensor is not whole[i] and not tensor.is_contiguous():
-            leaves[i] = tensor.clone()  # strides as the model's own, which `view` relies on
+            leaves[i] = tensor.clone()  # contiguous, as `view` in the caller's code may need
     return pytree.tree_unflatten(leaves, nesting)
 
 
-def _grown(dimension: Dimension, found: set[int]) -> tuple[int, int]:
-    """The size that came and its bucket's."""
+def _size_and_bucket(dimension: Dimension, found: set[int]) -> tuple[int, int]:
+    """The given size and its bucket's size."""
     name = dimension.name
     if not found:
         raise _Refused(f"no input has the dimension of {name}")
@@ -329,14 +331,14 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def _layout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a verification is specific to: layouts, devices, constants and nesting."""
+    """The key of a verification: layouts, devices, constants and nesting."""
     flat: list[Any] = []
     for place, value in _by_place(args, kwargs):
         if type(value) is torch.Tensor:
             flat.append((place, value.shape, value.stride(), value.dtype, value.device))
         elif value is None or type(value) in (bool, int, str):
             flat.append((place, type(value), value))
-        else:  # exact as well, and ten times slower
+        else:  # equally exact, ten times slower
             devices = [t.device for t in tensors_of((args, dict(kwargs)))]
             return signature(args, kwargs), tuple(devices)
     return tuple(flat)

@@ -1,4 +1,4 @@
-"""The first calls under a stored plan, checked and timed against the untouched model."""
+"""Checks and times the first calls of a stored plan against the untouched model."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from steadytorch.runtime.agreement import INCOMPARABLE, SHARED, disagreement, me
 from steadytorch.runtime.lending import answer_of
 
 LOOKS = RACE_LOOKS[:3]
-"""Numbers of timed pairs at which a verdict may be given."""
+"""Numbers of timed pairs at which the race may decide."""
 SPACING = 4
-"""After the first check, every so many calls one is a probe."""
+"""Calls from one probe to the next, after the first check."""
 
 Run = Callable[[], Any]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What the canary found.
+    """The canary's decision.
 
     Attributes:
         kept: whether the plan may go on serving.
         reason: the finding in one clause.
-        judgement: of the tuned times against the untouched ones; None without any.
-        probes: calls that ran both.
+        judgement: the race between tuned and untouched times; None if nothing was timed.
+        probes: calls that ran both the executor and the model.
     """
 
     kept: bool
@@ -42,43 +42,43 @@ class Verdict(msgspec.Struct, frozen=True):
     probes: int
 
 
-class _Found(Exception):  # noqa: N818 - carries a finding, and is no fault of the canary's
-    """A fault of the tuned executor, in words."""
+class _Fault(Exception):  # noqa: N818 - carries a finding, not an error of the canary
+    """A fault of the tuned executor."""
 
 
 class Canary:
     """Checks one executor on the real inputs of the first calls, and times it against the model.
 
-    The first call runs the untouched model once and the executor twice: results must agree, the
-    second must not stand in the memory of the first, inputs must be left as they were. Until such
-    a call has gone well, nothing tuned is given out. From then on every `SPACING`-th call is a
-    probe: both run, in random order, each timed as synchronised latency, and compared again. The
-    pairs are judged as in every race, at up to three looks with an error of 1 % in all.
-    Disagreement, an exception or a time shown to be longer demotes the plan; the call in which it
-    happens is answered by the untouched model.
+    First check: the untouched model runs once and the executor twice. Results must agree, the
+    second result must not share memory with the first, and inputs must be unchanged. No tuned
+    result reaches a caller before this check has passed.
 
-    At most `1 + looks[-1]` untouched calls (28) and one tuned call are made in excess, and the
-    inputs are copied once.
+    Probes: from then on, every `SPACING`-th call runs both sides in random order. Each side is
+    timed as synchronised latency, and the results are compared again. The race is judged at up to
+    three looks, with a total error of 1 %. A disagreement, an exception or a significantly longer
+    time demotes the plan, and the untouched model answers that call.
 
-    One thread probes at a time. Others do not wait: before the first check has gone well they are
-    served untouched, because nothing unverified may reach a caller; after it they are served tuned,
-    as calls between probes are. Their work falls on both arms of a pair alike.
+    Cost: at most `1 + looks[-1]` extra untouched calls (28), one extra tuned call and one copy of
+    the inputs.
 
-    Synchronised latency is what is compared, also for plans chosen by throughput; between probes
-    the executor runs alone, so that caches are a little warmer for it than for the model.
+    Threads: one thread probes at a time, and the others do not wait. They run untouched before the
+    first check has passed, and tuned after it. Their load falls on both sides of a pair alike.
+
+    Bias: latency is compared even for plans chosen by throughput. Between probes only the executor
+    runs, so caches are slightly warmer for it than for the model.
 
     Args:
-        bound: relative L2 error allowed, from `agreement.bound`.
-        not_twice: why the model must not be called twice for one call (it draws random numbers, it
-            changes buffers); it then runs untouched, and that is the verdict. None if it may.
-        alias_outputs: whether results may stand in memory that a later call overwrites.
-        looks: numbers of timed pairs at which a verdict may be given, rising.
+        bound: allowed relative L2 error, from `agreement.bound`.
+        not_twice: why the model must not run twice for one call (it draws random numbers, or it
+            changes buffers); the verdict is then to run untouched. None if it may.
+        alias_outputs: whether a later call may overwrite results.
+        looks: numbers of timed pairs at which the race may decide, in ascending order.
         spacing: calls from one probe to the next.
-        rng: decides which of the two runs first.
-        clock: where times come from.
+        rng: decides which side runs first.
+        clock: the clock that times both sides.
 
     Raises:
-        UsageError: no looks, or a spacing below 1.
+        UsageError: `looks` is empty, or `spacing` is below 1.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Canary:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What was found; None while probing."""
+        """The verdict, or None while probing."""
         return self._verdict
 
     def step(
@@ -121,18 +121,18 @@ class Canary:
     ) -> tuple[Any, Verdict | None]:
         """Answers one call.
 
-        Exceptions of the untouched model are the caller's; so are those of the executor on calls
-        that are not probes. Neither function's grad mode is touched.
+        Exceptions of the untouched model propagate, and so do exceptions of the executor outside
+        of probes. Grad mode is left as it is.
 
         Args:
             run_tuned: runs the executor on this call's inputs.
-            run_untouched: runs the model on them, as it would be served without the plan.
-            device: where the work is done; on CUDA its current stream is synchronised.
-            inputs: the tensors among the inputs; without them, writing to inputs goes unseen.
-            look: is called where both run, before the one and before the other; not timed.
+            run_untouched: runs the model on the same inputs, as without a plan.
+            device: the device that does the work; on CUDA, its current stream is synchronised.
+            inputs: the tensors among the inputs, needed to detect writes to them.
+            look: called before each side when both run; not timed.
 
         Returns:
-            The result, and the verdict once there is one.
+            The result, and the verdict or None while probing.
         """
         if self._settled_or_between():
             return self._plain(run_tuned, run_untouched)
@@ -168,7 +168,7 @@ class Canary:
         inputs: Sequence[torch.Tensor],
         look: Callable[[], None],
     ) -> Any:
-        """Untouched first: whatever the executor does to the process, an answer is there."""
+        """Runs the model first, so that an answer exists whatever the executor does."""
         look()
         try:
             saved = [tensor.detach().clone() for tensor in inputs]
@@ -191,10 +191,10 @@ class Canary:
     ) -> Any:
         results = _checked(run_tuned, expected, inputs, saved, self._bound, times=2)
         first, second = (memory_of(answer_of(result)) for result in results)
-        # What the model itself hands out again, a weight or an input, is not the executor's buffer.
+        # Weights and inputs that the model itself returns do not count as shared memory.
         own = memory_of(answer_of(expected)) | memory_of(inputs)
         if first & second - own and not self._alias_outputs:
-            raise _Found(f"wrong: {SHARED}")
+            raise _Fault(f"wrong: {SHARED}")
         return results[1]
 
     # -- probes ---------------------------------------------------------------------------------
@@ -216,16 +216,18 @@ class Canary:
         except Exception:
             if not isinstance(tuned, tuple):
                 raise
-            tuned = None  # its memory may be what the model lacked; if not, the next line raises
+            tuned = None  # frees its memory, which the model may have lacked; retries once
             expected = run_untouched()
-            self._settle(True, "not timed: beside a tuned result the untouched model raised")
+            self._settle(
+                True, "not timed: the untouched model raised with a tuned result in memory"
+            )
             return expected
         self._probes += 1
         if tuned is None:
             look()
             tuned = self._try(run_tuned, device)
         try:
-            if isinstance(tuned, _Found):
+            if isinstance(tuned, _Fault):
                 raise tuned
             found, tuned_ns = tuned
             _compare(found, expected, self._bound)
@@ -236,14 +238,14 @@ class Canary:
             return expected
         return found if self._verdict is None or self._verdict.kept else expected
 
-    def _try(self, run_tuned: Run, device: torch.device) -> tuple[Any, int] | _Found:
+    def _try(self, run_tuned: Run, device: torch.device) -> tuple[Any, int] | _Fault:
         try:
             return self._timed(lambda: _run(run_tuned), device)
         except Exception as error:
-            return error if isinstance(error, _Found) else _Found(_fault(error))
+            return error if isinstance(error, _Fault) else _Fault(_fault(error))
 
     def _timed(self, run: Run, device: torch.device) -> tuple[Any, int]:
-        """The result and its latency in ns, the queue of the device empty before and after."""
+        """Returns the result and its latency in ns, from idle stream to idle stream."""
         wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _no_wait
         wait()
         start = self._clock.now_ns()
@@ -265,10 +267,10 @@ class Canary:
 
 
 class Recheck:
-    """Compares single calls of an executor that has proved itself with the untouched model's.
+    """Compares single calls of a proved executor with the untouched model.
 
     Args:
-        bound: relative L2 error allowed, from `agreement.bound`.
+        bound: allowed relative L2 error, from `agreement.bound`.
     """
 
     def __init__(self, bound: float) -> None:
@@ -283,9 +285,9 @@ class Recheck:
         inputs: Sequence[torch.Tensor] = (),
         look: Callable[[], None] = lambda: None,
     ) -> tuple[Any, Verdict | None]:
-        """Answers one call, as `Canary.step`; nothing is timed.
+        """Answers one call, as `Canary.step` does, without timing it.
 
-        Without the memory for both answers nothing is compared, and the executor answers.
+        If memory does not suffice for both answers, the executor answers unchecked.
 
         Returns:
             The result, and a verdict if the two answers disagree.
@@ -318,13 +320,13 @@ def _checked(
     limit: float,
     times: int,
 ) -> list[Any]:
-    """What the executor answers, so many times, where that is right.
+    """Runs the executor `times` times and returns its results if all agree with `expected`.
 
     Raises:
-        _Found: it is not, or nothing can be said of it; inputs are as they were, then too.
+        _Fault: a result is wrong or cannot be verified; the inputs are restored first.
     """
     if _differ(inputs, saved):
-        raise _Found("cannot be verified: the untouched model writes to its inputs")
+        raise _Fault("cannot be verified: the untouched model writes to its inputs")
     try:
         results = [_run(run_tuned) for _ in range(times)]
     finally:
@@ -332,7 +334,7 @@ def _checked(
         if written:
             _restore(inputs, saved)
     if written:
-        raise _Found("wrong: the tuned executor writes to its inputs")
+        raise _Fault("wrong: the tuned executor writes to its inputs")
     for result in results:
         _compare(result, expected, limit)
     return results
@@ -346,23 +348,23 @@ def _compare(found: Any, expected: Any, limit: float) -> None:
     fault = disagreement(answer_of(found), answer_of(expected), limit)
     if fault is not None:
         kind = "cannot be verified" if fault.endswith(INCOMPARABLE) else "wrong"
-        raise _Found(f"{kind}: {fault}")
+        raise _Fault(f"{kind}: {fault}")
 
 
 def _no_wait() -> None:
-    """Work on the CPU is done when its call returns."""
+    """Does nothing: work on the CPU is done when the call returns."""
 
 
 def _differ(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
     return any(
-        # NaN equals NaN.
+        # `disagreement` treats NaN as equal to NaN.
         not torch.equal(now, then) and disagreement(now, then, 0.0, strides=False) is not None
         for now, then in zip(tensors, saved, strict=True)
     )
 
 
 def _restore(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:
-    with torch.inference_mode():  # the only mode in which all kinds of tensors can be written to
+    with torch.inference_mode():  # only here can inference tensors be written too
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
 
@@ -371,11 +373,11 @@ def _run(run_tuned: Run) -> Any:
     try:
         return run_tuned()
     except Exception as error:
-        raise _Found(f"the tuned executor raised {one_line(error)}") from error
+        raise _Fault(f"the tuned executor raised {one_line(error)}") from error
 
 
 def _fault(error: Exception) -> str:
-    return str(error) if isinstance(error, _Found) else f"could not be checked: {one_line(error)}"
+    return str(error) if isinstance(error, _Fault) else f"could not be checked: {one_line(error)}"
 
 
 def _slower(judgement: Judgement) -> str:

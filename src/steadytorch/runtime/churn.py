@@ -1,4 +1,4 @@
-"""Whether tuning pays: it does where signatures repeat, and not where they churn."""
+"""Decides whether tuning pays: only if signatures repeat."""
 
 from __future__ import annotations
 
@@ -10,45 +10,43 @@ from steadytorch.errors import UsageError
 from steadytorch.quantities import counted
 
 SETUP_S = 30.0
-"""First guess of what tuning one signature costs, in seconds; measured set-ups correct it."""
+"""Initial estimate of the cost of tuning one signature, in seconds; measurements correct it."""
 BREAK_EVEN_CALLS = 2000
-"""First guess of the calls after which a set-up is paid back."""
+"""Initial estimate of the calls after which a set-up is paid back."""
 FIRST_SIGHT = 4
-"""Signatures tuned when first seen, on credit: training and validation shapes, each with the
-remainder of its last batch."""
+"""Signatures tuned on first sight: training and validation shapes, each with its last, smaller
+batch."""
 REMEMBERED = 1000
-"""Signatures whose calls are counted."""
+"""Limit on signatures whose calls are counted."""
 WITHHELD = "its signature has not repeated often enough for tuning to pay"
 
 
 class ChurnGuard:
-    """Decides for signatures that no plan serves whether to tune them now.
+    """Decides when to tune a signature that has no plan.
 
-    The first few are tuned on first sight, as benchmark mode promises. Any further one must earn
-    it: it is tuned once its own untouched calls would have paid for the set-up. This is the
-    break-even rule of ski rental: without knowing the future it costs at most twice what knowing it
-    would, and no deterministic rule does better (A. Karlin, M. Manasse, L. Rudolph and D. Sleator,
-    "Competitive snoopy caching", Algorithmica 3, 1988). As far as the estimates hold, tuning wastes
-    at most `first_sight` set-ups beyond twice the price of perfect foresight.
+    The first few signatures are tuned on first sight. Any other signature is tuned once its own
+    untouched calls would have paid for the set-up. This is the break-even rule of ski rental. It
+    costs at most twice as much as perfect foresight, and no deterministic rule does better
+    (A. Karlin, M. Manasse, L. Rudolph and D. Sleator, "Competitive snoopy caching", Algorithmica 3,
+    1988). If the estimates hold, tuning wastes at most `first_sight` set-ups beyond that.
 
-    What a set-up costs and gains is a first guess, which counts as one observation among those
-    reported to `paid`; the break-even is total cost over total gain, so set-ups that gained nothing
-    raise it.
+    Estimates: the initial cost and gain of a set-up count as one observation beside those reported
+    to `paid`. The break-even is total cost over total gain, so set-ups without a gain raise it.
 
-    Counts are kept for the signatures called last. A forgotten one starts anew, so that counts are
-    never too high; one that is called at least once in `remembered` calls is never forgotten.
+    Counts: only the most recently called signatures are counted. A forgotten signature starts again
+    at 0, so counts are never too high. A signature called at least once in `remembered` calls is
+    never forgotten.
 
-    Calls served by a plan need not, and should not, be observed. Those of a signature are counted
-    until its tuning is granted. Thread-safe.
+    Observe only calls without a plan. Thread-safe.
 
     Args:
         setup_s: cost of tuning one signature, in seconds.
-        break_even_calls: calls after which one is paid back.
-        first_sight: how many signatures are tuned on first sight.
-        remembered: how many signatures are counted at most.
+        break_even_calls: calls after which a set-up is paid back.
+        first_sight: number of signatures tuned on first sight.
+        remembered: limit on counted signatures.
 
     Raises:
-        UsageError: a number that makes no sense.
+        UsageError: a number is out of range.
     """
 
     def __init__(
@@ -70,20 +68,20 @@ class ChurnGuard:
         self._first_sight, self._remembered = first_sight, remembered
         self._setup_s, self._gain_s = setup_s, setup_s / break_even_calls
         self._setups = 1
-        self._patience = float(break_even_calls)
+        self._break_even_calls = float(break_even_calls)
         self._counts: OrderedDict[Hashable, float] = OrderedDict()
         self._calls = self._distinct = self._granted = 0
         self._forgot = False
         self._lock = Lock()
 
     def observe(self, signature: Hashable) -> str | None:
-        """Counts an unserved call: None if its signature should be tuned now, else why not.
+        """Counts an untouched call; returns None to tune its signature now, else the reason not to.
 
-        The reason is always the same text, fit to count calls by; `why` gives the numbers. Once
-        None, a signature stays None while it is remembered, so the caller starts its tuning once.
+        The reason is a fixed text, by which calls are counted; `why` gives the numbers. After None,
+        a signature stays at None while it is remembered: the caller must start its tuning once.
 
         Args:
-            signature: anything hashable that is equal for calls with one signature.
+            signature: any hashable value that is equal for calls of one signature.
         """
         with self._lock:
             counts = self._counts
@@ -101,7 +99,7 @@ class ChurnGuard:
                 pays = self._granted < self._first_sight
             else:
                 counts.move_to_end(signature)
-                pays = count > self._patience
+                pays = count > self._break_even_calls
             if not pays:
                 return WITHHELD
             self._granted += 1
@@ -109,30 +107,30 @@ class ChurnGuard:
             return None
 
     def paid(self, setup_s: float, gain_s: float) -> None:
-        """Corrects the guess by one tuning as it turned out.
+        """Corrects the estimates by a measured set-up.
 
         Args:
-            setup_s: what it cost, in seconds.
-            gain_s: what a call gains by it, in seconds; 0 where nothing was faster.
+            setup_s: cost of the set-up, in seconds.
+            gain_s: time saved per call, in seconds; 0 if nothing was faster.
         """
         if not (0 <= setup_s < float("inf") and 0 <= gain_s < float("inf")):
-            raise UsageError(f"a tuning cannot cost {setup_s} s and gain {gain_s} s a call")
+            raise UsageError(f"a set-up cannot cost {setup_s} s and gain {gain_s} s per call")
         with self._lock:
             self._setup_s += setup_s
             self._gain_s += gain_s
             self._setups += 1
-            self._patience = self._setup_s / self._gain_s if self._gain_s else float("inf")
+            self._break_even_calls = self._setup_s / self._gain_s if self._gain_s else float("inf")
 
     def why(self) -> str:
-        """The numbers at this moment, in one line."""
+        """Current counts and estimates in one line."""
         with self._lock:
             calls, distinct = self._calls, self._distinct
-            cost, patience = self._setup_s / self._setups, self._patience
+            cost, patience = self._setup_s / self._setups, self._break_even_calls
             more = "more than " if self._forgot else ""
             seen = counted(self._remembered if self._forgot else distinct, "signature")
         each = calls / distinct if distinct else 0.0
         back = f"pays back after ~{patience:,.0f} calls" if patience < float("inf") else "gains 0"
         return (
-            f"{more}{seen} in {counted(calls, 'call')} that no plan served, "
+            f"{more}{seen} in {counted(calls, 'call')} without a plan, "
             f"{each:.1f} calls each; tuning one costs ~{cost:.0f} s and {back}"
         )

@@ -1,4 +1,4 @@
-"""Compares samples of weights on GPUs with what they were, beside the work of served calls."""
+"""Compares samples of GPU weights with their former values, in parallel with tuned calls."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 from torch import Tensor
 
 BLOCK = 16
-"""Neighbouring elements compared of each tensor."""
+"""Number of neighbouring elements compared per tensor."""
 INTERVAL_NS = 5_000_000
-"""Least time between two comparisons. One was seen to make a call of ResNet-50 take 29 us longer
-on an H100: 0.6 % of this."""
+"""Minimum time between two comparisons. One comparison added 29 us to a call of ResNet-50 on an
+H100, which is 0.6 % of this."""
 WAIT_NS = 3_000_000
-"""Longest wait for a comparison. The device works on the call meanwhile: the host loses no more
-than its lead. It is enough for what an average of all weights has enqueued before the call."""
+"""Maximum wait for a comparison. The device works on the call meanwhile, so the host loses only its
+lead. Enough for a preceding average over all weights to finish."""
 _SPIN_NS = 100_000
 _PAUSE_S = 20e-6
 _FIRST = -1
-"""Priority of the stream of comparisons: their blocks do not queue behind those of the model."""
+"""High stream priority, so that comparison blocks do not queue behind those of the model."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class DeviceSamples:
-    """Finds writes to tensors on CUDA devices that raise no version.
+    """Finds writes to CUDA tensors that raise no version.
 
-    A comparison is a CUDA graph of a few small kernels on a stream of its own, ordered behind what
-    the caller had enqueued when the call came. It sets a flag in page-locked memory. The answer is
-    awaited for a while after the call's work was enqueued, and then a result computed from old
-    weights is not handed out. Behind a long queue the flag is read by a later call.
+    A comparison is a CUDA graph of a few small kernels on its own stream. It is ordered behind all
+    work that the caller enqueued before the call, and sets a flag in page-locked memory. `changed`
+    waits up to `WAIT_NS` for the flag, before the result is returned. Behind a longer queue, a
+    later call reads the flag.
 
-    Call `begin` before the work of a call is enqueued and `changed` after it.
+    Call `begin` before enqueueing the work of a call and `changed` after it.
 
     Args:
-        tensors: to be watched, on any devices; those that are not on CUDA are left out.
+        tensors: the tensors to watch; tensors that are not on CUDA are ignored.
 
     Attributes:
-        is_late: whether a finding came after the result of its call was handed out.
+        is_late: whether a change was found after the result of its call was returned.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -54,7 +54,7 @@ class DeviceSamples:
         return bool(self._probes)
 
     def begin(self) -> None:
-        """Marks on the current streams where the next comparison begins, if one is due."""
+        """Orders the next comparison behind the current streams, if one is due."""
         now = time.perf_counter_ns()
         if now - self._compared_at < INTERVAL_NS or torch.cuda.is_current_stream_capturing():
             return
@@ -63,7 +63,7 @@ class DeviceSamples:
             probe.mark()
 
     def changed(self) -> bool:
-        """Whether a comparison has found other values; the tensors must be where they were."""
+        """Whether a comparison found changed values; tensors must be at their former addresses."""
         if any(probe.flag.value for probe in self._probes):
             self.is_late = True
             return True
@@ -75,7 +75,7 @@ class DeviceSamples:
         return any(probe.flag.value for probe in self._probes)
 
     def differ_now(self) -> bool:
-        """Whether values differ, by a comparison that is waited for."""
+        """Compares now, waits for the result and returns whether values differ."""
         for probe in self._probes:
             probe.mark()
             probe.compare(wait=True)
@@ -86,14 +86,14 @@ class _Probe:
     """The comparison of tensors on one device.
 
     Attributes:
-        flag: not zero once a comparison has found other values.
+        flag: nonzero once a comparison has found changed values.
     """
 
     def __init__(self, device: torch.device, tensors: list[Tensor]) -> None:
         self._device = device
         self._marked = torch.cuda.Event()
         self._compared = torch.cuda.Event()
-        # In the caller's inference mode, what is made here could not be written to outside of it.
+        # Tensors made in the caller's inference mode could not be written to outside of it.
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             self.flag = ctypes.c_int32.from_address(self._pinned.data_ptr())
@@ -111,7 +111,7 @@ class _Probe:
         found = torch.zeros(1, dtype=torch.int32, device=self._device)
 
         def compare() -> None:
-            # A finding stays: the next comparison must not take it back before it is read.
+            # bitwise_or_ keeps a finding until it is read, whatever later comparisons find.
             for gather in gathers:
                 found.bitwise_or_(gather.differs())
             self._pinned.copy_(found, non_blocking=True)
@@ -124,17 +124,16 @@ class _Probe:
             compare()
         finally:
             graph.capture_end()
-        # What the graph reads besides the weights lives as long as it does; the weights themselves
-        # must not be kept alive.
+        # Keeps the graph's own tensors alive, but not the weights.
         self._alive = [found, *(gather.release() for gather in gathers)]
         return graph
 
     def mark(self) -> None:
-        """Orders the next comparison behind what is enqueued now."""
+        """Orders the next comparison behind all work enqueued so far."""
         self._marked.record(torch.cuda.current_stream(self._device))
 
     def compare(self, wait: bool = False) -> None:
-        """Enqueues a comparison and waits for it, for as long as it takes or at most `WAIT_NS`."""
+        """Enqueues a comparison and waits for it, at most `WAIT_NS` unless `wait`."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._marked)
             self._graph.replay()
@@ -146,7 +145,7 @@ class _Probe:
 
 
 class _Gather:
-    """Blocks of one element type gathered into one tensor, and what they were."""
+    """Gathers blocks of one element type into one tensor and keeps their former values."""
 
     def __init__(self, blocks: list[Tensor]) -> None:
         self._blocks = blocks
@@ -164,13 +163,13 @@ class _Gather:
         return (self._now != self._then).any().int()
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Forgets the blocks; returns the tensors that a recorded comparison still uses."""
+        """Drops the blocks; returns the tensors that the recorded comparison still uses."""
         self._blocks = self._slices = []
         return self._now, self._then
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory, in whatever order."""
+    """Whether the elements fill the memory without gaps, in any order of dimensions."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     axes = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)

@@ -1,6 +1,6 @@
-"""From the arguments of a call to what serves it: what stands in the way, and the entry.
+"""Dispatches a call by its arguments: obstacles, table entries and the fast path.
 
-Everything here that a served call passes through is written for speed. Counters need no lock.
+The fast path is written for speed; its counters take no lock.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from steadytorch.compiled.prebuilt import Source
 from steadytorch.errors import UnsupportedError
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Signature
@@ -31,18 +32,17 @@ from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
-from steadytorch.transforms.prebuilt import Source
 from steadytorch.workload.containers import Lent
 
 NO_PLAN = "no plan for these inputs"
 RECONSIDERED_S = 10.0
-"""Seconds after which it is asked again whether there is a plan for a model that had none."""
-NEEDS_GRADIENT = "gradients of the inputs are needed"
+"""Seconds between look-ups for a model that has no plan."""
+NEEDS_GRADIENT = "an input requires gradients"
 NOT_FASTER = "nothing was faster than the untouched model"
 
 
 class Arrival(NamedTuple):
-    """A call of a signature that is seen for the first time."""
+    """The first call of a signature."""
 
     model: nn.Module
     signature: Signature
@@ -51,13 +51,13 @@ class Arrival(NamedTuple):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The plan that a candidate comes from, and what it promised.
+    """The plan that a candidate comes from, and its measured gain.
 
     Attributes:
-        plan: its id.
-        saved_ns: what a call was measured to take less than the untouched model, in ns.
-        break_even_calls: after how many calls setting it up is paid back; None if not known.
-        tolerance: relative L2 error that was allowed; None for the default of its precision.
+        plan: the plan's id.
+        saved_ns: measured time saved per call against the untouched model, in ns.
+        break_even_calls: calls after which set-up is paid back; None if unknown.
+        tolerance: allowed relative L2 error; None for the default of the plan's precision.
     """
 
     plan: str
@@ -68,16 +68,17 @@ class Origin(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Resolution:
-    """What is to serve a signature.
+    """How to serve a signature.
 
     Attributes:
-        candidate: the transforms to run; None for no plan, empty for a plan to leave it untouched.
-        reason: why the model runs untouched; a fixed text, fit to count calls by.
-        detail: more about that, for the log and the report; a function where it changes.
-        origin: where the candidate comes from.
+        candidate: the transforms to apply; None without a plan, empty if the plan is to leave the
+            model untouched.
+        reason: why the model runs untouched; a fixed text, by which calls are counted.
+        detail: details of the reason for the log and the report; a function if they change.
+        origin: the plan that the candidate comes from.
         again: polled on later untouched calls; True resolves again.
-        prebuilt: what `compile` among the transforms is to take instead of compiling, if anything.
-        for_all: whether it holds for all inputs, for `RECONSIDERED_S`.
+        prebuilt: compiled code that the `compile` transform loads instead of compiling.
+        for_all: whether this resolution holds for all inputs, for `RECONSIDERED_S` seconds.
     """
 
     candidate: Candidate | None
@@ -90,11 +91,11 @@ class Resolution:
 
 
 Resolver = Callable[[Arrival], Resolution]
-"""Says what serves a signature. It must not call the model; threads ask it at once."""
+"""Resolves a signature. Must not call the model; several threads may call it at once."""
 
 
 class Ticks:
-    """A count that threads raise without a lock, by calling `tick`."""
+    """Counts calls of `tick` from several threads, without a lock."""
 
     __slots__ = ("_lock", "_looks", "tick")
 
@@ -105,11 +106,11 @@ class Ticks:
         self._lock = Lock()
 
     def after_fork(self) -> None:
-        """Makes the lock anew: a thread that is gone may have held it."""
+        """Replaces the lock, which a thread of the parent process may have held."""
         self._lock = Lock()
 
     def value(self) -> int:
-        """How often `tick` was called."""
+        """The number of calls of `tick`."""
         with self._lock:
             found = self.tick() - self._looks
             self._looks += 1
@@ -118,30 +119,29 @@ class Ticks:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """What serves one signature.
+    """The state of one signature: its resolution, executor and counters.
 
     Attributes:
-        signature: of the calls; None where there is none.
-        resolution: what it was made from.
-        reason: why the model runs untouched; None where `executor` serves.
-        executor: what was built.
-        call: of the executor; None runs the model untouched.
-        trial: watches the calls until the executor has proved itself.
-        is_proved: whether it has.
-        is_unserved: whether the model runs untouched, and will until it is resolved anew.
-        begin: called before the executor, to prepare `outdated`; None where nothing is to prepare.
-        outdated: whether a result may be that of other weights, asked after each call; None where
-            the executor runs the model itself.
-        is_replay: whether the executor replays a recording, so that grad mode does not matter.
-        lends: whether the executor gets copies of the containers among the arguments, so that what
-            it writes to them reaches the caller with its result, or not at all.
-        is_padded: whether calls are padded to another signature, which serves them.
-        hits: calls that the executor answered.
-        others: calls that the model answered.
-        finding: of the canary.
-        check: compares a call with the untouched model's, every `verify_every` calls; None for
-            never.
-        turn: counts the calls that it may fall on.
+        signature: the signature of the calls; None if it could not be computed.
+        resolution: the resolution that this entry was made from.
+        reason: why the model runs untouched; None if `executor` serves.
+        executor: the executor built for the resolution's candidate.
+        call: the executor's function; None runs the model untouched.
+        trial: checks the first calls, until the executor is proved.
+        is_proved: whether `trial` has passed.
+        is_unserved: whether the model runs untouched until the signature is resolved again.
+        begin: called before the executor to prepare `outdated`; None if nothing needs preparing.
+        outdated: called after the executor; True if its result may come from old weights. None if
+            the executor calls the model itself.
+        is_replay: whether the executor replays a recording, which ignores grad mode.
+        lends: whether the executor gets copies of the containers among the arguments. Its writes
+            to them are passed on together with the result, or not at all.
+        is_padded: whether calls are padded and served by the entry of another signature.
+        hits: counts calls that the executor answered.
+        others: counts calls that the model answered.
+        finding: the canary's finding.
+        check: compares every `verify_every`-th call with the untouched model; None for no checks.
+        turn: counts calls for `check`.
     """
 
     signature: Signature | None
@@ -165,12 +165,12 @@ class Entry:
 
     @property
     def detail(self) -> str:
-        """More about the reason, as it is now."""
+        """Current details of the reason."""
         detail = self.resolution.detail
         return detail() if callable(detail) else detail
 
     def serving(self) -> Serving:
-        """What is known of it, for the report."""
+        """The entry's line in the report."""
         candidate, origin = self.resolution.candidate, self.resolution.origin
         return Serving(
             signature=str(self.signature),
@@ -186,22 +186,20 @@ class Entry:
         )
 
     def prove(self) -> None:
-        """Ends the trial."""
+        """Marks the executor as proved, which ends its trial."""
         self.trial, self.is_proved = None, True
 
     def retire(self, reason: str) -> None:
-        """The model runs untouched from now on; calls on their way end as they began."""
+        """Serves later calls untouched; calls in flight finish with the executor."""
         self.reason, self.call, self.trial, self.is_proved = reason, None, None, False
 
 
 def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call must run untouched whatever serves its signature, or None."""
+    """Returns why a call must run untouched, whatever its signature, or None."""
     if _is_any_autocast_enabled():
         return "called under autocast"
     if _is_transformed():
-        return (
-            "called inside of a transformation of PyTorch's (vmap, jvp, compile, a dispatch mode)"
-        )
+        return "called inside a PyTorch transformation (vmap, jvp, compile, a dispatch mode)"
     if is_grad_enabled() and needs_gradient((*args, *kwargs.values())):
         return NEEDS_GRADIENT
     return None
@@ -218,12 +216,12 @@ def _is_transformed() -> bool:
 
 
 class Gate:
-    """What keeps calls of all signatures from being served tuned.
+    """Switches tuned serving off for all signatures.
 
     Attributes:
-        off: the reason, or None.
-        until: when the reason is to be asked for anew, by `time.monotonic`.
-        mode: train or eval, as the model was when executors were built.
+        off: why serving is off, or None if it is on.
+        until: the `time.monotonic` time at which `off` expires.
+        mode: the model's `training` flag when executors were built.
     """
 
     __slots__ = ("mode", "off", "until")
@@ -239,16 +237,16 @@ Run = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Detours(NamedTuple):
-    """What answers a call that cannot be served the plain way.
+    """Handlers for calls that leave the fast path.
 
     Attributes:
-        with_care: any call.
-        keyless: one without a key, for the error that making one has raised.
-        failed: one in which the executor raised, or (None) is gone meanwhile; with the copies of
-            containers that it worked on, if any.
-        stale: one whose result may be that of other weights.
-        unserved: one of a signature that nothing serves, and nothing is to be asked about.
-        checked: one that the untouched model answers as well.
+        with_care: any call; the slow path with every check.
+        keyless: a call without a key; takes the error raised while computing the key.
+        failed: a call whose executor raised, or was retired by another thread (error None). Also
+            takes the copies of containers that the executor worked on, if any.
+        stale: a call whose result may come from old weights.
+        unserved: a call of a signature that is settled as untouched.
+        checked: a call to compare with the untouched model.
     """
 
     with_care: Serve
@@ -260,11 +258,11 @@ class Detours(NamedTuple):
 
 
 def runner(detours: Detours, verify_every: int | None = None) -> Run:
-    """Makes the function that calls an entry's executor and looks at the weights.
+    """Makes the function that calls an entry's executor and checks the weights.
 
     Args:
-        detours: what answers otherwise.
-        verify_every: every so many calls of an entry one is `checked`; None for never.
+        detours: handlers for the other calls.
+        verify_every: sends every N-th call of an entry to `checked`; None for no checks.
     """
     failed, stale, checked = detours.failed, detours.stale, detours.checked
 
@@ -281,7 +279,7 @@ def runner(detours: Detours, verify_every: int | None = None) -> Run:
                 begin()
             if entry.is_replay or not is_grad_enabled():
                 result = call(*given, **named)
-            else:  # `without_gradients`, without a call
+            else:  # `without_gradients` inlined
                 _set_grad_enabled(False)
                 try:
                     result = call(*given, **named)
@@ -289,7 +287,7 @@ def runner(detours: Detours, verify_every: int | None = None) -> Run:
                     _set_grad_enabled(True)
         except Exception as error:
             return failed(entry, error, args, kwargs, lent)
-        # Looked at after launching, so that a GPU works meanwhile; a stale result is thrown away.
+        # Checks after the launch, while the GPU works; a stale result is thrown away.
         if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
         if lent is not None:
@@ -313,16 +311,15 @@ def fast_path(  # noqa: C901 - inlined for speed
 ) -> Serve:
     """Fast path: one look-up, one executor, no lock.
 
-    It is a closure because looking up attributes of an `nn.Module` takes a good part of the time
-    that dispatch may take.
+    A closure, because attribute look-ups on an `nn.Module` are slow compared with the dispatch.
 
     Args:
         model: the untouched model.
-        gate: where closed, every call takes a detour.
-        found: entry by key, as `key_function` makes them.
-        detours: what answers otherwise.
-        run: from `runner`.
-        compiled: as `key_function` was given.
+        gate: if off, every call takes the slow path.
+        found: entries by key, as `key_function` computes it.
+        detours: handlers for the other calls.
+        run: the function made by `runner`.
+        compiled: the compiled host code given to `key_function`, or None.
     """
     attributes, get = vars(model), found.get
     with_care, keyless, unserved = detours.with_care, detours.keyless, detours.unserved
@@ -342,7 +339,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or is_watched
             or attributes["training"] is not gate.mode
             or needed.alive
-            # `obstacle`, without calls: exporting shows in the stack.
+            # `obstacle` inlined; export appears in the dispatch stack.
             or _is_any_autocast_enabled()
             or forward_ad._current_level >= 0
             or _len_torch_dispatch_stack()
@@ -358,7 +355,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     clear_key = compiled.clear_key
 
     def serve_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The compiler knows no `clear_key`, and must see that nothing of this is to be compiled.
+        # Dynamo cannot trace `clear_key`, so it must see the test for compiling first.
         if gate.off is not None:
             return with_care(args, kwargs)
         if is_dynamo_compiling() or (key := clear_key(args, kwargs)) is None:

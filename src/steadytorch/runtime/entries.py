@@ -1,4 +1,4 @@
-"""The table of a tuned module: which signature is served by what, filled at first sight."""
+"""The entry table of a tuned module, filled at the first call of each signature."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ log = logging.getLogger("steadytorch")
 
 STALE = "the model changed since the plan was applied"
 NOT_APPLIED = "the plan could not be applied"
-RESOLVING = "its plan is being looked for in another thread"
-TAKEN = "an executor is being built or checked in another thread"
-BUILDING = "its executor is being built in another thread"
+RESOLVING = "another thread is looking up its plan"
+TAKEN = "another thread is building or checking an executor"
+BUILDING = "another thread is building its executor"
 _PENDING = (RESOLVING, TAKEN, BUILDING)
 MOST_REMEMBERED = 1000
-"""Signatures without an executor that are kept in mind, and reasons that are warned of."""
+"""Limit on remembered signatures without an executor, and on distinct warnings."""
 _PADDED = Resolution(None, "its inputs are padded")
-_PENDED = Resolution(None, RESOLVING)
+_RESOLVING = Resolution(None, RESOLVING)
 _CLASSES = ("same", "tf32", "fp16", "bf16")
-"""Classes of precision, from the narrowest tolerance to the widest."""
+"""Precision classes, from the narrowest tolerance to the widest."""
 
 
 class Options(NamedTuple):
@@ -56,12 +56,12 @@ class Options(NamedTuple):
 
     Attributes:
         alias_outputs: whether outputs may be buffers that the next call overwrites.
-        buckets: pads inputs where the user declared how; None for never.
+        buckets: pads inputs as the user declared; None to never pad.
         canary: whether the first calls of a plan are checked against the untouched model.
-        trains: whether plans are for training, see `runtime.trained`.
-        strict: whether calls that there is no plan for raise.
-        verify_every: every so many calls of a signature one is answered by the untouched model as
-            well, and compared; None for never.
+        trains: whether plans are for training; see `runtime.trained`.
+        strict: whether calls without a plan raise.
+        verify_every: compares every N-th call of a signature with the untouched model; None for no
+            checks.
     """
 
     alias_outputs: bool = False
@@ -73,10 +73,10 @@ class Options(NamedTuple):
 
 
 def parse_verify_every(verify_every: int | None) -> int | None:
-    """Validates the number of calls from one check to the next; None checks no later calls.
+    """Validates `verify_every`, a number of calls or None.
 
     Raises:
-        UsageError: not an integer of 1 or more.
+        UsageError: it is not an integer of 1 or more.
     """
     if verify_every is None or (type(verify_every) is int and verify_every >= 1):
         return verify_every
@@ -87,26 +87,25 @@ def parse_verify_every(verify_every: int | None) -> int | None:
 
 
 class Entries:
-    """Resolves each signature once, builds its executor once, whichever thread comes first.
+    """Resolves each signature once and builds its executor once, in the first thread to call it.
 
-    Nobody waits for that: other threads are given an entry without an executor meanwhile, and so is
-    whoever comes to build while another executor is built or checked. There are two exceptions.
-    While calls take turns (`settings`), the untouched model has to wait as well. Where a miss
-    raises, a call of the same or another new signature waits until it is known for a miss.
+    Other threads do not wait. While an executor is built or checked they get an entry without one
+    and run untouched. There are two exceptions. While calls take turns (`settings`), untouched
+    calls wait too. In strict mode, calls of new signatures wait for a resolution in progress.
 
-    Executors are built in a caller's thread, and not in one of our own: building runs the model on
-    its own weights and random numbers, and under flags of the whole process, while the caller might
-    write to, draw from or depend on them. Within a call it does not.
+    Executors are built in a caller's thread. Building runs the model with its own weights, draws
+    random numbers and sets process-wide flags. Only inside a call can we rely on the caller not to
+    use these at the same time.
 
     Args:
         model: the untouched model.
-        resolve: says what serves a signature.
-        options: how.
+        resolve: resolves a signature.
+        options: how to serve.
 
     Attributes:
-        found: entry by key; read without a lock.
-        weights: of the model, as they were when the first executor was built.
-        is_built: whether any executor was.
+        found: entries by key; read without a lock.
+        weights: the model's weights when the first executor was built.
+        is_built: whether any executor was built.
     """
 
     def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
@@ -119,7 +118,7 @@ class Entries:
         self._warned: set[str] = set()
 
     def of_call(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """The entry for a call, resolved anew where the resolution of an earlier call says so.
+        """Returns the entry for a call, and resolves it again if its resolution asks for that.
 
         Raises:
             Exception: these arguments have no signature.
@@ -138,13 +137,13 @@ class Entries:
         kwargs: dict[str, Any],
         instead_of: Entry | None = None,
     ) -> Entry:
-        """The entry for a call whose key is not among those found.
+        """Returns the entry for a call whose key is new.
 
         Args:
-            key: of the call.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            instead_of: what was found and is to be resolved anew; its calls are counted on.
+            key: the key of the call.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            instead_of: an entry to resolve again; its count of untouched calls is kept.
 
         Raises:
             Exception: these arguments have no signature.
@@ -153,15 +152,15 @@ class Entries:
             return Entry(None, Resolution(()), "called while a CUDA graph is recorded")
         described = signature(args, kwargs)
         whole = full_key(described, args, kwargs)
-        # Verifying a bucket and building run models, which may wait for `TURNS`: no lock may be
-        # held then.
+        # Verifying a bucket and building run the model, which may wait for `TURNS`. Holding the
+        # lock meanwhile would deadlock.
         padded = self._is_padded(args, kwargs)
         arrival = Arrival(self._model, described, args, kwargs)
         with self._lock:
             known = self._by_signature.get(whole)
             is_first = known is None or known is instead_of
             if known is None or known is instead_of:
-                entry = Entry(described, _PADDED if padded else _PENDED, is_padded=padded)
+                entry = Entry(described, _PADDED if padded else _RESOLVING, is_padded=padded)
                 entry.reason = entry.resolution.reason
                 if known is not None:
                     entry.others = known.others
@@ -182,12 +181,12 @@ class Entries:
         return entry
 
     def forget(self, entry: Entry) -> None:
-        """Has the next call of this entry's signature resolved anew."""
+        """Drops an entry, so that the next call of its signature is resolved again."""
         with self._lock:
             self._drop(lambda other: other is entry)
 
     def forgives(self) -> bool:
-        """Whether nothing happened to the model but loads of the weights that it had."""
+        """Whether the only change to the model was loading the weights it already had."""
         if not self.weights.is_forgiven():
             return False
         for entry in list(self._by_signature.values()):
@@ -196,8 +195,8 @@ class Entries:
         return True
 
     def retire_outdated(self) -> str:
-        """The model itself serves from now on what was made from other weights; returns why."""
-        # Not the model's, so the executor's own copy of them was written to: by a call.
+        """Retires the executors that hold outdated weights; returns the reason."""
+        # If the model did not change, a call wrote to the executor's copy of its buffers.
         changed = self.weights.rewritten() or self.weights.changed()
         reason = STALE if changed else KEEPS_STATE
         if reason == STALE:
@@ -208,7 +207,7 @@ class Entries:
         return reason
 
     def close(self) -> list[Serving]:
-        """Frees the executors and forgets the signatures; returns what is known of them."""
+        """Frees the executors and forgets the signatures; returns their report lines."""
         with settings.TURNS, self._lock:
             entries, served = list(self._by_signature.values()), self.servings()
             self._drop(lambda entry: True)
@@ -224,24 +223,24 @@ class Entries:
         return served
 
     def after_fork(self) -> None:
-        """Makes the lock anew: a thread that is gone may have held it."""
+        """Replaces the lock, which a thread of the parent process may have held."""
         self._lock = RLock()
         for entry in self._by_signature.values():
             entry.hits.after_fork()
             entry.others.after_fork()
 
     def servings(self) -> list[Serving]:
-        """What is known of each signature, those with the most calls first."""
+        """Report lines of the signatures, most calls first."""
         found = [entry.serving() for entry in list(self._by_signature.values())]
         return sorted(found, key=lambda each: -(each.hits + each.others))
 
     def warn(self, reason: str, detail: str | Callable[[], str] = "") -> None:
-        """Logs a warning with the first detail of each reason; further ones are for debugging.
+        """Logs each reason once as a warning, and its repetitions at debug level.
 
         Args:
             reason: why the model runs untouched.
-            detail: what differs from one case to the next, such as figures; a function is called
-                only for what is logged.
+            detail: specifics of this case, such as figures; a function is called only if the
+                message is logged.
         """
         if reason in self._warned and not log.isEnabledFor(logging.DEBUG):
             return
@@ -255,7 +254,7 @@ class Entries:
         log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text)
 
     def _is_padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a bucket has to be looked at before each call."""
+        """Whether calls with these arguments go through a bucket."""
         buckets = self._options.buckets
         if buckets is None:
             return False
@@ -269,7 +268,7 @@ class Entries:
             resolution = self._resolve(arrival)
         except Exception as error:
             resolution = Resolution(None, NOT_APPLIED, one_line(error))
-        except BaseException:  # interrupted: to be asked for again
+        except BaseException:  # interrupted: a later call resolves again
             self.forget(entry)
             raise
         entry.resolution = resolution
@@ -285,16 +284,16 @@ class Entries:
     def _build_in_turn(
         self, whole: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Builds the executor of an entry, unless another one is being built or checked."""
+        """Builds the executor of an entry, unless another thread is building or checking one."""
         turns = settings.TURNS
         if not turns.acquire(blocking=bool(settings.needed.alive)):
             return
         try:
-            # Another thread may have come first, and another may have closed the module.
+            # Another thread may have built it, or closed the module, in between.
             if entry.reason == TAKEN and self._by_signature.get(whole) is entry:
                 entry.reason = BUILDING
                 self._build(entry, entry.resolution.candidate or (), args, kwargs)
-        except BaseException:  # interrupted: to be built by a later call
+        except BaseException:  # interrupted: a later call builds it
             self.forget(entry)
             raise
         finally:
@@ -305,7 +304,7 @@ class Entries:
     ) -> None:
         if not self.is_built:
             self.weights.remember()
-        elif self.weights.changed():  # to take these as unchanged would hide it from the others
+        elif self.weights.changed():  # `remember` would hide the change from the other entries
             entry.reason = STALE
             return
         try:
@@ -326,7 +325,7 @@ class Entries:
         entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
         entry.trial, entry.check = self._trials(executor, entry, candidate, args, kwargs)
-        # Last, for other threads have the entry already.
+        # Set last: other threads already hold this entry.
         entry.call, entry.reason = executor.call, None
 
     def _trials(
@@ -337,7 +336,7 @@ class Entries:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
-        """What watches the first calls, and what is to check later ones."""
+        """Returns the check of the first calls, and the check of later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
             rehearsal = Rehearsal(self._model, executor, device)
@@ -346,11 +345,11 @@ class Entries:
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
 
-        def is_outdated() -> bool:  # what says so is another function after a load
+        def is_outdated() -> bool:  # `forgives` replaces `entry.outdated`
             return entry.outdated is not None and entry.outdated()
 
         outdated = None if entry.outdated is None else is_outdated
-        # By now, random numbers that are drawn during a call are those of other threads.
+        # draws=False: an executor past its trial draws no random numbers; only other threads do.
         check = OnTrial(*watched, Recheck(limit), outdated, draws=False)
         if not self._options.canary:
             return FirstCall(*watched), check
@@ -358,17 +357,17 @@ class Entries:
         return OnTrial(*watched, canary, outdated), check
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
-        # Training reads weights as they are, at each call.
+        # Training executors read the weights at each call.
         if executor.is_live or self._options.trains:
             return None
         changed = self.weights.changed
         if len(executor.modules) == 1 or executor.static is not None:
-            return changed  # a recording does the same at each call: the first one shows all
+            return changed  # a recording repeats its first call, which was already checked
         wrote = writes_of(executor.modules[-1])
         return lambda: changed() or wrote()
 
     def _remember(self, whole: Any, entry: Entry) -> None:
-        # Inputs that never repeat must not fill the memory. Many go at once: looking takes long.
+        # Bounds memory for inputs that never repeat. Drops 10 % at once, as each scan is slow.
         if len(self._by_signature) >= MOST_REMEMBERED:
             entries = self._by_signature.values()
             idle = [e for e in entries if e.executor is None and e.reason not in _PENDING]
@@ -384,6 +383,6 @@ class Entries:
 
 
 def _precision(candidate: Candidate) -> str:
-    """The class of the transform that lowers the precision most."""
+    """The lowest precision class among the transforms."""
     found = {transforms.create(spec).precision for spec in candidate}
     return max(found, key=_CLASSES.index, default="same")

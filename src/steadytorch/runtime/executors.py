@@ -1,4 +1,4 @@
-"""Building the executor of a candidate, and what must be known of it to serve it safely."""
+"""Builds the executor of a candidate, with the facts needed to serve it safely."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.settings import is_process_wide, setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Scoped, Transform
-from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.prebuilt import Source, supplied
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.workload import TrainingStep, Workload
 
@@ -29,14 +29,14 @@ _COMPILES = "compile"
 
 @dataclass(frozen=True)
 class Executor:
-    """A candidate, live.
+    """A candidate applied to a model.
 
     Attributes:
-        call: takes what the model takes.
-        is_live: whether each call runs the model itself, with its weights and modules as they are.
-        modules: the module trees that calls may run: the model, and its converted copies.
+        call: has the call signature of the model.
+        is_live: whether each call runs the model itself, with its current weights and modules.
+        modules: the module trees that calls may run: the model, then its converted copies.
         static: arguments at fixed addresses that a call need not copy, or None.
-        close: undoes everything.
+        close: undoes all transforms.
     """
 
     call: Call
@@ -58,29 +58,29 @@ def build(
     """Applies a candidate to the model for the inputs at hand.
 
     Args:
-        model: the untouched model; it is left as it was found.
+        model: the untouched model; it is not changed.
         args: positional arguments of the call.
-        kwargs: its keyword arguments.
-        candidate: transforms in the order of their application.
-        alias_outputs: whether outputs may be the buffers that the next call overwrites.
-        source: of what `compile` is to take instead of compiling; None for none.
-        trains: whether gradients of the model's own weights are to flow through calls.
+        kwargs: keyword arguments of the call.
+        candidate: the transforms in order of application.
+        alias_outputs: whether outputs may be buffers that the next call overwrites.
+        source: compiled code that `compile` loads instead of compiling; None to compile.
+        trains: whether gradients must reach the model's own weights.
 
     Raises:
-        UsageError: the transforms are unknown or cannot be combined.
-        UnsupportedError: one of them cannot be applied here.
+        UsageError: a transform is unknown, or the transforms cannot be combined.
+        UnsupportedError: a transform cannot be applied here.
     """
     if len(candidate) > len(transforms.names()) or transforms.conflict(candidate):
         raise UsageError("its transforms cannot be combined")
-    parts = [transforms.create(spec) for spec in candidate]
+    parts = [part for part in map(transforms.create, candidate) if not part.of_step]
     stack = ExitStack()
-    step = TrainingStep(_of_the_caller, _of_the_caller) if trains else None
+    step = TrainingStep(_not_for_transforms, _not_for_transforms) if trains else None
     # Transforms may run the model, which may write to containers that its caller passed.
     own_args, own_kwargs = Lent((args, dict(kwargs))).arguments
     workload = Workload(model, own_args, own_kwargs, training_step=step)
     grad = torch.is_grad_enabled()
     try:
-        # In the caller's inference mode, tensors that are made here could not be written to later.
+        # Tensors made in the caller's inference mode could not be written to later.
         with torch.inference_mode(False), torch.set_grad_enabled(grad), supplied(source):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:
@@ -88,8 +88,8 @@ def build(
         raise
 
 
-def _of_the_caller(given: Any) -> Any:
-    """Stands for the loss and the optimizer, which no transform of the model looks at."""
+def _not_for_transforms(given: Any) -> Any:
+    """Placeholder for the loss and the optimizer, which transforms of the model never call."""
     raise UsageError("the loss and the optimizer are the caller's")
 
 
@@ -100,51 +100,51 @@ def _apply(
     flags = stack.enter_context(ExitStack())
     for part in parts:
         if part.name == _COMPILES and not workload.is_training:
-            workload = _apart(workload, modules)
+            workload = _with_own_buffers(workload, modules)
         before = workload.model
-        workload = stack.enter_context(_unremembered(part, workload, modules))
+        workload = stack.enter_context(_applied_without_trace(part, workload, modules))
         now = workload.model
         if now is before:
             continue
         if isinstance(now, Scoped):
-            # At once: what follows may run it, to record it for example.
+            # Takes effect at once, since later transforms may run the model (recording does).
             if is_process_wide(part.name):
                 flags.enter_context(setting_flags())
         else:
             is_live = False
             if part.name == _RECORDS:
-                flags.close()  # a recorded graph is replayed without the calls that were recorded
+                flags.close()  # replaying a graph does not run the calls that set the flags
         if isinstance(now, nn.Module):
             modules.append(now)
     call = workload.model
     static = getattr(call, "static_inputs", None)
-    # Entries are found by signature: none is called with another than it was built for.
+    # `exact` skips the check of the signature, which the look-up of the entry has done.
     call = getattr(call, "aliasing" if alias_outputs else "exact", call)
     return Executor(call, is_live, modules, static, stack.close)
 
 
-def _apart(workload: Workload, modules: list[nn.Module]) -> Workload:
-    """What is to be compiled, with buffers that are not the model's.
+def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
+    """Copies the model for compiling, with its own buffers.
 
-    Compiled code stands for one way through the model. Where a call takes another, what the model
-    keeps between calls may have been written to before that is found out.
+    Compiled code covers one path through the model. A call that takes another path may write to
+    buffers before that is detected.
     """
     model = workload.model
     if model is not modules[0] or not isinstance(model, nn.Module):
         return workload
     try:
         copied = copy_with(model, lambda tensor: tensor, apart=True)
-    except Exception:  # it holds what cannot be copied
+    except Exception:  # the model cannot be copied
         return workload
     modules.append(copied)
     return workload.with_model(copied)
 
 
 @contextmanager
-def _unremembered(
+def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
-    """Applies a transform; recording runs the model a few times, which it must not remember."""
+    """Applies a transform; refuses to record a model that keeps state, as recording runs it."""
     state = State(modules, keep=True) if part.name == _RECORDS else None
     with part.applied(workload) as changed:
         if state is not None and state.changed():

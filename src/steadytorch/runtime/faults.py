@@ -1,4 +1,4 @@
-"""Telling an executor's faults from exceptions that are its caller's."""
+"""Separates faults of an executor from exceptions meant for its caller."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from steadytorch.transforms.hooks import BACKWARD, ON_ALL, hooks_of
+from steadytorch.rewrite.hooks import BACKWARD, ON_ALL, hooks_of
 
 _OURS = frozenset({"torch", "triton", "steadytorch", "cudnn", "numpy", "msgspec", "builtins"})
-"""Packages whose exceptions an executor may raise; so it may those of the standard library."""
+"""Packages whose exceptions an executor may raise, beside those of the standard library."""
 _TORCH = str(Path(torch.__file__).parent)
 _OF_OPERATORS = (RuntimeError, NotImplementedError, MemoryError)
-"""What operators raise, out of memory among them."""
+"""Exceptions raised by operators, including out of memory."""
 
 
 class Raised(BaseException):
-    """Carries an exception that is the caller's through code that answers executors' faults.
+    """Carries a caller's exception through code that handles faults of executors.
 
     Args:
-        error: to be raised in the end.
+        error: the exception to raise to the caller.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -35,18 +35,18 @@ class Raised(BaseException):
 
 
 def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) -> bool:
-    """Whether an exception that came out of an executor is for its caller.
+    """Whether an exception raised in an executor is meant for its caller.
 
-    It is where the untouched model would have raised it in this call as well, or where nobody asked
-    it to be answered: raised by a signal handler (a deadline) or a hook (an early stop), an
-    exception of a class that no executor raises (a library's control flow), or of activation
-    checkpointing. All others may be the executor's fault, and the model answers.
+    These are exceptions of signal handlers (a deadline), of hooks (an early stop) and of activation
+    checkpointing, exceptions of classes that no executor raises (a library's control flow), and
+    exceptions that the untouched model would raise too. All others may be the executor's fault, and
+    the model answers instead.
 
     Args:
-        error: as caught.
+        error: the exception caught.
         modules: the module trees that the executor runs.
-        is_live: whether it runs the model itself, with the caller's own arguments. Then only errors
-            of operators may be its fault.
+        is_live: whether the executor runs the model itself with the caller's own arguments. Then
+            only errors of operators may be its fault.
     """
     if isinstance(error, _StopRecomputationError):
         return True
@@ -60,7 +60,7 @@ def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) ->
 
 
 def noting(raised: list[Exception], call: Callable[[], Any]) -> Callable[[], Any]:
-    """Makes a call that adds the exceptions that it raises to a list."""
+    """Wraps a call so that its exceptions are appended to `raised`, then raised."""
 
     def noted() -> Any:
         try:
@@ -81,7 +81,7 @@ def _passed(error: Exception) -> Iterator[CodeType]:
 
 
 def _callbacks(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """What may run within a call without being a part of it: signal handlers and hooks."""
+    """The user's signal handlers and hooks, which may run within a call."""
     for number in signal.valid_signals():
         yield signal.getsignal(number)
     for registry in ON_ALL:
@@ -94,7 +94,7 @@ def _callbacks(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 def _codes(callbacks: Iterable[Any]) -> set[CodeType]:
     found = {code for callback in callbacks for code in _code_of(callback)}
-    # PyTorch's own hooks compute, as weight norm does.
+    # PyTorch's own hooks are part of the model, such as weight norm.
     return {code for code in found if not code.co_filename.startswith(_TORCH)}
 
 

@@ -1,8 +1,8 @@
-"""What a forked process does with the tuned modules that it inherits.
+"""Switches inherited tuned modules to the untouched model in forked processes.
 
-Only the thread that forked goes on. OpenMP's threads are gone, and the next parallel region with
-more than one thread waits for them for ever; locks that other threads held stay locked. So the
-child runs inherited modules untouched, as it would run the model, until it calls `refresh`.
+Only the forking thread survives in the child. A parallel region of OpenMP would wait forever for
+lost threads, and locks held by other threads stay locked. The child therefore runs inherited
+modules untouched until it calls `refresh`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ FORKED = "the process was forked after the plan was applied; refresh() serves tu
 
 
 class Inherited(Protocol):
-    """What has locks, and is switched off in a forked child."""
+    """An object with locks that is switched off in a forked child."""
 
     def after_fork(self) -> None:
-        """Makes locks anew and serves untouched; called in the child."""
+        """Replaces locks and switches to untouched calls; called in the child."""
 
 
 _modules: WeakSet[Inherited] = WeakSet()
 
 
 def watch(module: Inherited) -> None:
-    """Has a module told of forks, as long as it lives."""
+    """Registers a module for `after_fork`, as long as it lives."""
     _modules.add(module)
 
 

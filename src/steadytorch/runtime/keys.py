@@ -1,4 +1,4 @@
-"""From the arguments of a call to the key of what serves it, by what PyTorch hands out cheaply."""
+"""Computes table keys from call arguments, using attributes that PyTorch returns cheaply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadytorch.results.signature import Signature
 from steadytorch.workload.signature import CONSTANTS, signature, tensors_of
 
 EXACT = frozenset({bool, int, str, type(None)})
-"""Types whose values are equal only where their `repr` is: floats have two zeros."""
+"""Types whose equal values have equal `repr`; not float, where 0.0 == -0.0."""
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _STRIDED = torch.strided
@@ -22,7 +22,7 @@ _STRING = {str}
 
 
 def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A cheap stand-in for the signature: equal keys imply equal signatures and devices.
+    """Computes a cheap key: equal keys imply equal signatures and devices.
 
     Raises:
         Exception: these arguments have no signature.
@@ -36,7 +36,7 @@ def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _add(key: list[Any], values: Iterable[Any]) -> None:
-    """Appends the items of arguments to a key; what an item begins with says where it ends."""
+    """Appends arguments to a key; the prefix of each item fixes its length."""
     for a in values:
         kind = type(a)
         if kind is Tensor:
@@ -65,20 +65,20 @@ def _add_odd(key: list[Any], a: Any) -> None:
         key.append(full_key(signature((a,)), (a,), {}))
     elif isinstance(a, CONSTANTS):
         key += type(a), repr(a)
-    else:  # `why_no_key` says more, and takes a hundred times as long.
+    else:  # `why_no_key` gives details, 100 times as slowly
         raise TypeError(f"one of the inputs is {_oddity(a)}")
 
 
 def _is_container(a: Any) -> bool:
-    """Whether PyTorch may look into it; of tuples, it looks into named ones."""
+    """Whether pytree may descend into a value, named tuples included."""
     return type(a) in pytree.SUPPORTED_NODES or isinstance(a, tuple)
 
 
 def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """`quick_key`, or the same by compiled code where the arguments allow it.
+    """Returns `quick_key`, or a compiled version that falls back to it.
 
     Args:
-        compiled: what `native.host` has loaded; None for nothing.
+        compiled: the module loaded by `native.host`, or None.
     """
     if compiled is None:
         return quick_key
@@ -92,12 +92,12 @@ def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]]
 
 
 def why_no_key(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Why arguments have no key, with the place of the argument where that is known.
+    """Returns why arguments have no key, with the position of the argument if known.
 
     Args:
-        error: raised by `quick_key`.
+        error: the exception raised by `quick_key`.
         args: positional arguments of the call.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the call.
     """
     try:
         full_key(signature(args, kwargs), args, kwargs)
@@ -107,11 +107,11 @@ def why_no_key(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The signature with the devices that it leaves out; the same for any order of keywords.
+    """Computes the signature together with the devices, independent of keyword order.
 
     Raises:
-        TypeError: one of the tensors is sparse, of a class of its own, which may mean anything (of
-            parameters, freezing makes constants), or does not hold its values in memory.
+        TypeError: a tensor is sparse, belongs to a subclass, or does not hold its values in memory.
+            `nn.Parameter` counts as a subclass, because freezing makes constants of parameters.
     """
     tensors = tensors_of((args, {name: kwargs[name] for name in sorted(kwargs)}))
     for tensor in tensors:
@@ -121,7 +121,7 @@ def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def needs_gradient(values: Iterable[Any]) -> bool:
-    """Whether a tensor among these arguments, nested at will, requires a gradient."""
+    """Whether any tensor in these arguments, with any nesting, requires a gradient."""
     for a in values:
         kind = type(a)
         if kind is Tensor:
@@ -144,7 +144,7 @@ def _odd_needs_gradient(a: Any) -> bool:
 
 
 def _oddity(a: Any) -> str:
-    """What sets a value apart from tensors that have a key; empty for those."""
+    """Describes why a value has no key; empty for plain tensors."""
     if type(a) is not Tensor or a.layout is not _STRIDED:
         layout = f"{a.layout} " if isinstance(a, Tensor) else ""
         return f"a {layout}{type(a).__name__}"

@@ -1,4 +1,4 @@
-"""Calls that work on copies of their caller's containers, until their result is handed out."""
+"""Runs calls on copies of the caller's containers; writes are passed on with the result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from steadytorch.workload.containers import Lent
 
 
 class Pending:
-    """A result, and what the call wrote to containers that its caller passed.
+    """A result together with pending writes to the caller's containers.
 
     Attributes:
-        result: of the call.
-        written: copies of the arguments where it wrote to a container among them, else None.
+        result: the result of the call.
+        written: the copied arguments if the call wrote to a container among them, else None.
     """
 
     def __init__(self, result: Any, lent: Lent) -> None:
@@ -21,16 +21,16 @@ class Pending:
         self.written = lent.arguments if lent.is_written() else None
 
     def give_back(self) -> Any:
-        """Writes to the caller's containers; returns the result.
+        """Passes writes on to the caller's containers and returns the result.
 
         Raises:
-            UnsupportedError: one of them is of a class that cannot be written to; none was.
+            UnsupportedError: a container's class cannot be written to; nothing was written.
         """
         return self._lent.give_back(self.result)
 
 
 def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
-    """Makes a call work on copies of the containers among its arguments."""
+    """Wraps a call so that it works on copies of the containers among its arguments."""
 
     def lent_to(*args: Any, **kwargs: Any) -> Pending:
         lent = Lent((args, kwargs))
@@ -41,5 +41,5 @@ def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
 
 
 def answer_of(result: Any) -> Any:
-    """All that a call gave: its result, with what it wrote to its caller's containers."""
+    """The result of a call, with its pending writes to containers if any."""
     return (result.result, result.written) if isinstance(result, Pending) else result

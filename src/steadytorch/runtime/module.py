@@ -1,14 +1,14 @@
-"""The module that production calls: a tuned executor per signature, or the untouched model.
+"""Serves calls in production: a tuned executor per signature, or the untouched model.
 
-How a call is served. The shapes, strides, types and devices of its arguments are the key to an
-entry, and the entry holds what to call. A served call passes through one look-up, one executor, a
-look at the weights and one counter; no lock, no context manager.
+Dispatch: the shapes, strides, types and devices of the arguments are the key of an entry, and the
+entry holds the executor. The fast path is one look-up, one executor, one check of the weights and
+one counter. It takes no lock and enters no context manager.
 
-How weights cannot be stale. Executors that call the model itself (`inference_mode`, flags) read
-its weights at each call. For all others (copies, folded or compiled weights, recorded graphs) every
-tensor, submodule, hook and mode of the model is compared with what it was when they were built, at
-every call, after launching, so that a GPU works meanwhile; a result that may be stale is thrown
-away. `Weights` says why nothing cheaper would do, and what cannot be seen.
+Stale weights: executors that call the model itself (`inference_mode`, flags) read its weights at
+each call. All others (copies, folded or compiled weights, recorded graphs) hold values of their
+own. For these, each call compares every tensor, submodule, hook and mode of the model with its
+state when the executor was built. The check runs after the launch, while the GPU works. A result
+that may be stale is thrown away. `Weights` documents the method and its limits.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import without_gradients
 
 FAILED = "the tuned executor failed"
-RAISED = "raised: an exception of the caller's own"
+RAISED = "raised: the caller's own exception"
 KEYLESS = "these inputs have no signature"
-RELOADED = "weights were loaded that are those of before"
+RELOADED = "the same weights were loaded again"
 SWITCHED = "the model was switched between train and eval"
 _OPTIONS = Options()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
@@ -65,25 +65,22 @@ _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 class TunedModule(StandIn):
     """A model that runs tuned where a plan exists for the inputs, and untouched everywhere else.
 
-    It has the call signature, attributes, parameters and state dict of the model it wraps; only
-    `report`, `refresh`, `static_inputs` and `close` are its own. No fault of an executor reaches
-    the caller: the untouched model answers instead, and `report` says why. Tuned outputs have no
-    gradient history.
+    It has the call signature, attributes, parameters and state dict of the model it wraps. It adds
+    `report`, `refresh`, `static_inputs` and `close`. When an executor fails, the untouched model
+    answers and `report` gives the reason. Tuned outputs have no gradient history.
 
-    Weights that are written to, moved or replaced after a plan was applied end the use of what was
-    made from them, and so do submodules that are replaced, hooked or switched between train and
-    eval; `refresh` serves tuned again. Out of sight are the writes that `Weights` names (through
-    `.data`, NumPy and others), and other attributes of the model and its submodules, `forward`
-    among them: call `refresh` after them.
+    Executors are retired when weights are written to, moved or replaced after the plan was applied,
+    or when submodules are replaced, hooked or switched between train and eval. `refresh` rebuilds
+    them. Some changes cannot be seen: the writes that `Weights` lists, and changes to other
+    attributes of the model and its submodules, including `forward`. Call `refresh` after these.
 
-    A deep copy serves the plan too, with executors of its own. One that is pickled serves untouched
-    where it is opened: what the plan needs was not checked there.
+    A deep copy serves the plan with executors of its own. A pickled module serves untouched when it
+    is loaded, because the plan was not checked on that machine.
 
     Args:
         model: the untouched model; it is called, never changed.
-        resolve: what serves a signature.
-        fits: says why nothing may be served tuned for a model, or None; asked here and by
-            `refresh`.
+        resolve: returns the resolution for a signature.
+        fits: returns why the plan must not serve a model, or None; called here and by `refresh`.
         options: how to serve.
     """
 
@@ -95,7 +92,7 @@ class TunedModule(StandIn):
         options: Options = _OPTIONS,
     ) -> None:
         super().__init__(model)
-        state = self.__dict__  # past StandIn, which would set these on the model
+        state = self.__dict__  # StandIn.__setattr__ would set these on the model
         state["_resolve"], state["_fits"], state["_options"] = resolve, fits, options
         state["_entries"] = Entries(model, resolve, options)
         state["_found"] = state["_entries"].found
@@ -127,8 +124,8 @@ class TunedModule(StandIn):
             log.warning("running untouched: %s", self._gate.off)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs hooks, if there are any, around `forward`."""
-        # What `nn.Module` does here takes a microsecond, looking for hooks by name.
+        """Calls `forward`, with hooks around it if any are registered."""
+        # nn.Module.__call__ looks hooks up by name, which takes 1 us.
         serve, hooks = self._entrance
         return super().__call__(*args, **kwargs) if any(hooks) else serve(args, kwargs)
 
@@ -136,13 +133,13 @@ class TunedModule(StandIn):
         """Calls the tuned executor for these inputs, or the untouched model.
 
         Raises:
-            PlanError: strict mode, and there is no plan for these inputs, or for the model's mode.
-            Exception: whatever the model raises.
+            PlanError: in strict mode, if no plan matches these inputs or the model's mode.
+            Exception: exceptions of the model propagate.
         """
         return self._entrance[0](args, kwargs)
 
     def report(self) -> Report:
-        """What ran tuned and what untouched, by signature, with reasons and gains."""
+        """Counts tuned and untouched calls by signature, with reasons and savings."""
         return self._tally.report(
             self._entries.servings(),
             self._gate.off,
@@ -151,24 +148,25 @@ class TunedModule(StandIn):
         )
 
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The buffers into which a call with inputs like these copies them, to be written directly.
+        """Returns the input buffers of the CUDA graph that serves these inputs.
 
-        A CUDA graph reads its inputs at fixed addresses. Whoever writes the next inputs there, and
-        calls this module with these very tensors, saves the copy::
+        A CUDA graph reads its inputs at fixed addresses. To save the copy, write the next inputs
+        into these buffers and call this module with them::
 
             (images,), _ = fast.static_inputs(example)
             loader.read_into(images)
             outputs = fast(images)
 
-        They belong to one caller at a time, and another call of the same signature overwrites them.
+        Only one caller may use the buffers at a time. Any other call of the same signature
+        overwrites them.
 
         Args:
-            args: positional arguments of a call.
-            kwargs: its keyword arguments.
+            args: example positional arguments.
+            kwargs: example keyword arguments.
 
         Returns:
-            Positional and keyword arguments to write to and call with. Where no graph serves these
-            inputs they are those that were given, so that the same code runs everywhere.
+            Positional and keyword arguments to write to and to call with. If no graph serves these
+            inputs, returns `args` and `kwargs` themselves, so that the same code runs everywhere.
         """
         if self._gate.off is not None or obstacle(args, kwargs) is not None:
             return args, kwargs
@@ -184,22 +182,22 @@ class TunedModule(StandIn):
         return executor.static if same else (args, kwargs)
 
     def refresh(self) -> None:
-        """Makes executors anew, at the next calls, from the model as it is now.
+        """Rebuilds executors at the next calls, from the model's present state.
 
-        Call it after a change of weights or of the environment, while no call is running.
+        Call this after a change of weights or of the environment, while no call is running.
         """
         self._free("refreshed")
         self._gate.mode = self._model.training
         self._gate.off, self._gate.until = self._why_off(), math.inf
 
     def close(self) -> None:
-        """Frees the executors; the untouched model serves from then on."""
+        """Frees the executors. The untouched model serves all later calls."""
         self._free("closed")
 
     # -- serving --------------------------------------------------------------------------------
 
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is not served the plain way, or not known to be."""
+        """Slow path: every check, then the entry's answer."""
         off = self._gate.off
         if off is not None:
             if monotonic() < self._gate.until:
@@ -221,13 +219,13 @@ class TunedModule(StandIn):
         return answer(entry, args, kwargs)
 
     def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An answer by what the entry holds."""
+        """Serves a call from its entry."""
         if entry.call is None:
             return self._unserved(entry, args, kwargs, entry)
         if entry.trial is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
-        # Under flags the model would wait as well. A rehearsal puts buffers back, which must not be
-        # those of a call that was made meanwhile.
+        # Waits while process-wide flags are in use, as an untouched call would wait too. Waits for
+        # a rehearsal, which restores buffers and would undo the updates of a concurrent call.
         waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
         turns = settings.TURNS
         if not turns.acquire(blocking=bool(waits)):
@@ -240,7 +238,7 @@ class TunedModule(StandIn):
             turns.release()
 
     def _checked(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An answer that the untouched model is asked for as well, unless others are busy."""
+        """Serves a call and checks it against the untouched model, unless others hold the turn."""
         check, turns = entry.check, settings.TURNS
         if entry.call is None or check is None or not turns.acquire(blocking=False):
             return self._run_unchecked(entry, args, kwargs)
@@ -310,7 +308,7 @@ class TunedModule(StandIn):
             return self._unserved(bucket, args, kwargs, entry)
         try:
             return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
-        except Exception:  # what the padded inputs ran into is no concern of the caller's
+        except Exception:  # caused by the padding, so not the caller's to handle
             return self._untouched("the padded call failed", args, kwargs, entry)
 
     def _stale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -334,17 +332,17 @@ class TunedModule(StandIn):
         executor = entry.executor
         if executor is not None and is_callers(error, executor.modules, executor.is_live):
             self._tally.count(RAISED)
-            if lent is not None:  # as far as the call went
+            if lent is not None:  # passes on writes made before the exception
                 lent.give_back()
             raise error
-        # Where the untouched model raises as well, it is the inputs that are at fault.
+        # If the untouched model raises too, the inputs are at fault and the entry stays.
         answer = self._untouched(FAILED, args, kwargs, entry)
         entry.retire(FAILED)
         self._entries.warn(FAILED, one_line(error))
         return answer
 
     def _without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """A call without a key; where a miss raises, other things may stand in the way of it."""
+        """Serves a call without a key. In strict mode the slow path finds other obstacles first."""
         if self._options.strict:
             return self._with_care(args, kwargs)
         return self._keyless(error, args, kwargs)
@@ -357,7 +355,7 @@ class TunedModule(StandIn):
         return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {why()}")
 
     def _unserved(self, served: Entry, args: Any, kwargs: Any, entry: Entry) -> Any:
-        """An answer where what is to serve has no executor: no plan, or a plan not in use."""
+        """Serves a call whose entry has no executor: without a plan, or with one not in use."""
         reason = served.reason or NO_PLAN
         if served.resolution.candidate is None:
             detail = served.detail if self._options.strict else ""
@@ -370,7 +368,7 @@ class TunedModule(StandIn):
     def _missed(
         self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None, detail: str = ""
     ) -> Any:
-        """An answer where there is no plan."""
+        """Serves a call without a plan: raises in strict mode, else runs the model untouched."""
         if not self._options.strict:
             return self._untouched(reason, args, kwargs, entry)
         self._tally.count(f"raised: {reason}")
@@ -416,7 +414,7 @@ class TunedModule(StandIn):
             if self._look() != before:
                 self._switch_off(reason)
         elif self._gate.off == self._misfit or self._gate.until < math.inf:
-            # Nothing is built, and a plan may fit now, or no longer.
+            # Without executors, the change may decide whether a plan fits.
             self._gate.off, self._gate.until = self._why_off(), math.inf
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
@@ -427,7 +425,7 @@ class TunedModule(StandIn):
         return method if is_compiling() else self._tally.noted(method)
 
     def after_fork(self) -> None:
-        """Serves untouched in a forked child, see `forks`."""
+        """Switches a forked child to the untouched model; see `forks`."""
         self._entries.after_fork()
         self._tally.after_fork()
         self._gate.off = self._gate.off or FORKED

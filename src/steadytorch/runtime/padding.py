@@ -1,4 +1,4 @@
-"""Dimensions that a user declares may be padded, and the padding itself."""
+"""Declarations of padded dimensions, and the padding itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steadytorch.errors import UsageError
 
 POWERS_OF_TWO = "powers of two"
 Place = int | str
-"""An argument: a positional one by its index, a keyword one by its name."""
+"""Index of a positional argument, or name of a keyword argument."""
 Number = int | float
 
 _FIELDS = ("dim", "sizes", "inputs", "pad")
@@ -24,12 +24,11 @@ class Dimension(msgspec.Struct, frozen=True):
     """A dimension of inputs that may be padded.
 
     Attributes:
-        name: what reasons call it.
-        dim: its index in each tensor; negative ones count from the end.
-        sizes: the bucket sizes, rising; None for the powers of two.
-        inputs: the arguments whose tensors have it; None for all of them.
-        pad: the value to pad an argument with, `None` standing for all others. Where it is missing,
-            tensors are padded with zeros.
+        name: its name in reasons.
+        dim: its index in each tensor; negative indices count from the end.
+        sizes: the bucket sizes in ascending order; None for the powers of two.
+        inputs: the arguments whose tensors have this dimension; None for all arguments.
+        pad: padding value by argument; the key `None` stands for all others. The default is 0.
     """
 
     name: str
@@ -39,14 +38,14 @@ class Dimension(msgspec.Struct, frozen=True):
     pad: Mapping[Place | None, Number]
 
     def bucket(self, size: int) -> int | None:
-        """The smallest bucket that holds this many, None where none does."""
+        """The smallest bucket of at least this size, or None."""
         if self.sizes is None:
             return 1 << max(size - 1, 0).bit_length()
         at = bisect_left(self.sizes, size)
         return self.sizes[at] if at < len(self.sizes) else None
 
     def index_in(self, place: Place, tensor: torch.Tensor) -> int | None:
-        """Which dimension of this tensor it is, None where the tensor does not have it."""
+        """The index of this dimension in a tensor, or None if the tensor lacks it."""
         if self.inputs is not None and place not in self.inputs:
             return None
         if not -tensor.dim() <= self.dim < tensor.dim():
@@ -54,7 +53,7 @@ class Dimension(msgspec.Struct, frozen=True):
         return self.dim % tensor.dim()
 
     def value_for(self, place: Place) -> Number | None:
-        """What the user wants this argument padded with, None where nothing was said."""
+        """The declared padding value of an argument, or None."""
         return self.pad.get(place, self.pad.get(None))
 
 
@@ -62,14 +61,16 @@ def declared(buckets: Mapping[str, Any]) -> tuple[Dimension, ...]:
     """Reads a declaration of buckets.
 
     Args:
-        buckets: by name of a dimension either sizes or a mapping of `dim` (an index), `sizes`,
-            `inputs` (indices of positional and names of keyword arguments; all tensors by default)
-            and `pad` (a number, or a mapping of such arguments to numbers). Sizes are a list of
-            whole numbers or "powers of two". `batch` may be given by its sizes alone: it is
-            dimension 0 of all tensors.
+        buckets: for each dimension's name, a mapping with these keys; `batch` may map to its
+            sizes alone, and is dimension 0 of all tensors:
+
+            - `dim`: the index of the dimension.
+            - `sizes`: a list of positive integers, or "powers of two".
+            - `inputs`: indices of positional and names of keyword arguments; default all tensors.
+            - `pad`: a number, or a mapping of arguments to numbers.
 
     Raises:
-        UsageError: the declaration makes no sense; the message says what to write instead.
+        UsageError: the declaration is invalid; the message says what to write instead.
     """
     if not isinstance(buckets, Mapping) or not buckets:
         raise UsageError(f"buckets are {buckets!r}: write them as {{'batch': [1, 8, 32]}}")
@@ -78,7 +79,7 @@ def declared(buckets: Mapping[str, Any]) -> tuple[Dimension, ...]:
 
 def _dimension(name: Any, given: Any) -> Dimension:
     if not isinstance(name, str):
-        raise UsageError(f"bucket {name!r} is named by a {type(name).__name__}: use a string")
+        raise UsageError(f"bucket name {name!r} is a {type(name).__name__}: use a string")
     if not isinstance(given, Mapping):
         if name != "batch":
             raise UsageError(
@@ -146,8 +147,8 @@ class Extension(msgspec.Struct, frozen=True):
 
     Attributes:
         dim: its index, not negative.
-        size: what it grows to.
-        value: what the new elements are set to; None to draw them at random.
+        size: the new size.
+        value: the value of new elements; None to draw them at random.
     """
 
     dim: int
@@ -156,13 +157,13 @@ class Extension(msgspec.Struct, frozen=True):
 
 
 def extended(tensor: torch.Tensor, extensions: Sequence[Extension]) -> torch.Tensor:
-    """A new tensor in the same memory format, the given one at its front.
+    """Pads a tensor at the end of dimensions, into new memory of the same memory format.
 
     Random elements are normally distributed, scaled by the largest magnitude in the tensor.
 
     Args:
-        tensor: dense.
-        extensions: at least one.
+        tensor: a dense tensor.
+        extensions: one or more extensions.
     """
     shape = list(tensor.shape)
     for extension in extensions:

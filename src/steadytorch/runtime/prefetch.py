@@ -1,4 +1,4 @@
-"""Batches for a caller's own loop: the transform `prefetch`, applied to its loader."""
+"""The transform `prefetch` for a caller's own loop and loader."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from steadytorch.transforms.prefetch import BatchT, Prefetched
 def prefetch(
     loader: Iterable[BatchT], device: str | torch.device | None = None
 ) -> Prefetched[BatchT]:
-    """Iterates over a loader's batches, each on the device by the time it is worked on.
+    """Iterates over a loader's batches and copies each to the device one step ahead.
 
-    The copy of a batch runs beside the computation on the batch before: two are on the device at a
-    time. Batches come in order and are the consumer's to keep. What computes batches on the host
-    runs in the caller's thread, one batch ahead: a loader that is slow at it should have workers of
-    its own. On a CPU the batches are passed on as they are.
+    The copy of a batch overlaps with the computation on the previous one, so two batches are on the
+    device at a time. Order is kept, and the consumer may keep batches. The loader runs in the
+    caller's thread, one batch ahead; a slow loader should use its own workers. On a CPU, batches
+    are passed on unchanged.
 
     Args:
-        loader: any iterable; a fresh iterator is taken for each iteration over the result. Tensors
-            within tuples, lists, dicts, named tuples and whatever else is registered with
-            `torch.utils._pytree` are moved; everything else is passed on.
-        device: where batches are wanted; None for the current CUDA device, or the CPU without one.
+        loader: any iterable; each iteration over the result takes a fresh iterator. Tensors in
+            tuples, lists, dicts, named tuples and other types known to `torch.utils._pytree` are
+            moved; all other values are passed on.
+        device: the target device; None for the current CUDA device, or the CPU without CUDA.
 
     Raises:
-        UnsupportedError: that device is not there.
-        UsageError: no such kind of device.
+        UnsupportedError: this machine lacks the device.
+        UsageError: the device type is unknown.
     """
     target = resolve_device("auto" if device is None else str(device))
     return Prefetched(loader, torch.device(target))

@@ -1,4 +1,4 @@
-"""The first calls of an executor, watched: what only the real model and inputs can show."""
+"""Watches the first calls of an executor for state, writes and random numbers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from steadytorch.rewrite.copying import MOST_OWN_BYTES
+from steadytorch.rewrite.hooks import hooks_of
 from steadytorch.runtime.canary import Canary, Recheck, Verdict
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.faults import Raised, is_callers
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.runtime.weights import Weights
-from steadytorch.transforms.copying import MOST_OWN_BYTES
-from steadytorch.transforms.hooks import hooks_of
 
 WRITES = "the model writes to its own buffers when called"
 
@@ -25,12 +25,12 @@ class Outcome(NamedTuple):
     """The answer to a watched call.
 
     Attributes:
-        result: for the caller.
+        result: the caller's result.
         settled: whether watching is over.
         fault: why the executor must not be called again, or None.
-        of_model: whether that holds for every executor of the model.
-        tuned: whether the executor gave the result.
-        finding: what the canary found.
+        of_model: whether the fault holds for every executor of the model.
+        tuned: whether the executor computed the result.
+        finding: the canary's verdict, or None.
     """
 
     result: Any
@@ -42,16 +42,16 @@ class Outcome(NamedTuple):
 
 
 class _Watch:
-    """Looks at what calls from now on leave behind in a model and its copies.
+    """Detects state that calls leave behind in a model and its copies.
 
-    Draws are looked at for the first call alone: those of other threads look like the model's.
+    Random numbers are checked at the first call only, because draws of other threads look the same.
     """
 
     def __init__(
         self, executor: Executor, weights: Weights, device: torch.device, is_first: bool = True
     ) -> None:
         self._weights = weights
-        # More than this are weights in disguise, which no forward writes to.
+        # Larger plain tensors are taken for weights, which forward does not write to.
         self._state = State(executor.modules, keep=True, most=MOST_OWN_BYTES)
         self._draws = Draws(device) if is_first else None
 
@@ -67,27 +67,28 @@ class _Watch:
 
 
 class FirstCall:
-    """Lets the executor answer once, and looks at what that left behind.
+    """Watches one call of an executor for state that it leaves behind.
 
     Args:
-        executor: to be watched.
-        weights: of the model, as they were when it was built.
-        device: where it runs.
+        executor: the executor to watch.
+        weights: the model's weights when the executor was built.
+        device: the device of the executor.
     """
 
     def __init__(self, executor: Executor, weights: Weights, device: torch.device) -> None:
         self._executor, self._weights, self._device = executor, weights, device
 
     def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
-        """One call: the state that the model itself changed stays; that of a copy is thrown away.
+        """Answers one call.
 
-        So is what hooks of a copy wrote to the model, and the model answers.
+        State changed by the model itself stays. State changed in a copy is discarded, as are writes
+        to the model by hooks of a copy; the model then answers.
 
         Raises:
-            Exception: of the executor, or of the untouched model where that had to answer.
+            Exception: exceptions of the executor propagate, and of the model if it had to answer.
         """
         model, *copies = self._executor.modules
-        # A hook may write what `forward` reads, and that of a copy reads its own.
+        # A hook may write attributes that `forward` reads; a copy reads its own attributes.
         hooked = bool(copies) and any(map(hooks_of, model.modules()))
         own = State([model], keep=hooked, most=MOST_OWN_BYTES)
         others, draws = State(copies), Draws(self._device)
@@ -107,20 +108,19 @@ class FirstCall:
 
 
 class OnTrial:
-    """Has the canary check and time the executor against the model on the first calls.
+    """Runs the canary on the first calls, and watches each call for state left behind.
 
-    A model that leaves something behind in one of its branches may take that one late. So a call
-    that both answer is watched, each time; one that the executor alone answers is looked at as are
-    all calls later on.
+    A model may keep state in a branch that is taken late. Every call answered by both sides is
+    therefore watched. A call answered by the executor alone gets the check of all later calls.
 
     Args:
-        executor: to be watched.
-        weights: of the model, as they were when it was built.
-        device: where it runs.
-        canary: for this executor; one that never gives a verdict keeps it on trial.
-        outdated: whether a call was of other weights, or left something behind in a copy; None
-            where the executor runs the model itself.
-        draws: whether random numbers that are drawn during the first call count as the model's.
+        executor: the executor to watch.
+        weights: the model's weights when the executor was built.
+        device: the device of the executor.
+        canary: compares both sides; the trial lasts until it gives a verdict.
+        outdated: whether a call used old weights or left state in a copy; None if the executor runs
+            the model itself.
+        draws: whether random numbers drawn during the first call count as the model's.
     """
 
     def __init__(
@@ -139,11 +139,12 @@ class OnTrial:
         self._fault: str | None = None
 
     def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
-        """One call; whatever the model remembers of it, it remembers once.
+        """Answers one call; state kept by the model is updated once.
 
         Raises:
-            Exception: of the untouched model, or of the executor in a call that is no probe.
-            Raised: an exception that is the caller's.
+            Exception: exceptions of the untouched model propagate, and of the executor outside of
+                probes.
+            Raised: carries an exception meant for the caller.
         """
         executor = self._watched[0]
 
@@ -151,7 +152,7 @@ class OnTrial:
             return is_callers(error, executor.modules, executor.is_live)
 
         call = _Sides(run_tuned, run_untouched, self._watching, self._fault, callers)
-        # One that runs the model may go on after others have written to the weights.
+        # An executor that runs the model stays valid after outside writes to the weights.
         versions = self._versions() if self._outdated is None else None
         result, verdict = self._canary.step(
             call.tuned, call.untouched, self._device, inputs, call.look
@@ -159,14 +160,14 @@ class OnTrial:
         if call.watch is not None:
             call.look()
         elif call.ran == ["tuned"]:
-            if self._rewritten(versions):  # by this call, once
+            if self._rewritten(versions):  # only one side ran, so its result stands
                 State(self._watched[0].modules[:1]).mend()
                 return Outcome(result, True, WRITES, True)
             if self._outdated is not None and self._outdated():
                 call.fault = KEEPS_STATE
         self._fault = call.fault
         if call.fault is not None:
-            # An answer that came before the model was put back is the right one.
+            # An answer that the model gave before its state was restored is correct.
             answer = call.of_model[0] if call.of_model else run_untouched()
             return Outcome(answer, True, call.fault, True, False)
         if verdict is None:
@@ -188,19 +189,19 @@ class OnTrial:
 
 
 class _Sides:
-    """One call on trial: which side ran, and what that left behind.
+    """The two sides of one call on trial: which ran, and the state they left behind.
 
     Args:
-        run_tuned: the executor's side.
-        run_untouched: the model's.
+        run_tuned: runs the executor.
+        run_untouched: runs the model.
         watching: begins to watch.
-        fault: found before, or None; then the executor does not run.
-        is_callers: whether an exception of the executor is for the caller, see `faults`.
+        fault: a fault found earlier, which keeps the executor from running; or None.
+        is_callers: whether an exception of the executor is meant for the caller; see `faults`.
 
     Attributes:
-        ran: the sides that did, in order.
-        of_model: the model's answer, once there is one.
-        watch: of a call that both answer.
+        ran: the sides that ran, in order.
+        of_model: a list with the model's answer, empty before.
+        watch: the watch of a call answered by both sides; else None.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class _Sides:
         return self.of_model[0]
 
     def look(self) -> None:
-        """Begins to watch, and then says what the sides left; puts back what the tuned one did."""
+        """Begins to watch; later checks for a fault, and undoes the tuned side's changes."""
         if self.watch is None:
             self.watch = self._watching()
         elif self.fault is None:

@@ -1,9 +1,8 @@
-"""The first step of a training plan in a process, gone through beside the untouched model.
+"""Checks the first step of a training plan in this process against the untouched model.
 
-The search has verified the numbers. What is looked at here is whether the executor, as it was built
-in this process, trains this model: an exception of its backward pass would otherwise be raised to
-the caller, and a gradient that goes astray would be noticed by nobody. Passes that the caller may
-ask more of, `retain_graph` or `create_graph`, are not gone through.
+The search has verified the numbers. This checks that the executor built in this process trains this
+model. Without it, an exception in the backward pass would reach the caller, and a wrong gradient
+would go unnoticed. Backward passes with `retain_graph` or `create_graph` are not checked.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from steadytorch.errors import one_line
-from steadytorch.runtime.agreement import disagreement, wrong_size
+from steadytorch.runtime.agreement import SIZES, disagreement, norm, together, wrong_size
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.faults import is_callers
 from steadytorch.runtime.lending import lending
-from steadytorch.runtime.state import DRAWS, Draws, State
+from steadytorch.runtime.state import Draws, State
 from steadytorch.workload.signature import map_tensors, tensors_of
 
 RESEMBLES = 0.5
-"""Relative L2 error of outputs in training mode, where rounding to bf16 alone was seen to make 0.2:
-what other weights bring is 1 and more."""
+"""Allowed relative L2 error of outputs in training mode. Rounding to bf16 gave up to 0.2; other
+weights give 1 and more."""
 
 
 class _Passes(NamedTuple):
-    """What forward and backward pass gave.
+    """The results of a forward and a backward pass.
 
     Attributes:
-        outputs: of the model.
-        gradients: of its parameters, by name.
-        moved: how far buffers moved, those of floating-point numbers.
-        counts: what the others hold.
+        outputs: the outputs, with pending writes to containers.
+        gradients: gradients of the parameters by name.
+        moved: changes of the floating-point buffers by name.
+        counts: values of the other buffers by name.
     """
 
     outputs: Any
@@ -45,55 +44,58 @@ class _Passes(NamedTuple):
 
 
 class Rehearsal:
-    """Runs executor and model forward and backward, once each, and leaves both as they were.
+    """Runs executor and model forward and backward, once each, and restores their state.
 
-    Gradients are those of the outputs weighted at random; they are not accumulated anywhere. Hooks
+    A random weighting of the outputs stands in for the loss. Gradients are not accumulated. Hooks
     of modules and tensors run as in any call.
 
     Args:
         model: the untouched model.
-        executor: of the plan, on the model's own weights.
-        device: where they run.
+        executor: the plan's executor, on the model's own weights.
+        device: the device of both.
     """
 
     def __init__(self, model: nn.Module, executor: Executor, device: torch.device) -> None:
         self._model, self._executor, self._device = model, executor, device
 
     def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why the executor must not serve; None if it may.
+        """Returns why the executor must not serve, or None if it may.
 
         Args:
             args: positional arguments of a call.
-            kwargs: its keyword arguments.
-
+            kwargs: keyword arguments of the call.
         """
         draws = Draws(self._device)
         try:
             expected = self._passes(self._model, args, kwargs)
-        except Exception as error:  # the caller's own step may well go through
+        except Exception as error:  # the caller's own step may still succeed
             if is_callers(error, self._executor.modules, is_live=True):
                 raise
-            return f"a step of the model could not be gone through: {one_line(error)}"
-        if draws.happened():
-            draws.undo()
-            return DRAWS
+            return f"a test step of the untouched model raised {one_line(error)}"
+        drawn = draws.happened()
+        draws.undo()  # the same numbers for both
         try:
             found = self._passes(self._executor.call, args, kwargs)
         except Exception as error:
             if is_callers(error, self._executor.modules, self._executor.is_live):
                 raise
             return f"its first step raised {one_line(error)}"
-        if draws.happened():
+        finally:
+            redrawn = draws.happened()
             draws.undo()
-            return "its executor draws random numbers, and the model does not"
-        return _difference(found, expected)
+        if redrawn is not drawn:
+            one, other = ("its executor", "the model")
+            return f"{one if redrawn else other} draws random numbers, and the other does not"
+        fault = _difference(found, expected)
+        # Other layouts and compiled code draw other numbers: sizes are all that can be compared.
+        return fault if fault is None or not drawn else _size_difference(found, expected)
 
     def _passes(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Passes:
-        # Hooks on saved tensors are the caller's, as those of activation checkpointing, which are
-        # made for one pass. Those that were entered last count.
-        with saved_tensors_hooks(_as_is, _as_is):
+        # The innermost hooks win. The caller's, such as those of activation checkpointing, are made
+        # for one pass only.
+        with saved_tensors_hooks(_identity, _identity):
             return self._unhooked_passes(call, args, kwargs)
 
     def _unhooked_passes(
@@ -127,7 +129,7 @@ class Rehearsal:
         return dict(zip(named, found, strict=True))
 
 
-def _as_is(saved: Tensor) -> Tensor:
+def _identity(saved: Tensor) -> Tensor:
     return saved
 
 
@@ -139,18 +141,30 @@ def _difference(found: _Passes, expected: _Passes) -> str | None:
         if (gradient is None) is not (found.gradients[name] is None):
             return f"wrong: gives {name} {'a' if gradient is None else 'no'} gradient"
     for what, one, other in (
-        ("the gradient of {}", _given(found.gradients), _given(expected.gradients)),
+        ("the gradient of {}", _present(found.gradients), _present(expected.gradients)),
         ("the movement of buffer {}", found.moved, expected.moved),
     ):
         if found.moved.keys() != expected.moved.keys():
-            return "wrong: has other buffers"
+            return "wrong: has other floating-point buffers than the model"
         if (wrong := wrong_size(one, other)) is not None:
             return f"wrong: {what.format(wrong[0])} is {wrong[1]:.2g} times as large"
     for name, count in expected.counts.items():
         if not torch.equal(found.counts[name], count):
-            return f"wrong: buffer {name} is not what the model makes of it"
+            return f"wrong: buffer {name} differs from the model's"
     return None
 
 
-def _given(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _size_difference(found: _Passes, expected: _Passes) -> str | None:
+    for name, gradient in expected.gradients.items():
+        if (gradient is None) is not (found.gradients[name] is None):
+            return f"wrong: gives {name} {'a' if gradient is None else 'no'} gradient"
+    found_all, expected_all = (
+        together(map(norm, _present(passes.gradients).values())) for passes in (found, expected)
+    )
+    if expected_all and not SIZES[0] <= found_all / expected_all <= SIZES[1]:
+        return f"wrong: its gradients are {found_all / expected_all:.2g} times as large"
+    return None
+
+
+def _present(gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: g.to_dense() for name, g in gradients.items() if g is not None}

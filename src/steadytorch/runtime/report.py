@@ -1,4 +1,4 @@
-"""What became of the calls, as data and as text."""
+"""Counts of calls by outcome, as data and as text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ TUNED = "tuned"
 _UNTOUCHED = "untouched: "
 _ENGINES = "cudnn_engines"
 _MOST_SHOWN = 5
-"""Convolutions in the text; there may be hundreds, and the log has them all."""
+"""Convolutions shown in the text; the log has all of them."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """One signature and what serves it.
+    """One signature and how its calls were served.
 
     Attributes:
-        signature: the inputs as people read them; padded ones are listed under their bucket too.
-        executor: the transforms in order, None for the untouched model.
-        reason: why the model runs untouched, None where it does not.
-        detail: more about that.
+        signature: the inputs as text; padded inputs are listed under their bucket too.
+        executor: the transforms in order; None for the untouched model.
+        reason: why the model runs untouched; None if it runs tuned.
+        detail: details of the reason.
         hits: calls that the executor answered.
         others: calls of this signature that the untouched model answered.
         plan: id of the plan.
-        saved_per_call_ns: what a call was measured to take less than the untouched model, when the
-            plan was made.
-        break_even_calls: calls after which the set-up is paid back; None if it is not known.
-        finding: what the canary found; empty while it is looking, or where there is none.
+        saved_per_call_ns: time saved per call, as measured when the plan was made.
+        break_even_calls: calls after which set-up is paid back; None if unknown.
+        finding: the canary's finding; empty while it runs, or without a canary.
     """
 
     signature: str
@@ -51,19 +50,19 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saved_ns(self) -> float:
-        """What the calls so far were spared, going by the plan's own measurement."""
+        """Time saved so far, from the plan's own measurement."""
         return self.hits * self.saved_per_call_ns
 
     def __str__(self) -> str:
         calls = counted(self.hits + self.others, "call")
         head = f"{self.signature}: {self.executor or 'untouched'}, {calls}"
-        return ", ".join(part for part in (head, self._why(), self._gain()) if part)
+        return ", ".join(part for part in (head, self._why(), self._saving()) if part)
 
     def _why(self) -> str:
         said = [part for part in (self.reason, self.detail, self.finding) if part]
         return "; ".join(dict.fromkeys(said))
 
-    def _gain(self) -> str:
+    def _saving(self) -> str:
         if not self.hits or not self.saved_per_call_ns:
             return ""
         text = f"{self.saved_ns * 1e-9:.3g} s saved by plan {self.plan}"
@@ -75,21 +74,20 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a tuned module did so far.
+    """How the calls of a tuned module were served so far.
 
     Attributes:
-        calls: how many calls ran `tuned`, and how many `untouched: <reason>`.
-        signatures: the signatures seen and remembered, those with the most calls first.
-        off: why nothing is served tuned, None where something may be.
-        convolutions: those that PyTorch ran in place of an engine, see `missed_convolutions`.
-        saved_before_ns: what calls were spared by executors that are freed since.
-        interpreted_for: why looking for changes of the weights goes through Python's interpreter,
-            and takes five times as long; empty where it does not, where nothing was looked at yet,
-            and for training, which looks at less.
-        methods: calls of the model's other methods, such as `generate`, by name. They run
-            untouched, and so does all that they call.
-        checked: tuned calls that the untouched model answered as well, because of `verify_every`.
-        verify_every: as it was asked for; None for never.
+        calls: number of calls by outcome: `tuned`, `untouched: <reason>` or `raised: <reason>`.
+        signatures: the remembered signatures, most calls first.
+        off: why tuned serving is off for all inputs, or None.
+        convolutions: convolutions without their engine; see `missed_convolutions`.
+        saved_before_ns: time saved by executors that were freed since.
+        interpreted_for: why weights are checked in Python, which is five times as slow. Empty if
+            compiled code checks them, before the first check, and for training plans.
+        methods: calls of the model's other methods by name, such as `generate`. They run untouched,
+            with everything they call.
+        checked: tuned calls compared with the untouched model, because of `verify_every`.
+        verify_every: the requested interval between checks; None for no checks.
     """
 
     calls: dict[str, int]
@@ -109,7 +107,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def misses(self) -> int:
-        """Calls of signatures that have no executor, for want of a plan or after its demotion."""
+        """Calls of signatures without an executor: no plan, or a demoted plan."""
         return sum(each.others for each in self.signatures if each.executor is None)
 
     @property
@@ -120,7 +118,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def saved_s(self) -> float:
-        """Seconds that tuned calls were spared, going by the plans' own measurements."""
+        """Seconds saved by tuned calls, from the plans' own measurements."""
         return 1e-9 * (self.saved_before_ns + sum(each.saved_ns for each in self.signatures))
 
     def __str__(self) -> str:
@@ -131,27 +129,25 @@ class Report(msgspec.Struct, frozen=True):
         lines += [f"  {count:,} untouched: {why}" for why, count in self.fallbacks.items()]
         if self.methods:
             named = ", ".join(f"{name} ({count:,})" for name, count in self.methods.items())
-            lines.append(f"  other methods of the model, which run untouched: {named}")
+            lines.append(f"  other methods of the model run untouched: {named}")
         lines += [f"  {each}" for each in self.signatures]
-        return "\n".join(lines + self._guarded() + self._missed())
+        return "\n".join(lines + self._verification_lines() + self._convolution_lines())
 
-    def _guarded(self) -> list[str]:
+    def _verification_lines(self) -> list[str]:
         if self.verify_every is not None:
             every = counted(self.verify_every, "call")
-            return [
-                f"  verified against the untouched model every {every}: {self.checked:,} so far"
-            ]
+            return [f"  compared with the untouched model every {every}: {self.checked:,} so far"]
         if self.off is None and any(each.executor is not None for each in self.signatures):
             return ["  later calls are not verified; verify_every=1000 verifies every 1,000th"]
         return []
 
-    def _missed(self) -> list[str]:
+    def _convolution_lines(self) -> list[str]:
         if not self.convolutions:
             return []
         count, shown = len(self.convolutions), list(self.convolutions.items())[:_MOST_SHOWN]
         more = [f"    and {count - len(shown)} more"] if count > len(shown) else []
         told = [f"    {problem}: {why}" for problem, why in shown]
-        return [f"  convolutions that PyTorch ran in place of an engine: {count}", *told, *more]
+        return [f"  convolutions that ran without their stored engine: {count}", *told, *more]
 
 
 class Tally:
@@ -166,21 +162,21 @@ class Tally:
         self._lock = Lock()
 
     def after_fork(self) -> None:
-        """Makes the lock anew: a thread that is gone may have held it."""
+        """Replaces the lock, which a thread of the parent process may have held."""
         self._lock = Lock()
 
     def count(self, outcome: str) -> None:
-        """One more call of an outcome that no executor counts."""
+        """Counts a call by outcome, other than those counted by entries."""
         with self._lock:
             self._calls[outcome] += 1
 
     def count_check(self) -> None:
-        """One more tuned call that the untouched model answered as well."""
+        """Counts a tuned call that was compared with the untouched model."""
         with self._lock:
             self._checked += 1
 
     def noted(self, method: MethodType) -> MethodType:
-        """The method of a model as one whose calls are counted."""
+        """Wraps a method of the model so that its calls are counted."""
         function = method.__func__
         found = self._noting.get(function)
         if found is None:
@@ -199,7 +195,7 @@ class Tally:
         return counting
 
     def keep(self, freed: Iterable[Serving]) -> None:
-        """Has executors that are freed in the reports to come."""
+        """Keeps the counts of freed executors for later reports."""
         with self._lock:
             for each in freed:
                 self._calls[TUNED] += each.hits
@@ -212,13 +208,13 @@ class Tally:
         interpreted_for: str = "",
         verify_every: int | None = None,
     ) -> Report:
-        """What became of all calls.
+        """Builds the report of all calls.
 
         Args:
-            signatures: what serves them now.
-            off: why nothing is served tuned, or None.
-            interpreted_for: as in the report.
-            verify_every: as in the report.
+            signatures: the current entries.
+            off: why tuned serving is off, or None.
+            interpreted_for: as in `Report`.
+            verify_every: as in `Report`.
         """
         served = tuple(signatures)
         with self._lock:
@@ -240,15 +236,16 @@ class Tally:
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:
-    """Convolutions that PyTorch ran in place of an engine in this process, each with the reason.
+    """Convolutions that PyTorch ran in place of a stored engine in this process, with reasons.
 
-    Which model called them is not known: they are told to those that have an executor with engines.
+    The calling model is unknown. They are reported by each module with an executor that uses
+    engines.
 
     Args:
-        signatures: what serves them.
+        signatures: the module's entries.
 
     Returns:
-        Reason by problem; empty where no executor uses engines.
+        Reason by problem; empty if no executor uses engines.
     """
     engined = any(_ENGINES in each.executor for each in signatures if each.executor is not None)
     return dict(plans.MISSES) if engined else {}

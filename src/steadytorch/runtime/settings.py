@@ -1,12 +1,13 @@
-"""Keeping calls apart that need different process-wide settings of PyTorch.
+"""Serialises calls that need different process-wide settings of PyTorch.
 
-A plan may set flags around each of its calls (TF32, cuDNN's modes, the attention backend). They
-hold for the whole process: two threads in calls that set them differently would compute under each
-other's, and put back what they found in the wrong order. So while any such executor is alive, or
-being built, the calls of all tuned modules take turns. On a GPU a call launches and returns, so
-that little is lost; with none alive no call waits, and one that finds an executor being built or
-checked runs the model untouched. Calls of models that no tuned module makes are out of reach: where
-another thread runs those, tune without these transforms.
+A plan may set flags around each call (TF32, cuDNN's modes, the attention backend). These hold for
+the whole process: concurrent calls would compute under each other's flags and restore them in the
+wrong order. While an executor with flags is alive or being built, calls of all tuned modules
+therefore take turns. On a GPU a call returns after the launch, so this costs little. Without such
+executors no call waits, and a call that finds an executor being built or checked runs untouched.
+
+Calls of models outside of tuned modules cannot be serialised. If other threads make such calls,
+tune without these transforms.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from contextlib import contextmanager
 from threading import RLock
 
 SWITCH = "STEADYTORCH_MODE"
-"""Environment variable; `off` makes everything of the process run untouched."""
+"""Environment variable; `off` makes all tuned modules of the process run untouched."""
 
 TURNS = RLock()
-"""Held by every call while `needed`, and while executors are built and checked, one at a time.
-Building runs models, records and compiles, whatever module it is for. Taken before other locks."""
+"""Held by every call while `needed.alive`, and while an executor is built or checked. Building runs
+models, records and compiles, so only one module builds at a time. Acquire it before other locks."""
 
 _THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
-"""Transforms whose scope is that of the calling thread; `Threads` says with which limit."""
+"""Transforms whose scope is the calling thread; `Threads` documents a limit."""
 
 
 class _Needed:
-    """How often live executors set process-wide flags in a call; true if any do."""
+    """Counts the scopes in which live executors set process-wide flags."""
 
     alive = 0
 
@@ -37,25 +38,25 @@ needed = _Needed()
 
 
 def after_fork() -> None:
-    """Lets go of what threads of the parent held; executors that it built do not run here."""
+    """Resets lock and count in a forked child, where the parent's executors do not run."""
     global TURNS
     TURNS = RLock()
     needed.alive = 0
 
 
 def is_switched_off() -> bool:
-    """Whether the environment has everything run untouched."""
+    """Whether the environment switches all tuned serving off."""
     return os.environ.get(SWITCH, "").strip().lower() == "off"
 
 
 def is_process_wide(transform: str) -> bool:
-    """Whether a transform that sets something around each call sets it for all threads."""
+    """Whether a transform's setting around each call applies to all threads."""
     return transform not in _THREAD_LOCAL
 
 
 @contextmanager
 def setting_flags() -> Iterator[None]:
-    """Counts one more scope of a live executor that sets flags at each of its calls."""
+    """Counts a scope of a live executor that sets flags at each call."""
     with TURNS:
         needed.alive += 1
     try:

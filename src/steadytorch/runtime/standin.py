@@ -1,4 +1,4 @@
-"""Standing in for a model: everything but the call is the model's own."""
+"""A module that stands in for a model: everything but the call is the model's own."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _SPECIAL = _CHANGING.union(
         *("neg", "pos", "abs", "invert", *_OPERATORS, *[f"r{each}" for each in _OPERATORS]),
     )
 )
-"""What Python looks for in an object's class alone, past its `__getattr__`. Comparing, printing and
-copying are the wrapper's own."""
+"""Special methods, which Python looks up on the class and not by `__getattr__`. Comparing, printing
+and copying are the wrapper's own."""
 
 _SHARED = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-"""What a wrapper has in common with its model: a parent that holds the one sees the other's."""
+"""Registries that the wrapper shares with its model, so that a parent module sees them."""
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in _SHARED)
-"""A wrapper's own hooks, which run around it."""
+"""Hook registries of the wrapper itself, whose hooks run around it."""
 
 
 class Function(nn.Module):
-    """Stands for a callable that is no module; it is called, and never served tuned.
+    """Wraps a callable that is not a module; it is always called untouched.
 
     Args:
-        function: what is called.
+        function: the callable.
     """
 
     reason = "not an nn.Module, so weight changes cannot be detected: wrap it in the forward of one"
@@ -55,12 +55,12 @@ class Function(nn.Module):
         self._function = self.__wrapped__ = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Calls the function."""
         return self._function(*args, **kwargs)
 
 
 def as_module(model: Any) -> nn.Module:
-    """A model as a module: itself, or a `Function` that calls it.
+    """Returns the model if it is a module, else a `Function` that calls it.
 
     Raises:
         UsageError: it cannot be called.
@@ -68,18 +68,19 @@ def as_module(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
-        raise UsageError(f"{type(model).__name__} is no model: pass an nn.Module")
+        raise UsageError(f"{type(model).__name__} is not a model: pass an nn.Module")
     return Function(model)
 
 
-class _Posing:
-    """Answers `isinstance` for the class of the model, as libraries ask before they save it.
+class _ClassMimic:
+    """Makes `isinstance` accept the model's class, which libraries check before saving.
 
-    `type` tells the wrapper. A class of its own because `super()` needs `__class__` elsewhere.
+    `type` returns the wrapper's class. A separate class, because `super()` needs `__class__` in the
+    subclass.
     """
 
     def _switch_off(self, reason: str) -> None:
-        """Ends the use of what was built from the model, because of what was done to it here."""
+        """Stops serving tuned, because the model was changed through the wrapper."""
         raise NotImplementedError
 
     @property
@@ -95,41 +96,41 @@ class _Posing:
         self._switch_off("its class was changed")
 
 
-class StandIn(_Posing, nn.Module):
+class StandIn(_ClassMimic, nn.Module):
     """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
 
-    Of containers it has length, items and iteration too: its class is then one of its own, with the
-    special methods that the model's class has, so that what the model cannot do is a `TypeError`.
+    For containers it also has length, items and iteration. Its class is then a subclass with just
+    the special methods of the model's class, so that missing ones raise `TypeError` as before.
 
     Args:
-        model: what it stands in for.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        state = self.__dict__  # past nn.Module, which would register the model as a child
+        state = self.__dict__  # nn.Module.__setattr__ would register the model as a child
         del state["training"]  # the model's own shows through
         for registry in _SHARED:
             state[registry] = getattr(model, registry)
-        state["_model"] = state["__wrapped__"] = model  # whoever asks for a signature unwraps it
+        state["_model"] = state["__wrapped__"] = model  # inspect.signature unwraps
         state["forward"] = update_wrapper(_calling(self.forward), model.forward, updated=())
-        kind = _able(type(self), _special_of(type(model)) - _special_of(type(self)))
+        kind = _with_special_methods(type(self), _special_of(type(model)) - _special_of(type(self)))
         object.__dict__["__class__"].__set__(self, kind)
 
     def _look(self) -> Any:
-        """What `_look_again` compares with; taken before something is done to the model."""
+        """Takes a snapshot for `_look_again`, before the model is changed."""
         raise NotImplementedError
 
     def _look_again(self, before: Any, reason: str) -> None:
-        """Does the same where the model is another one than before; otherwise nothing."""
+        """Stops serving tuned if the model differs from the snapshot."""
         raise NotImplementedError
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        """Is told of a state dict before it is loaded into the model."""
+        """Called with a state dict before it is loaded into the model."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not the wrapper's own is the model's; calls of its methods are noted."""
+        """Returns attributes of the model, with calls of its methods counted."""
         model = self.__dict__.get("_model")
         if model is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -140,11 +141,11 @@ class StandIn(_Posing, nn.Module):
         return found
 
     def _noted(self, method: MethodType) -> MethodType:
-        """A method of the model whose calls are counted."""
+        """Wraps a method of the model so that its calls are counted."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets it on the model, whose numbers it may change, unless it is the wrapper's own."""
+        """Sets an attribute of the model, unless the wrapper has it; stops serving tuned."""
         if name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
@@ -153,7 +154,7 @@ class StandIn(_Posing, nn.Module):
             self._switch_off(f"{name} was set")
 
     def __delattr__(self, name: str) -> None:
-        """Deletes it from the model, as it is set there."""
+        """Deletes an attribute of the model, unless the wrapper has it; stops serving tuned."""
         if name in self.__dict__ or hasattr(type(self), name):
             super().__delattr__(name)
             return
@@ -161,23 +162,23 @@ class StandIn(_Posing, nn.Module):
         self._switch_off(f"{name} was deleted")
 
     def _get_name(self) -> str:
-        """What `repr` calls it."""
+        """The name in `repr`."""
         return type(self).__name__
 
     def _copy_hooks(self, made: StandIn, memo: dict[int, Any]) -> None:
-        """Gives a deep copy of this module copies of its own hooks."""
+        """Copies this module's own hooks to a deep copy of it."""
         memo[id(self)] = made  # a hook may refer to this module
         for name in _HOOKS:
             hooks, copied = self.__dict__[name], made.__dict__[name]
             if not isinstance(hooks, dict):
                 made.__dict__[name] = copy.deepcopy(hooks, memo)
                 continue
-            memo[id(hooks)] = copied  # a handle refers to them
+            memo[id(hooks)] = copied  # removable handles refer to the registry
             for key, hook in hooks.items():
                 copied[key] = copy.deepcopy(hook, memo)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
-        """Those of the model; parameters and buffers follow from it."""
+        """Yields the model's modules; parameters and buffers follow from these."""
         yield from self._model.named_modules(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
@@ -188,7 +189,7 @@ class StandIn(_Posing, nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
+        """Returns the model's state dict."""
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -201,12 +202,12 @@ class StandIn(_Posing, nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """A parent's part of `load_state_dict`; the model's submodules are loaded after it."""
+        """Called by a parent's `load_state_dict`, which then loads the model's submodules."""
         self._expect_load(state_dict, prefix)
         self._model._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Switches the model; a plan serves only the mode that it was applied in."""
+        """Switches the model's mode; a plan serves only the mode it was applied in."""
         self._model.train(mode)
         return self
 
@@ -225,13 +226,13 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _special_of(kind: type) -> frozenset[str]:
-    # Not those of its metaclass, which `hasattr` would see too.
+    # Not `hasattr`, which also sees special methods of the metaclass.
     return frozenset().union(*(_SPECIAL.intersection(vars(base)) for base in kind.__mro__))
 
 
 @cache
-def _able(kind: type, names: frozenset[str]) -> type:
-    """The class with special methods that are the model's; itself where there are none to add."""
+def _with_special_methods(kind: type, names: frozenset[str]) -> type:
+    """Makes a subclass that forwards these special methods to the model."""
     if not names:
         return kind
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

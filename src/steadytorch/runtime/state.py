@@ -1,4 +1,4 @@
-"""Telling whether a model remembers its calls, and whether it draws random numbers in them."""
+"""Detects whether a model keeps state between calls or draws random numbers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ _OF_ALL = frozenset(vars(nn.Module()))
 
 
 class State:
-    """What a model keeps between calls besides its weights: plain attributes and random numbers.
+    """A snapshot of the state that a model keeps in plain attributes and buffers.
 
-    A model that changes these in its forward answers each call according to those before, and a
-    converted copy of it would have a history of its own. Seen are attributes that are assigned to,
-    tensors written to, and the same one level down in lists, tuples, deques, sets and dictionaries
-    (buffers among them).
+    If a model changes this state in its forward, its answers depend on earlier calls, and a
+    converted copy would have its own history. Detected are assigned attributes and written tensors,
+    also one level down in lists, tuples, deques, sets and dictionaries, buffers included.
 
     Args:
-        modules: the module trees to look at.
-        keep: whether to keep copies of the tensors, for `restore`.
-        most: bytes that these may take; where they would take more, none is kept.
+        modules: the module trees to inspect.
+        keep: whether to copy the tensors, for `restore`.
+        most: limit on the bytes of all copies; above it, nothing is copied.
 
     Attributes:
-        restorable: whether copies are kept.
+        restorable: whether the tensors were copied.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class State:
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
 
     def changed(self) -> bool:
-        """Whether a call since left something behind."""
+        """Whether the state differs from the snapshot."""
         return any(
             _differs(before, module)
             for before, module in zip(self._seen, self._modules, strict=True)
         )
 
     def mend(self) -> None:
-        """Makes tensors ordinary that a call in inference mode left, in containers too."""
+        """Converts inference tensors left by a call into ordinary tensors, in containers too."""
         leaving = Leaving([], objects=False)
         with torch.inference_mode(False):
             for held in map(vars, self._modules):
@@ -66,7 +65,7 @@ class State:
                     held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
-        """Puts back attributes, and the contents of tensors where it is `restorable`."""
+        """Restores attributes, and the contents of tensors if `restorable`."""
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
                 for name in kept_attributes(module).keys() - before.keys():
@@ -81,9 +80,9 @@ class State:
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, without those that PyTorch's hooks compute at each call.
+    """Returns a module's attributes, without those that PyTorch's hooks compute at each call.
 
-    Weight and spectral norm assign the weight that they compute.
+    Weight norm and spectral norm assign the weight that they compute.
     """
     computed = {
         getattr(hook, "name", None)
@@ -118,7 +117,7 @@ def _own_names(attributes: dict[str, Any]) -> list[str]:
 
 
 def _refill(seen: tuple[Any, ...]) -> None:
-    """Gives a container the items that it had."""
+    """Restores the items of a container."""
     value, keys, items, _ = seen
     if isinstance(value, dict):
         value.clear()
@@ -150,14 +149,14 @@ def _alike(before: Any, after: Any) -> bool:
 
 
 def writes_of(copy: nn.Module) -> Callable[[], bool]:
-    """Makes a function that says whether a call of a copy of a model left something behind in it.
+    """Makes a function that tells whether calls of a model's copy changed the copy's state.
 
-    For every call, where `State` would take too long: modules of PyTorch's own classes are not
-    looked at. Their forward leaves nothing behind in evaluation mode, and in training mode (batch
-    norm) at the first call already.
+    Fast enough for every call, unlike `State`, because it skips modules of PyTorch's own classes.
+    Their forward changes nothing in evaluation mode. In training mode (batch norm) it does so at
+    the first call already.
 
     Args:
-        copy: the modules that calls run; nobody else knows them.
+        copy: the copy that calls run; only they may change it.
     """
     modules = [m for m in copy.modules() if not type(m).__module__.startswith(_KNOWN)]
     registries = [dict.values(m._buffers) for m in modules if isinstance(m._buffers, dict)]
@@ -177,14 +176,14 @@ def writes_of(copy: nn.Module) -> Callable[[], bool]:
                 and [home[name] for home, name in places] == values
                 and [*map(len, homes)] == sizes
             )
-        except Exception:  # an attribute is gone, or cannot be compared with what it was
+        except Exception:  # an attribute is gone, or cannot be compared
             return True
 
     return changed
 
 
 def _held(value: Any) -> Any:
-    """A container as it is now; anything else is compared by itself."""
+    """Copies a container; returns other values as they are."""
     return type(value)(value) if type(value) in (list, deque, dict, set) else value
 
 
@@ -195,9 +194,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class Draws:
-    """The states of the random number generators that a model on `device` would draw from.
+    """A snapshot of the random number generators that a model on `device` draws from.
 
-    Another thread that draws from them at the same time looks like the model.
+    Draws of other threads at the same time cannot be told from the model's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,11 +204,11 @@ class Draws:
         self._found = self._now()
 
     def happened(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Whether numbers were drawn since the snapshot."""
         return not all(map(torch.equal, self._found, self._now()))
 
     def undo(self) -> None:
-        """Puts the generators back, so that the same numbers are drawn again."""
+        """Restores the generators, so that the same numbers are drawn again."""
         torch.set_rng_state(self._found[0])
         if self._device is not None:
             torch.cuda.set_rng_state(self._found[1], self._device)

@@ -1,8 +1,8 @@
-"""How cuDNN's benchmark switch stands in this process, and which of its traps apply.
+"""The state of cuDNN's benchmark switch in this process, and its pitfalls.
 
-Sources of the traps: PyTorch's `aten/src/ATen/native/cudnn/Conv_v8.cpp`, which times each engine
-once, within the workspace that the allocator has free, and keeps what it chose by shape in one
-cache for both states of the switch; and the documentation of `torch.backends.cudnn`.
+Sources: the documentation of `torch.backends.cudnn`, and PyTorch's
+`aten/src/ATen/native/cudnn/Conv_v8.cpp`. That file times each engine once, within the free
+workspace of the allocator, and caches the choice by shape for both states of the switch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 
 import torch
 
+from steadytorch.ambient import ambient
 from steadytorch.results.machine import Switch
 from steadytorch.runtime.benchmark_mode import why_not
-from steadytorch.transforms.ambient import ambient
 
 PREFIX = "TORCH_CUDNN_"
-"""Of the environment variables by which PyTorch's use of cuDNN is set."""
+"""Prefix of the environment variables that control PyTorch's use of cuDNN."""
 FLOAT32 = "cudnn.conv.fp32_precision"
 
 
 def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:
-    """Reads the switch; nothing is changed, and no convolution is run."""
+    """Reads the switch without changing it or running a convolution."""
     cudnn, reason = torch.backends.cudnn, why_not()
     limit, deterministic = cudnn.benchmark_limit, bool(cudnn.deterministic)
     return Switch(
@@ -37,7 +37,7 @@ def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:
 
 
 def traps(limit: int | None, deterministic: bool) -> tuple[str, ...]:
-    """What to know of the switch, a sentence each.
+    """Pitfalls of the switch, one sentence each.
 
     Args:
         limit: engines timed per convolution; 0 for all.
@@ -47,9 +47,9 @@ def traps(limit: int | None, deterministic: bool) -> tuple[str, ...]:
     found = [
         "Each new input shape is timed at its first call, for tens to hundreds of ms; shapes that "
         "keep changing are slower with it.",
-        f"It tries {tried}, in a fixed order and each once, and within the memory that is free: "
+        f"It tries {tried}, in a fixed order, once each and within free memory: "
         "its choice may differ at each start.",
-        "Shapes that have run before it is switched on keep the engine chosen then.",
+        "Shapes that ran before it was switched on keep the engine chosen then.",
         "Chosen engines may take workspace: memory grows.",
     ]
     if deterministic:

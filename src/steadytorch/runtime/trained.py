@@ -1,4 +1,4 @@
-"""The module that a training plan serves: calls whose gradients reach the model's own weights."""
+"""Serves training plans: gradients of tuned calls reach the model's own weights."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module import TunedModule
 
 NO_GRADIENTS = "called without recording gradients"
-CHANGED = "modules, hooks, modes or what requires gradients changed"
+CHANGED = "modules, hooks, modes or requires_grad flags changed"
 
 
 class TrainedModule(TunedModule):
     """A model that trains tuned where a plan exists for the inputs, and untouched everywhere else.
 
-    Made with `Options(trains=True)`. Executors compute with the model's own tensors: optimizer
-    steps and `load_state_dict` are seen at the next call. Loss, optimizer, loss scaling and
-    accumulation are the caller's. In evaluation mode, without grad mode, under autocast and with
-    inputs that require gradients the model is called untouched.
+    Made with `Options(trains=True)`. Executors compute with the model's own tensors, so optimizer
+    steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss scaling and
+    accumulation stay with the caller. In evaluation mode, without grad mode, under autocast and for
+    inputs that require gradients, the model runs untouched.
 
-    Before the first tuned call of a signature both are gone through once, forward and backward; see
-    `Rehearsal`. What a backward pass raises later is raised to the caller, who may also ask for
-    what a compiled plan has not: a graph that is retained, or derivatives of gradients.
+    Before the first tuned call of a signature, executor and model run one step each, forward and
+    backward; see `Rehearsal`. Later exceptions of a backward pass propagate to the caller. Compiled
+    plans support neither `retain_graph` nor `create_graph`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,19 +33,24 @@ class TrainedModule(TunedModule):
         self.__dict__["_run"] = self._recording
         self.__dict__["_run_unchecked"] = self._recorded
 
+    @property
+    def is_off(self) -> str | None:
+        """Why every call runs untouched; None where calls may be served."""
+        return self._gate.off
+
     def refresh(self) -> None:
-        """Makes executors anew, at the next calls, from the model as it is now."""
+        """Rebuilds executors at the next calls, from the model's present state."""
         super().refresh()
         self._entries.weights.remember()
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        """Executors read from the model, and go on."""
+        """Does nothing: executors read the model's own tensors."""
 
     def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gate.off is None and not torch.is_grad_enabled():
             return self._untouched(NO_GRADIENTS, args, kwargs)
-        # Before the call, not after it: buffers are to be updated once. A switch to evaluation is
-        # no change; it is seen to by what follows.
+        # Checks before the call, so that buffers are updated once. The slow path handles a switch
+        # to evaluation mode.
         if self._model.training is self._gate.mode and self._entries.weights.changed():
             self._switch_off(CHANGED)
         return super()._with_care(args, kwargs)
@@ -73,7 +78,7 @@ class TrainedModule(TunedModule):
         self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         fault = trial.fault(args, kwargs)
-        # Not proved: the fast path does not look at what is looked at above.
+        # Stays unproved: the fast path would skip the checks of `_with_care`.
         entry.trial = None
         if fault is None:
             return self._recorded(entry, args, kwargs)

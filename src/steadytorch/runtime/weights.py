@@ -1,4 +1,4 @@
-"""Detects that a model is no longer the one that an executor was built from."""
+"""Detects changes of a model since its executors were built."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
+from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.state import kept_attributes
-from steadytorch.transforms.hooks import FORWARD, ON_ALL, hooks_on_all
 
 SAMPLES = 256
-"""Elements compared at each look, at least one of each tensor."""
+"""Elements compared at each check, at least one per tensor."""
 MOST_PER_TENSOR = 16
 SAMPLES_HERE = 64
-"""The same in the interpreter, where an element takes some 0.1 us."""
+"""Elements compared at each check in Python, at about 0.1 us each."""
 ROUNDS = 8
-"""Sets of positions, which looks take by turns: a partial write is found sooner or later."""
+"""Number of position sets; checks rotate through them, so that partial writes are found later."""
 
-LATE = "found after the fact: the last results may come from the weights of before"
+LATE = "found late: the last results may come from the old weights"
 
 _END = object()
 _CELLS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
@@ -41,33 +41,32 @@ _watching: WeakSet[Weights] = WeakSet()
 class Weights:
     """Detects changes of weights, buffers, attributes, modules and hooks since `remember`.
 
-    Four signs are compared at every look:
+    Each check compares four things:
 
     - Versions: in-place edits (`copy_`, `load_state_dict`, most optimizers) raise a counter.
-    - Addresses, and weak references to storages: moves and conversions give a tensor other memory
-      without raising its version, and freed memory may be handed out again.
-    - Values: fused optimizers, `.data`, NumPy and kernels write without raising any version. Some
-      elements of each tensor on the CPU are compared at each look; for GPUs see `DeviceSamples`.
-    - Steps of optimizers over these tensors, announced by PyTorch's global hook.
+    - Addresses, and weak references to storages: moves and conversions replace a tensor's memory
+      without raising its version, and the allocator may reuse freed memory.
+    - Values: fused optimizers, `.data`, NumPy and kernels write without raising a version. Each
+      check compares some elements of each CPU tensor; for GPUs see `DeviceSamples`.
+    - Steps of optimizers over these tensors, reported by PyTorch's global hook.
 
-    Tensors, containers and values that modules of the user's own classes hold as plain attributes
-    count too, and so do tensors in containers, nested at will.
+    Plain attributes (tensors, containers, values) of modules of the user's own classes are compared
+    too, and tensors in nested containers.
 
-    A write to a few elements of a large tensor that raises no version may stay unseen.
+    Limit: a write to a few elements of a large tensor that raises no version may go unseen.
 
     Args:
-        model: to be watched.
-        contents: whether to look at values. Training writes them at every step; only replaced
-            tensors and what requires gradients count then.
+        model: the model to watch.
+        contents: whether to compare values. False for training, which writes weights at every
+            step; only replaced tensors and `requires_grad` are compared then.
 
     Attributes:
-        changed: whether anything changed since `remember`; for every served call.
-        rewritten: whether weights, buffers, modules, hooks or modes changed, plain attributes left
-            out; compares all samples, and is for the slow path.
-        begin: to be called before the work of a served call is enqueued; None where nothing has to
-            be done then.
-        interpreted_for: why the comparison runs in the interpreter, which takes longer; empty where
-            compiled code does it.
+        changed: whether anything changed since `remember`; called at every tuned call.
+        rewritten: whether weights, buffers, modules, hooks or modes changed, without plain
+            attributes; compares all samples, for the slow path.
+        begin: call this before enqueueing the work of a tuned call; None if not needed.
+        interpreted_for: why checks run in Python, which is slower; empty if compiled code runs
+            them.
     """
 
     def __init__(self, model: nn.Module, contents: bool = True) -> None:
@@ -84,8 +83,8 @@ class Weights:
         self._on_device = DeviceSamples(())
 
     def remember(self) -> None:
-        """Takes the present state as the unchanged one; needed once before `changed`."""
-        own, all_held = _Held(self._model), _Held(self._model, plain=self._contents)
+        """Takes the present state as the reference; call this before `changed`."""
+        own, all_held = _Watched(self._model), _Watched(self._model, plain=self._contents)
         announced: list[Any] = []
         replaced: list[Any] = []
         self._announced, differ = announced, _interpreted
@@ -101,13 +100,13 @@ class Weights:
             if compiled is not None and compiled.traits(tuple(all_held.tensors)) is not None:
                 differ = partial(_compiled, compiled)
             elif compiled is not None:
-                self.interpreted_for = "weights that are no plain tensors"
+                self.interpreted_for = "some weights are not plain tensors"
         rewritten = differ(own, self._contents, False)
         changed = differ(all_held, self._contents, True)
         self._moved = _moved(all_held)
         self._loads = Counter()
-        self.rewritten = _with_others(rewritten, announced)
-        self.changed = _with_others(changed, announced, replaced)
+        self.rewritten = _with_events(rewritten, announced)
+        self.changed = _with_events(changed, announced, replaced)
         self._on_device = DeviceSamples(all_held.tensors if self._contents else ())
         if self._on_device:
             self._sample_devices()
@@ -115,24 +114,24 @@ class Weights:
     def _sample_devices(self) -> None:
         samples, rewritten, changed = self._on_device, self.rewritten, self.changed
         self.begin = samples.begin
-        # Last, since memory that was freed must not be read.
+        # Sampled last: the checks before it rule out freed memory.
         self.rewritten = lambda: rewritten() or samples.differ_now()
         self.changed = lambda: changed() or samples.changed()
 
     @property
     def lateness(self) -> str:
-        """What to add where a write was found after results had been handed out; else empty."""
+        """A note for the warning if a write was found after results were returned; else empty."""
         return LATE if self._on_device.is_late else ""
 
     def expect(self, given: Mapping[str, Any], prefix: str = "") -> bool:
-        """Takes note of a state dict that is about to be loaded; whether it is the model's own.
+        """Records a load of a state dict; returns whether its values equal the model's.
 
-        Loading one whose values are those of the model raises versions and changes nothing: see
+        Call this before the load. Loading equal values raises versions but changes nothing; see
         `is_forgiven`.
 
         Args:
-            given: the state dict.
-            prefix: of the model's names in it.
+            given: the state dict to be loaded.
+            prefix: prefix of the model's names in `given`.
         """
         own = self._model.state_dict(keep_vars=True)
         pairs = [(tensor, given.get(prefix + name)) for name, tensor in own.items()]
@@ -142,14 +141,14 @@ class Weights:
         return is_own
 
     def places(self) -> list[Any]:
-        """Where parameters and buffers are: by object, address, type and device."""
+        """Object, address, type and device of each parameter and buffer."""
         held = chain(self._model.parameters(), self._model.buffers())
         return [(id(t), _address(t), t.dtype, t.device) for t in held]
 
     def is_forgiven(self) -> bool:
-        """Whether nothing happened but loads of the values that stood there; see `expect`.
+        """Whether the only changes were loads of equal values; see `expect`.
 
-        Takes the present state as the unchanged one if so.
+        If so, takes the present state as the new reference.
         """
         if not self._is_only_loaded():
             return False
@@ -161,14 +160,14 @@ class Weights:
         return bool(self._loads) and not (is_announced or self._moved(self._loads))
 
     def step_of(self, optimizer: Optimizer) -> None:
-        """Records a step of an optimizer, if it updates one of the tensors watched."""
+        """Records a step of an optimizer that updates a watched tensor."""
         groups = optimizer.param_groups
         if not self._identities.isdisjoint(id(p) for group in groups for p in group["params"]):
             self._announced.append(optimizer.__class__)
 
 
 def _announce_steps() -> None:
-    """Has PyTorch announce the steps of all optimizers, once per process."""
+    """Registers the global hook on optimizer steps, once per process."""
     if not _hooked:
         _hooked.append(register_optimizer_step_post_hook(_on_step))
 
@@ -177,25 +176,25 @@ _hooked: list[Any] = []
 
 
 def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # a compiled step must not be recompiled for what is watched
+    if torch.compiler.is_compiling():  # guards on watched weights would recompile the step
         return
     for weights in list(_watching):
         weights.step_of(optimizer)
 
 
-class _Held:
-    """What a model holds, as far as it is compared.
+class _Watched:
+    """The parts of a model that are compared.
 
     Args:
-        model: to be compared later.
-        plain: whether to include what stands in plain attributes.
+        model: the model to watch.
+        plain: whether to include plain attributes.
 
     Attributes:
-        tensors: all that count versions; parameters and buffers of the model first.
+        tensors: all tensors with a version counter; the model's parameters and buffers first.
         registries: dictionaries of parameters and buffers.
         links: dictionaries of submodules and forward hooks.
-        modes: attributes of the modules that have a training mode.
-        attributes: attributes of modules of the user's own classes, and dictionaries in them.
+        modes: attribute dictionaries of the modules that have a training mode.
+        attributes: attribute dictionaries of the user's own modules, and dictionaries in them.
         sequences: other containers in attributes.
     """
 
@@ -210,7 +209,7 @@ class _Held:
             modules = walk.modules
             self.attributes, self.sequences = walk.dictionaries, walk.sequences
         self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
-        # Those of scripted modules are not dictionaries, and are made anew at each access.
+        # Scripted modules make new registries at each access, which are not dictionaries.
         self.registries = [
             registry
             for module in modules
@@ -227,16 +226,16 @@ class _Held:
 
 
 class _Walk:
-    """Finds what modules hold outside of their registries: tensors, containers, other modules.
+    """Finds tensors, containers and modules that modules hold outside of their registries.
 
     Args:
-        modules: where to begin.
+        modules: the modules to start from.
 
     Attributes:
-        modules: these, and those found in attributes.
-        tensors: plain attributes, and in containers.
-        dictionaries: attributes of the user's own modules, and dictionaries in them.
-        sequences: lists, sets and deques in them.
+        modules: the given modules, and modules found in attributes.
+        tensors: tensors in plain attributes and in containers.
+        dictionaries: attribute dictionaries of the user's own modules, and dictionaries in them.
+        sequences: lists, sets and deques in the user's own modules.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -255,7 +254,7 @@ class _Walk:
             self._seen.add(id(each))
             self.modules.append(each)
             kept = kept_attributes(each)
-            # What PyTorch's hooks compute anew at each call changes at each call.
+            # `kept` leaves out what PyTorch's hooks recompute: such a dictionary always differs.
             is_own = not type(each).__module__.startswith("torch.") and len(kept) == len(vars(each))
             if is_own:
                 self.dictionaries.append(vars(each))
@@ -287,7 +286,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _storages(tensors: list[Tensor], freed: Callable[[Any], None]) -> list[Any]:
-    """Weak references to storages, which call `freed` when one is."""
+    """Weak references to storages; `freed` is called when one is freed."""
     return [ref(tensor.untyped_storage(), freed) for tensor in tensors]
 
 
@@ -295,12 +294,12 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _with_others(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
-    """The comparison, that of hooks on all modules of the process, and what was announced.
+def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
+    """Adds checks of process-wide module hooks and of announced events to a comparison.
 
     Args:
         differs: the comparison.
-        announced: have an item for each storage that was freed and each step of an optimizer.
+        announced: lists with an item for each freed storage and each optimizer step.
     """
     before, after = ON_ALL
     on_all = hooks_on_all()
@@ -314,20 +313,20 @@ def _with_others(differs: Callable[[], bool], *announced: list[Any]) -> Callable
     return changed
 
 
-def _compiled(module: Any, held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
-    """The comparison by compiled code; of plain tensors with a storage.
+def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
+    """Makes the comparison in compiled code, for plain tensors with a storage.
 
     Args:
         module: the compiled code.
-        held: what the model holds.
-        contents: true; the interpreter serves what trains.
-        by_turns: whether each look compares some samples only.
+        held: the parts of the model.
+        contents: always true here; training uses the comparison in Python.
+        by_turns: whether each check compares one set of samples instead of all.
     """
     tensors = tuple(held.tensors)
     each = min(MOST_PER_TENSOR, max(1, SAMPLES // max(1, len(tensors))))
     rounds = tuple(module.samples(tensors, each, seed) for seed in range(1, ROUNDS + 1))
     dictionaries = (*held.registries, *held.links, *held.attributes)
-    # In the order of dictionaries, which that of hooks may not be.
+    # dict.items gives the order that C sees; an OrderedDict of hooks may iterate otherwise.
     parts = tuple(tuple(chain.from_iterable(dict.items(found))) for found in dictionaries)
     modes = tuple(found["training"] for found in held.modes)
     differs = partial(
@@ -353,8 +352,8 @@ def _holds(container: Any, items: list[Any]) -> bool:
     return len(container) == len(items) and all(map(is_, container, items))
 
 
-def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bool]:
-    """The same comparison in Python."""
+def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
+    """Makes the same comparison in Python."""
     structure = _structure(held, [] if contents else held.tensors)
     written = held.tensors if contents else []
     version, place, value = attrgetter("_version"), Tensor.data_ptr, attrgetter("value")
@@ -370,11 +369,11 @@ def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bo
             if [*map(version, written)] != versions or [*map(place, written)] != places:
                 return True
             for some, cells, known in (rounds[turn],) if by_turns else rounds:
-                # Addresses once more, in one expression that no other thread interrupts: memory
-                # that was freed must not be read.
+                # Compares addresses again in one expression that no other thread interrupts, so
+                # that freed memory is not read.
                 if not all(map(eq, chain(map(place, some), map(value, cells)), known)):
                     return True
-        except RuntimeError:  # one that has neither was swapped in
+        except RuntimeError:  # a tensor without version or address was swapped in
             return True
         return structure() or not all(map(_has_items, held.attributes, own))
 
@@ -382,17 +381,17 @@ def _interpreted(held: _Held, contents: bool, by_turns: bool) -> Callable[[], bo
 
 
 def _is_same(tensor: Any, given: Any) -> bool:
-    """Whether a state dict has a tensor with these values; not so for extra state."""
+    """Whether a state dict entry equals a tensor; False for extra state."""
     if not (isinstance(tensor, Tensor) and isinstance(given, Tensor)):
         return False
     is_alike = tensor.dtype == given.dtype and tensor.device == given.device
     return is_alike and torch.equal(tensor, given)
 
 
-def _moved(held: _Held) -> Callable[[Counter[int]], bool]:
-    """Makes a function that says whether more happened than so many loads of each tensor.
+def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
+    """Makes a function that tells whether anything changed besides the given loads per tensor.
 
-    A load raises a tensor's version by one. What raises none shows in the samples.
+    A load raises a tensor's version by one. Writes that raise no version show in the samples.
     """
     structure = _structure(held, [])
     items = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
@@ -413,15 +412,15 @@ def _moved(held: _Held) -> Callable[[Counter[int]], bool]:
     return moved
 
 
-def _structure(held: _Held, trained: list[Tensor]) -> Callable[[], bool]:
-    """Whether tensors, modules, hooks, modes or what requires gradients were replaced."""
+def _structure(held: _Watched, trained: list[Tensor]) -> Callable[[], bool]:
+    """Makes the check for replaced tensors, modules and hooks, and for changed modes and flags."""
     flatten = chain.from_iterable
-    # With an end of its own, one more or one less is a difference too.
+    # The end marker makes an added or removed item a difference.
     parts = (part for found in held.registries for part in (dict.keys(found), dict.values(found)))
     rows: list[Iterable[Any]] = [*parts, (_END,)]
     objects = list(flatten(rows))
-    # Most modules have no children and no hooks. Compared as dictionaries, which is faster, and
-    # sound for values that are equal only to themselves.
+    # Most modules have no children and no hooks. Comparing dictionaries is faster, and sound since
+    # modules and hooks compare by identity.
     empty, filled = [d for d in held.links if not d], [d for d in held.links if d]
     linked = [dict(found) for found in filled]
     gradients = [(tensor, tensor.requires_grad) for tensor in trained]
@@ -445,11 +444,11 @@ def _has_items(dictionary: dict[Any, Any], items: list[Any]) -> bool:
 
 
 _Round = tuple[list[Tensor], list[Any], list[int]]
-"""Tensors, an element of each to be read where it stands, and their addresses and these values."""
+"""Tensors, a ctypes cell on one element of each, and the expected addresses and cell values."""
 
 
 def _round(tensors: list[Tensor], turn: int) -> _Round:
-    """One of the sets of elements that looks compare by turns, in the interpreter."""
+    """Makes one set of sampled elements for the comparison in Python."""
     readable = [tensor for tensor in tensors if _is_readable(tensor)]
     begin = turn * SAMPLES_HERE % max(1, len(readable))
     some, random = (

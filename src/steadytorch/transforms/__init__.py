@@ -1,4 +1,4 @@
-"""The registry of transforms: the one place that lists them, in the order they are applied."""
+"""The registry of transforms, listed in the order they are applied."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import torch
 
+from steadytorch.ambient import ambient, set_ambient
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms.ambient import ambient, set_ambient
 from steadytorch.transforms.attention_backend import AttentionBackend
 from steadytorch.transforms.autocast import Autocast
 from steadytorch.transforms.base import Risk, Transform
@@ -29,7 +29,9 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.linear_patches import LinearPatches
+from steadytorch.transforms.optimizer import OptimizerStep
 from steadytorch.transforms.prefetch import Prefetch
+from steadytorch.transforms.step_graph import StepGraph
 from steadytorch.transforms.tf32 import Tf32
 from steadytorch.transforms.threads import Threads
 from steadytorch.workload.workload import Workload
@@ -48,13 +50,13 @@ __all__ = [
 ]
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
-_ELEMENT_TYPE = "the element type"
-_CAPTURE = "the capture of CUDA graphs"
-# max-autotune reads the precision in a way that PyTorch refuses once it was set as tf32 sets it.
+_ELEMENT_TYPE = "the dtype"
+_CAPTURE = "CUDA graph capture"
+# tf32 sets `fp32_precision`; PyTorch then refuses the older setting that max-autotune reads.
 _PRECISION = "the float32 precision setting"
-_SUMS = "the sums at the ends of residual blocks"
-# Under autocast results of convolutions have another type than their biases.
-_BIASES = "the biases of convolutions"
+_SUMS = "the residual sums"
+# Under autocast, the output of a convolution and its bias differ in dtype.
+_BIASES = "the convolution biases"
 
 _CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)}
 
@@ -62,7 +64,7 @@ _CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)
 def _of_fused(parameters: FusedKernels.Parameters) -> tuple[str, ...]:
     if parameters.residual:
         return _SUMS, _BIASES
-    # Sums that pointwise convolutions take are gone before engines look for theirs.
+    # Pointwise convolutions fuse their sums before cudnn_engines looks for any: no clash.
     return (_BIASES,) if parameters.separable else ()
 
 
@@ -72,8 +74,8 @@ class Entry:
 
     Attributes:
         transform: its class.
-        claims: from its parameters to what it wants for itself: two transforms of one candidate may
-            not claim the same.
+        claims: maps its parameters to what it controls exclusively. Two transforms of one candidate
+            may not share a claim.
     """
 
     transform: type[Transform]
@@ -90,11 +92,11 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(FusedKernels, _of_fused),
     Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
     Entry(ChannelsLast),
-    # Before engines look for convolutions, and where it is known in which layout they run.
+    # Before cudnn_engines, which looks for convolutions; after channels_last sets their layout.
     Entry(LinearPatches),
     Entry(CudnnEngines, lambda parameters: (_SUMS,)),
     Entry(DenseMask),
-    # What stands above is compiled along; what stands below surrounds compiled code.
+    # The transforms above become part of the compiled code; those below wrap it.
     Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
     Entry(Autocast, lambda parameters: (_ELEMENT_TYPE, _BIASES)),
     Entry(AttentionBackend),
@@ -104,6 +106,8 @@ REGISTRY: tuple[Entry, ...] = (
     Entry(CudnnDeterministic),
     Entry(Threads),
     Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
+    Entry(OptimizerStep),
+    Entry(StepGraph, lambda parameters: (_CAPTURE,)),
     Entry(Prefetch),
 )
 
@@ -116,23 +120,23 @@ def names() -> tuple[str, ...]:
 
 
 def create(spec: TransformSpec) -> Transform:
-    """Makes the transform that a spec describes; the only way from a plan's data to code.
+    """Create the transform that a spec describes.
+
+    This is the only path from plan data to code.
 
     Raises:
-        UsageError: the name, a parameter or its value is not in the closed list of the registry.
+        UsageError: the registry does not know the name, a parameter or its value.
     """
     kind = _entry(spec.name).transform
     try:
         parameters = msgspec.convert(dict(spec.parameters), kind.Parameters)
     except msgspec.ValidationError as error:
-        raise UsageError(
-            f"transform {spec} is not known to this version of steadytorch: {error}"
-        ) from None
+        raise UsageError(f"this version of steadytorch does not support {spec}: {error}") from None
     return kind(parameters)
 
 
 def order(specs: Iterable[TransformSpec]) -> Candidate:
-    """The candidate of these transforms, in the order they are applied: innermost first.
+    """Sort transforms into the order they are applied, innermost first.
 
     Raises:
         UsageError: a name is unknown.
@@ -141,34 +145,37 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
 
 
 def parse(text: str, facts: DeviceFacts) -> Candidate:
-    """The candidate that a text such as `channels_last+compile(freezing)` names.
+    """Parse a candidate such as `channels_last+compile(freezing)`.
 
-    A transform without words is its first variant for the device; words pick the variant that shows
-    just these, else the first that shows them all.
+    A name alone selects the first variant for the device. Settings in parentheses select the
+    variant with exactly these settings, otherwise the first variant that includes them all.
 
     Raises:
-        UsageError: a transform or a setting is unknown, or they cannot be combined.
+        UsageError: a transform or setting is unknown, or the transforms cannot be combined.
     """
     candidate = order([_parse_one(part.strip(), facts) for part in text.split("+")])
     if (reason := conflict(candidate)) is not None:
-        raise UsageError(f"{text!r} cannot be run: {reason}")
+        raise UsageError(f"cannot combine {text!r}: {reason}")
     return candidate
 
 
 def _parse_one(text: str, facts: DeviceFacts) -> TransformSpec:
     found = re.fullmatch(r"(\w+)(?:\(([^()]*)\))?", text)
     if found is None:
-        raise UsageError(f"{text!r} is not a transform such as channels_last or compile(freezing)")
+        raise UsageError(
+            f"{text!r} is not a transform: write a name and settings, such as channels_last or "
+            "compile(freezing)"
+        )
     kind = _entry(found[1]).transform
     asked = {word.strip() for word in (found[2] or "").split(",")} - {""}
     variants = [kind(parameters).spec for parameters in kind.variants(facts)]
-    # `compile(default)` is contained in `compile(default, freezing)`, and is not that.
+    # An exact match first: `compile(default)` is also a subset of `compile(default, freezing)`.
     ranked = sorted(variants, key=lambda spec: _words(spec) != asked)
     for spec in ranked if asked else variants:
         if asked <= _words(spec):
             return spec
     known = ", ".join(map(str, variants)) or "none on this device"
-    raise UsageError(f"{text!r} is no variant of {found[1]}: use one of {known}")
+    raise UsageError(f"{text!r} is not a variant of {found[1]}; available: {known}")
 
 
 def _words(spec: TransformSpec) -> set[str]:
@@ -177,26 +184,26 @@ def _words(spec: TransformSpec) -> set[str]:
 
 
 def conflict(candidate: Candidate, workload: Workload | None = None) -> str | None:
-    """Why these transforms cannot be combined, or None where they can.
+    """Return why these transforms cannot be combined, or None.
 
     Args:
         candidate: the transforms, in any order.
-        workload: if given, also checks that transforms which take 16-bit values only get them, from
-            this untouched workload or from another transform.
+        workload: the untouched workload. If given, transforms that need 16-bit values must get
+            them from it or from another transform.
 
     Raises:
-        UsageError: a spec is not one of the registry.
+        UsageError: the registry does not know a spec.
     """
     owners: dict[str, str] = {}
     for spec in candidate:
         claims = _entry(spec.name).claims(create(spec).parameters)
         for claim in claims:
             if owners.setdefault(claim, spec.name) != spec.name:
-                return f"{owners[claim]} and {spec.name} both claim {claim}"
+                return f"{owners[claim]} and {spec.name} both control {claim}"
     given = [spec.name for spec in candidate]
     for name in given:
         if given.count(name) > 1:
-            return f"{name} occurs twice"
+            return f"{name} is listed twice"
     return None if workload is None else _wrong_element_type(candidate, workload)
 
 
@@ -206,12 +213,12 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
         return None
     for transform in transforms:
         if transform.takes_half_only:
-            return f"{transform.spec} takes 16-bit values only, the workload has {workload.dtype}"
+            return f"{transform.spec} needs 16-bit values, the workload uses {workload.dtype}"
     return None
 
 
 def all_variants(facts: DeviceFacts) -> list[Transform]:
-    """Every transform with every setting worth trying on this device, in registry order."""
+    """Return every transform with each setting worth trying on this device, in registry order."""
     return [
         entry.transform(parameters)
         for entry in REGISTRY

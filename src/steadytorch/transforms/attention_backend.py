@@ -1,4 +1,4 @@
-"""Prescribes the implementation of scaled dot product attention."""
+"""Selects the implementation of scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HALF_ONLY = frozenset({"flash", "cudnn"})
 
 
 class AttentionBackend(Transform):
-    """One implementation of attention instead of PyTorch's own choice.
+    """Fixes one attention implementation in place of PyTorch's own choice.
 
-    An implementation that cannot take the values at hand raises at the call. `flash` and `cudnn`
-    take 16-bit values only. Whether those are there is a matter of the whole candidate, since
-    another transform may provide them, so `applies_to` leaves it to the registry's `conflict`.
+    An implementation that does not support its inputs raises at the call. `flash` and `cudnn` need
+    16-bit values. Another transform of the candidate may provide them, so the registry's `conflict`
+    checks that, not `applies_to`.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class AttentionBackend(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that selects the implementation at each call, and undoes it after."""
+        """Yield a workload that selects the implementation for the duration of each call."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[self.parameters.backend])

@@ -11,14 +11,8 @@ import msgspec
 import torch
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import HALF_TYPES, HalfName, cast, own_device, own_dtype
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
-from steadytorch.transforms.conversion import (
-    HALF_TYPES,
-    HalfName,
-    cast,
-    own_device,
-    own_dtype,
-)
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,
@@ -34,14 +28,14 @@ _SEEN = "16-bit tensors"
 
 
 class Autocast(Transform):
-    """16-bit products, float32 where PyTorch deems it needed; weights stay as they are.
+    """Runs the model under `torch.autocast`; the weights keep their dtype.
 
-    Weights are converted anew at each call, which costs kernels of its own. Outputs of the 16-bit
-    type are converted back.
+    Autocast converts the weights at each call, which launches extra kernels. Outputs in the 16-bit
+    dtype are converted back.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The 16-bit element type."""
+        """The 16-bit dtype."""
 
         dtype: HalfName = "bf16"
 
@@ -50,16 +44,16 @@ class Autocast(Transform):
 
     @property
     def precision(self) -> str:
-        """The element type: bf16 or fp16."""
+        """The dtype: bf16 or fp16."""
         return self.parameters.dtype
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Both types, bf16 first: it needs no care about range."""
+        """Both dtypes, bf16 first: it has the range of float32."""
         return cls.Parameters("bf16"), cls.Parameters("fp16")
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs float32 and no hooks; fp16 is for inference: training would scale its loss."""
+        """Needs float32 and no hooks; fp16 is inference only, since training needs loss scaling."""
         fp16 = self.parameters.dtype == "fp16"
         return decide(
             not_float32(workload),
@@ -70,7 +64,7 @@ class Autocast(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that enters autocast at each call and leaves it after.
+        """Yield a workload that runs each call under autocast.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -82,15 +76,15 @@ class Autocast(Transform):
 
 
 class AutocastModel(Scoped):
-    """A model that runs under autocast and returns its outputs in the outer type.
+    """A model that runs under autocast and returns its outputs in the outer dtype.
 
-    Converted weights are kept for the time of one call: each reads them as they are.
+    Converted weights are cached within one call only, so that each call sees the current weights.
 
     Args:
         model: the callable to run.
         device: the device type, "cpu" or "cuda".
-        dtype: the 16-bit type.
-        outer: the type that outputs of type `dtype` are converted to.
+        dtype: the 16-bit dtype.
+        outer: the dtype that outputs in `dtype` are converted to.
     """
 
     def __init__(self, model: Any, device: str, dtype: torch.dtype, outer: torch.dtype) -> None:
@@ -99,7 +93,7 @@ class AutocastModel(Scoped):
         self.outer = outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model; the conversion of outputs is outside of autocast."""
+        """Run the model under autocast, then convert its outputs outside of autocast."""
         if not holds_containers((*args, *kwargs.values())):
             return map_tensors(self._out, super().__call__(*args, **kwargs))
         lent = Lent((args, kwargs))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,13 +19,13 @@ class Risk(StrEnum):
     """What a transform may change besides speed."""
 
     EXACT = "exact"
-    """The same arithmetic up to the order of operations."""
+    """The same arithmetic, up to the order of operations."""
     TF32 = "tf32"
-    """float32 products rounded to TF32's 10 bits of mantissa."""
+    """float32 factors rounded to TF32's 10-bit mantissa."""
     HALF = "half"
     """16-bit arithmetic."""
     HOST = "host"
-    """Nothing numeric; a setting of the host process."""
+    """No numeric change: a setting of the host process."""
 
 
 class Applicable(msgspec.Struct, frozen=True):
@@ -33,33 +33,34 @@ class Applicable(msgspec.Struct, frozen=True):
 
 
 class NotApplicable(msgspec.Struct, frozen=True):
-    """It cannot, or would do nothing.
+    """The transform cannot be applied, or would have no effect.
 
     Attributes:
-        reason: one clause a user understands, such as "the model has no convolution".
+        reason: one clause for the user, such as "the model has no convolution".
     """
 
     reason: str
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For transforms without a setting."""
+    """Parameters of a transform without settings."""
 
 
 class Transform(ABC):
     """One reversible change to how a workload executes.
 
-    A transform that sets global flags does so around each call, never between calls, so that
-    nothing of the process is changed behind the caller's back. One that needs other weights makes
-    its own copy. The model it yields accepts the original inputs; the `inputs` it yields are those
-    that the model takes without conversion.
+    A transform sets global flags only for the duration of a call, so that the caller's process is
+    unchanged between calls. A transform that needs other weights makes its own copy. The yielded
+    model accepts the original inputs; the yielded `inputs` are those it takes without conversion.
 
     Attributes:
-        name: how plans and users refer to it.
-        parameters: its setting.
+        name: the name that plans and users refer to.
+        parameters: the settings.
     """
 
     name: ClassVar[str]
+    of_step: ClassVar[bool] = False
+    """Whether it changes the training step around the model, which `plan.step` runs."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
 
@@ -68,12 +69,12 @@ class Transform(ABC):
 
     @property
     def precision(self) -> str:
-        """How far it moves the numerics: same, tf32, bf16 or fp16."""
+        """The precision class of the results: same, tf32, bf16 or fp16."""
         return "same"
 
     @property
     def takes_half_only(self) -> bool:
-        """Whether it works on 16-bit values only, those of the workload or of a transform's."""
+        """Whether it needs 16-bit values, from the workload or from another transform."""
         return False
 
     @classmethod
@@ -83,14 +84,14 @@ class Transform(ABC):
 
     @abstractmethod
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Whether it can be applied, without applying it. Must not run the model.
+        """Decide whether the transform can be applied. Must not run the model.
 
-        The workload may not be on its device yet: `facts` names where it is to run.
+        The workload may not be on its device yet: `facts` names the target device.
         """
 
     @abstractmethod
     def applied(self, workload: Workload) -> AbstractContextManager[Workload]:
-        """A context that yields the changed workload and undoes everything on leaving."""
+        """Return a context that yields the changed workload and undoes everything on exit."""
 
     @property
     def spec(self) -> TransformSpec:
@@ -101,7 +102,7 @@ class Transform(ABC):
 
 @contextmanager
 def applied_in_order(transforms: Sequence[Transform], workload: Workload) -> Iterator[Workload]:
-    """Applies the transforms innermost first and undoes them in reverse on leaving."""
+    """Apply transforms innermost first; undo them in reverse order on exit."""
     with ExitStack() as stack:
         for transform in transforms:
             workload = stack.enter_context(transform.applied(workload))
@@ -109,11 +110,11 @@ def applied_in_order(transforms: Sequence[Transform], workload: Workload) -> Ite
 
 
 class Scoped:
-    """A model that runs inside a fresh context at every call: how flags are set and put back.
+    """A model that runs each call inside a fresh context, which sets and restores flags.
 
     Args:
         model: the callable to run.
-        scope: makes the context, anew for each call.
+        scope: creates the context of one call.
     """
 
     def __init__(self, model: Any, scope: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -121,40 +122,6 @@ class Scoped:
         self.scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model within the scope."""
+        """Run the model within the scope."""
         with self.scope():
             return self.model(*args, **kwargs)
-
-
-class flags:  # noqa: N801 - used like a function, in `with flags(...)`
-    """Sets attributes `(owner, name, value)` and puts back on leaving what it found.
-
-    A class rather than a generator: it stands around every call of a model, and this form costs a
-    third as much.
-    """
-
-    __slots__ = ("_found", "_settings")
-
-    def __init__(self, *settings: tuple[Any, str, Any]) -> None:
-        self._settings = settings
-        self._found: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> Self:
-        try:
-            for owner, name, value in self._settings:
-                found = getattr(owner, name)
-                if found != value:
-                    setattr(owner, name, value)
-                    self._found.append((owner, name, found))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            while self._found:
-                setattr(*self._found.pop())
-        finally:
-            if self._found:  # one could not be put back: the others still are
-                self.__exit__()

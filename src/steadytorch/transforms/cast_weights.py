@@ -1,4 +1,4 @@
-"""Runs the model on a copy of its weights in a 16-bit element type."""
+"""Runs the model on a 16-bit copy of its weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
-from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,
@@ -29,14 +29,14 @@ _SEEN = "16-bit tensors"
 
 
 class CastWeights(Transform):
-    """Weights, buffers and arithmetic in 16 bits; inputs and outputs keep their element types.
+    """Converts weights, buffers and arithmetic to 16 bits; inputs and outputs keep their dtypes.
 
-    Floating-point inputs are converted on the way in, outputs of the 16-bit type on the way out.
-    Integer and complex tensors stay as they are.
+    Each call converts floating-point inputs to the 16-bit dtype, and outputs back from it. Integer
+    and complex tensors stay unchanged.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The element type of weights and arithmetic."""
+        """The dtype of weights and arithmetic."""
 
         dtype: HalfName = "bf16"
 
@@ -45,17 +45,17 @@ class CastWeights(Transform):
 
     @property
     def precision(self) -> str:
-        """The element type: bf16 or fp16."""
+        """The dtype: bf16 or fp16."""
         return self.parameters.dtype
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Both types, fp16 first on a GPU: its convolutions have more engines to choose from."""
+        """Both dtypes; fp16 first on a GPU, where cuDNN has more engines for it."""
         order = ("fp16", "bf16") if facts.device == "cuda" else ("bf16", "fp16")
         return tuple(cls.Parameters(dtype) for dtype in order)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a float32 module without hooks, for inference, and hardware for the type."""
+        """Needs inference, a float32 module without hooks, and hardware support for the dtype."""
         return decide(
             *no_copy(workload),
             not_float32(workload),
@@ -65,7 +65,7 @@ class CastWeights(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the converted copy; nothing to undo.
+        """Yield the workload on the converted copy; there is nothing to undo.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -77,17 +77,17 @@ class CastWeights(Transform):
 
 
 def to_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gives a floating-point tensor another type; returns others as is."""
+    """Convert a floating-point tensor to a dtype; return others unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class CastModel(Converting):
-    """A model in one floating-point type that takes and returns another.
+    """A model with weights of one dtype that takes and returns tensors of another.
 
     Args:
         inner: the model, its weights in `dtype`.
-        dtype: the type that floating-point inputs are converted to.
-        outer: the type that outputs of type `dtype` are converted to.
+        dtype: the dtype that floating-point inputs are converted to.
+        outer: the dtype that outputs in `dtype` are converted to.
     """
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype, outer: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Runs convolutions on images whose channels are stored next to each other."""
+"""Runs convolutions in the channels-last memory format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import Converting
+from steadytorch.rewrite.copying import copy_with
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting
-from steadytorch.transforms.copying import copy_with
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,
@@ -23,12 +23,12 @@ from steadytorch.transforms.traits import (
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
-_SEEN = "images with other strides"
+_SEEN = "channels-last images"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Stores a floating-point tensor of 4 or 5 dimensions channels last; returns others as is."""
+    """Convert a 4-d or 5-d floating-point tensor to channels last; return others unchanged."""
     layout = _FORMATS.get(tensor.dim())
     if layout is None or not tensor.is_floating_point():
         return tensor
@@ -36,36 +36,36 @@ def to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChannelsLast(Transform):
-    """Weights of convolutions, and image inputs, in the channels-last layout.
+    """Converts convolution weights and image inputs to the channels-last layout.
 
-    Layers keep the layout of what they are given, so that it runs through the network. Images that
-    are outputs are stored in order again, unless the caller's own are channels last.
+    Layers preserve the layout of their input, so it propagates through the network. Output images
+    are converted back to contiguous, unless the caller's inputs are channels last.
 
-    Inference has a copy of the weights converted. In training the model itself is called, with
-    converted images: convolutions convert their weights to the layout of what they are given, at
-    each call, and gradients back to that of the weights.
+    Inference runs on a converted copy of the weights. Training runs the model itself on converted
+    images: at each call, convolutions convert their weights to the layout of the input, and the
+    gradients back to the layout of the weights.
     """
 
     name = "channels_last"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs 2-d or 3-d convolutions that are not channels last already, and no hooks."""
+        """Needs 2-d or 3-d convolutions that are not yet channels last, and no hooks."""
         weights = _weights(workload.module)
         images = [t for t in tensors_of(workload.inputs) if _is_image(t)]
-        # In training either is enough to have the convolutions run so.
+        # In training, channels-last weights or images alone make convolutions run channels last.
         last = any if workload.is_training else all
         return decide(
             (workload.module is None, PLAIN_CALLABLE),
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
-            (workload.is_training and not images, "no image is among the inputs"),
+            (workload.is_training and not images, "the inputs contain no image"),
             (last(map(_all_last, (weights, images))), "already channels last"),
             hooks_see(workload, _SEEN),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on a model that converts its inputs; nothing to undo.
+        """Yield the workload on a model that converts its inputs; there is nothing to undo.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -86,9 +86,10 @@ class ChannelsLast(Transform):
 
 
 def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Channels last by its strides too where there is one channel, whose stride says nothing.
+    """Convert to channels last, with channels-last strides even for a single channel.
 
-    PyTorch takes it for the layout that its strides look like, and convolutions follow.
+    The stride of a single channel is arbitrary, but PyTorch infers the layout from it, and
+    convolutions follow.
     """
     if not _is_image(tensor) or tensor.shape[1] != 1:
         return to_channels_last(tensor)

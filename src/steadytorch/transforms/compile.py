@@ -17,11 +17,11 @@ import msgspec
 import torch
 from torch import nn
 
+from steadytorch.compiled import prebuilt
+from steadytorch.compiled.prebuilt import Task
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms import prebuilt
+from steadytorch.rewrite.conversion import Converting, cloned
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting, cloned
-from steadytorch.transforms.prebuilt import Task
 from steadytorch.transforms.traits import (
     Objection,
     capability_below,
@@ -33,28 +33,29 @@ from steadytorch.transforms.traits import (
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
-# Inductor's max-autotune captures CUDA graphs by itself; without them it composes with cuda_graph.
+# Without Inductor's own CUDA graphs, max-autotune composes with cuda_graph.
 _MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
 _FOR_GPUS = ("coordinate-descent", "reduce-overhead")
-_HOOKED = "the model has hooks, and what they keep would be overwritten by the next call"
+_HOOKED = "the model has hooks, and the next call would overwrite the tensors they keep"
 
 
 class Compile(Transform):
-    """`torch.compile` for the shapes at hand, with the weights as constants where `freezing`.
+    """Runs `torch.compile` with static shapes; with `freezing`, the weights become constants.
 
-    Freezing runs without gradients and takes the weights as they are at the first call: later
-    changes to them are not seen, nor are those to attributes of PyTorch's own modules, such as a
-    convolution's stride, in a model that is compiled in one piece. To look at each of these takes a
-    good part of a short call: 0.3 of 4.4 ms for MobileNetV3 on a CPU of two cores. The first call
-    compiles, which takes seconds to minutes. No parameter may be an input: it would be frozen too.
+    Freezing disables gradients and fixes the weights at the first call: later changes to them have
+    no effect. In a model that compiles as one graph, the same holds for attributes of PyTorch's own
+    modules, such as a convolution's stride. Guards on these would take 0.3 of 4.4 ms for
+    MobileNetV3 on a two-core CPU. No parameter may be an input: it would be frozen too.
+
+    The first call compiles, which takes seconds to minutes.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Inductor's mode, and whether weights become constants of the compiled code.
 
-        `coordinate-descent` is the default with configurations of Triton kernels searched one
-        coordinate at a time, at about twice the set-up; `max-autotune` does that too, and tries
-        programs for matrix products besides.
+        `coordinate-descent` is the default mode plus a coordinate-descent search over Triton
+        configurations, at about twice the set-up time. `max-autotune` does this too, and also tunes
+        matrix products.
         """
 
         mode: Literal["default", "coordinate-descent", "reduce-overhead", "max-autotune"] = (
@@ -67,14 +68,14 @@ class Compile(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """The cheap ones first; what is for GPUs on CUDA only."""
+        """Cheap variants first; the GPU modes on CUDA only."""
         found = [cls.Parameters("default", True), cls.Parameters("default", False)]
         if facts.device == "cuda":
             found += [cls.Parameters(mode, True) for mode in _FOR_GPUS]
         return (*found, cls.Parameters("max-autotune", True), cls.Parameters("max-autotune", False))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs Inductor's compilers; freezing and reduce-overhead are for inference."""
+        """Needs Inductor's compilers; freezing and reduce-overhead are inference only."""
         graphs = self.parameters.mode == "reduce-overhead"
         autotunes = self.parameters.mode == "max-autotune"
         no_weights = workload.module is None
@@ -88,23 +89,23 @@ class Compile(Transform):
                 self.parameters.mode in _FOR_GPUS and facts.device != "cuda",
                 f"{self.parameters.mode} needs a CUDA device",
             ),
-            (graphs and workload.is_training, "reduce-overhead is for inference"),
+            (graphs and workload.is_training, "reduce-overhead supports inference only"),
             (graphs and hooked(workload)[0], _HOOKED),
             (freezing and no_weights, "a plain callable has no weights to freeze"),
-            (freezing and training_mode, "weights in training mode cannot be frozen"),
-            (freezing and workload.is_training, "training changes frozen weights"),
+            (freezing and training_mode, "freezing needs a model in evaluation mode"),
+            (freezing and workload.is_training, "freezing supports inference only"),
             (freezing and is_steered, why_steered),
             (autotunes and freezable and not freezing, "skipped, the freezing variant covers it"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the compiled model; on leaving drops what was compiled.
+        """Yield the workload on the compiled model; drop the compiled code on exit.
 
-        What was compiled before, and is supplied (`prebuilt`), is taken instead.
+        Code from the current `prebuilt` source replaces compilation.
 
         Raises:
-            UnsupportedError: it is to freeze, and the model calls functions of its user's.
+            UnsupportedError: `freezing` is set and the model calls user functions.
         """
         if self.parameters.freezing:
             refuse_if(steered(workload))
@@ -114,7 +115,7 @@ class Compile(Transform):
                 partial(_options, self.parameters),
                 lambda: stack.enter_context(_compiled(workload.model, self.parameters)),
             )
-            # Inductor's own CUDA graphs are recorded while it runs; what trains keeps its weights.
+            # reduce-overhead records CUDA graphs while it runs; training must keep its weights.
             runs_alone = self.parameters.mode != "reduce-overhead" and not workload.is_training
             found = prebuilt.find(task) if runs_alone else None
             yield workload.with_model(found or task.compiled())
@@ -152,11 +153,11 @@ def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
 
 
 def _private_entry(steadytorch_model: Any) -> Callable[..., Any]:
-    """A function that calls the model, with a code object and globals of its own.
+    """Return a function that calls the model, with its own code object and globals.
 
-    Dynamo keeps what it compiles at the code object. A shared one would count the compilations of
-    other callers against the same limit, and could not be dropped without dropping theirs. The
-    name of the argument is that of the model in guards, and no other code's.
+    Dynamo caches compiled code per code object. A shared one would share the recompilation limit
+    with other callers, and dropping its cache would drop theirs. Guards name the model by the
+    argument `steadytorch_model`, which no other code uses.
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
@@ -169,16 +170,15 @@ def _private_entry(steadytorch_model: Any) -> Callable[..., Any]:
 
 
 _REGISTERED = re.compile(r"steadytorch_model(\._modules\['[^']*'\])*")
-"""How Dynamo writes the way from `_private_entry` to a module of the model's tree."""
+"""Dynamo's name for a module of the model's tree, as reached from `_private_entry`."""
 
 
 def _looked_at(guards: Sequence[Any]) -> list[bool]:
-    """Which guards frozen code keeps: all but those of PyTorch's own modules in the model's tree.
+    """Select the guards that frozen code keeps: drop those on PyTorch's modules in the model.
 
-    Nothing else may go. Where Dynamo does not trace the model in one piece, its code and that of
-    its submodules is compiled by itself, once for all modules of a class: which one is at hand, and
-    whose weights are the constants, shows in these guards alone. And modules that are not in the
-    tree (global ones, those in a list) are watched by nothing else.
+    All other guards must stay. After a graph break, Dynamo compiles the code of each submodule
+    once per class, and only these guards tell whose weights are the constants. Modules outside the
+    tree (global, or in a list) have no other guards.
     """
     kept = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe(guards)
     ways = [_REGISTERED.match(guard.name) for guard in guards]
@@ -198,7 +198,7 @@ def _is_pytorchs(found: Any) -> bool:
 
 
 class _NotFreezingError(Exception):
-    """Dynamo is about to compile with the weights as inputs."""
+    """Dynamo is about to compile with the weights as inputs instead of constants."""
 
 
 def _options(parameters: Any) -> dict[str, Any]:
@@ -226,10 +226,10 @@ def _backend(parameters: Any) -> Callable[..., Any]:
 
 
 class _Frozen:
-    """Compiles with freezing switched on, and only while compiling.
+    """Turns freezing on for the duration of each compilation.
 
-    Freezing needs the process-wide switch already when Dynamo traces, so that it records the
-    weights as constants; the option of the same name alone comes too late and folds nothing.
+    Dynamo records weights as constants only if the process-wide flag is set while it traces.
+    Inductor's option of the same name takes effect later and folds nothing.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
@@ -261,7 +261,7 @@ class _Frozen:
 
 
 class _Recorded:
-    """Announces each step to Inductor's CUDA graphs, and copies outputs out of their buffers."""
+    """Marks each step for Inductor's CUDA graphs and copies outputs out of their buffers."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model

@@ -14,40 +14,35 @@ import torch
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
+from steadytorch.graphs.graph_io_patching import Linked, link, placer
+from steadytorch.graphs.pointers import rest
+from steadytorch.graphs.recording import first_cause, recording
+from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
+from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import own_device
-from steadytorch.transforms.linking import Linked, link, placer
-from steadytorch.transforms.pointers import rest
-from steadytorch.transforms.static_buffers import (
-    Results,
-    StaticInputs,
-    feeder,
-    results,
-    static_inputs,
-)
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
 _WARMUP_CALLS = 3
-_WRITES_INPUTS = "the model writes to its inputs, which a replay would do to its copies of them"
-_WRITES_CONTAINERS = "the model writes to a container it is given, which a replay does not"
+_WRITES_INPUTS = "the model writes to its inputs, but a replay would write to copies of them"
+_WRITES_CONTAINERS = "the model writes to a list or dict argument, which a replay would not repeat"
 
 
 class CudaGraph(Transform):
-    """One launch per call instead of one per kernel.
+    """Records the step as one CUDA graph: one launch per call instead of one per kernel.
 
-    A call copies its tensors into static inputs, by nodes of the graph where these can do it,
-    replays, and returns copies of the outputs. The copies are ordered on the caller's current
-    stream. Arguments that are no tensors are recorded as constants, and so is every decision that
-    the model takes on the host. Calls from several threads take turns. A call within the recording
-    of another graph becomes a part of that one.
+    A call copies its tensors into static inputs (by graph nodes where possible), replays the graph,
+    and returns copies of the outputs, in order on the caller's current stream. Non-tensor arguments
+    and control flow on the host are recorded as constants. Calls from several threads take turns.
+    A call during another graph's capture becomes part of that graph.
 
-    The yielded model has three more attributes: `static_inputs`, the arguments at fixed addresses
-    (passing one of these tensors saves its copy); `exact`, the same call without a check of the
-    signature; and `aliasing`, the same call, but it returns the graph's own buffers, which the next
-    call overwrites.
+    The yielded model has three extra attributes:
+
+    - `static_inputs`: the arguments at fixed addresses; passing one of these tensors saves a copy.
+    - `exact`: same call, but without a check of the signature.
+    - `aliasing`: same call, but returns the graph's own buffers, which the next call overwrites.
     """
 
     name = "cuda_graph"
@@ -56,7 +51,7 @@ class CudaGraph(Transform):
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, inference, no hooks, and all inputs on the device.
 
-        Whether the step can be recorded is seen in `applied`.
+        Only `applied` finds out whether the step can be recorded.
         """
         return decide(
             no_cuda(facts),
@@ -67,12 +62,12 @@ class CudaGraph(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Runs the model a few times, records it, and yields a workload that replays it.
+        """Run the model a few times, record it, and yield a workload that replays it.
 
         Raises:
-            UnsupportedError: the step cannot be recorded; the message says what CUDA refused.
+            UnsupportedError: the step cannot be recorded; the message names CUDA's error.
         """
-        hooks, reason = hooked(workload)  # those of a stored plan's model may be new
+        hooks, reason = hooked(workload)  # a stored plan's model may have got hooks since
         if hooks:
             raise UnsupportedError(reason)
         device = own_device(workload)
@@ -88,16 +83,16 @@ class CudaGraph(Transform):
                 pool.graphs -= 1
                 for node in recorded.linked.inputs:
                     node.close()
-                # A replay may still be running, in memory that resetting gives back.
+                # Resetting frees memory that a running replay may still use.
                 torch.cuda.synchronize(device)
                 graph.reset()
 
 
 class _Memory:
-    """Where the memory of a pool lies.
+    """The address ranges of a memory pool.
 
     Args:
-        handle: of the pool.
+        handle: the pool's handle.
     """
 
     def __init__(self, handle: tuple[int, int]) -> None:
@@ -106,7 +101,7 @@ class _Memory:
         self._segments: list[range] = []
 
     def look(self) -> None:
-        """Finds out where it is now: a recording may make it larger."""
+        """Refresh the ranges: a recording may have grown the pool."""
         self._segments = [
             range(segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot()
@@ -116,16 +111,16 @@ class _Memory:
         self._starts = [segment.start for segment in self._segments]
 
     def around(self, address: int) -> range | None:
-        """The segment that an address lies in; None if it lies elsewhere."""
+        """Return the pool segment that contains an address, or None."""
         at = bisect_right(self._starts, address)
         return self._segments[at - 1] if at and address in self._segments[at - 1] else None
 
 
 class _Pool:
-    """Memory that the graphs of one model share, and the order of their replays.
+    """Memory that the graphs of one model share; orders their replays.
 
-    Sharing is sound only if no two of them run at once: `lock` orders their launches, and `follow`
-    makes a stream wait for the one of the replay before.
+    Sharing is safe only if no two graphs run at once: `lock` orders their launches, and `follow`
+    makes a stream wait for the stream of the previous replay.
     """
 
     def __init__(self, index: int) -> None:
@@ -137,21 +132,21 @@ class _Pool:
         self.graphs = 0
         self.memory = _Memory(self.handle)
         self.lock = threading.Lock()
-        # A stream's address, where `torch.cuda.current_stream` would make an object at each call.
+        # The raw stream: `torch.cuda.current_stream` would create an object at each call.
         self.address: Callable[[int], int] = _cuda_getCurrentRawStream
         self.is_recording: Callable[[], bool] = _cuda_isCurrentStreamCapturing
         self.last_address: int | None = None
         self.last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
-        """Makes replays run on the current stream, after what the last one was given."""
+        """Move replays to the current stream, after all work on the previous one."""
         current = torch.cuda.current_stream(self.index)
         if self.last is not None:
             current.wait_stream(self.last)
         self.last, self.last_address = current, current.cuda_stream
 
 
-# Weak on both sides: neither the model nor the pool lives longer for being known here.
+# Weak on both sides, so that this table keeps neither models nor pools alive.
 _POOLS: weakref.WeakKeyDictionary[Any, weakref.ref[_Pool]] = weakref.WeakKeyDictionary()
 
 
@@ -159,11 +154,11 @@ def _pool_of(model: Any, index: int) -> _Pool:
     try:
         known = _POOLS.get(model)
         pool = None if known is None else known()
-        # PyTorch cannot use a pool again once its last graph is gone.
+        # PyTorch cannot reuse a pool after its last graph is gone.
         if pool is None or pool.index != index or not pool.graphs:
             pool = _Pool(index)
             _POOLS[model] = weakref.ref(pool)
-    except TypeError:  # a callable that has no hash, or cannot be referred to weakly
+    except TypeError:  # unhashable, or without weak references
         pool = _Pool(index)
     return pool
 
@@ -172,15 +167,15 @@ def _record(
     model: Any, static: StaticInputs, pool: _Pool
 ) -> tuple[torch.cuda.CUDAGraph, _Recorded]:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    # Past the method in Python that stands before the one that launches.
+    # Skip the Python wrapper around the C++ replay.
     replay = super(torch.cuda.CUDAGraph, graph).replay
     current = torch.cuda.current_stream(pool.index)
     with torch.no_grad():
         pool.stream.wait_stream(current)
-        # This puts the stream back; torch.cuda.graph does not when recording fails.
+        # Restores the stream; torch.cuda.graph does not if recording fails.
         with torch.cuda.stream(pool.stream):
             before = _versions(static)
-            # It may compile. Memory is not the pool's yet, so that other graphs go on.
+            # These calls may compile. They allocate outside the pool, so other graphs keep running.
             lent = Lent(tuple(static))
             args, kwargs = lent.arguments
             for _ in range(_WARMUP_CALLS):
@@ -190,21 +185,16 @@ def _record(
             if lent.is_written():
                 raise UnsupportedError(_WRITES_CONTAINERS)
             try:
-                with pool.lock, _collector_paused():  # `link` may record as well
-                    pool.follow()  # what proves links replays it, in memory that others use
-                    with torch.cuda.graph(
-                        graph,
-                        pool=pool.handle,
-                        stream=pool.stream,
-                        capture_error_mode="thread_local",
-                    ):
+                with pool.lock, _collector_paused():  # `link` may record too
+                    pool.follow()  # `link` replays the graph in memory that other graphs share
+                    with recording(graph, pool.handle, pool.stream):
                         outputs = model(*args, **kwargs)
                     pool.memory.look()
                     inputs, around = tensors_of(tuple(static)), pool.memory.around
                     linked = link(graph, replay, inputs, tensors_of(outputs), around)
             except Exception as error:
                 raise UnsupportedError(
-                    f"the step cannot be recorded as a CUDA graph: {_first_cause(error)}"
+                    f"the step cannot be recorded as a CUDA graph: {first_cause(error)}"
                 ) from error
         current.wait_stream(pool.stream)
     return graph, _Recorded(replay, linked, static, outputs, pool, model)
@@ -216,7 +206,7 @@ def _versions(static: StaticInputs) -> list[int]:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    # A collection during capture may free memory of the device, which CUDA refuses then.
+    # Garbage collection may free device memory, which CUDA forbids during capture.
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -227,15 +217,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _first_cause(error: BaseException) -> str:
-    """The first line of the error that came first: ending a broken capture raises another."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 class _Recorded(NamedTuple):
-    """What a replay needs; `model` is what was recorded."""
+    """A recorded graph and what its replays need; `model` is the recorded callable."""
 
     replay: Callable[[], None]
     linked: Linked
@@ -246,7 +229,7 @@ class _Recorded(NamedTuple):
 
 
 def _replayer(recorded: _Recorded) -> Callable[..., Any]:
-    # Replays need no grad mode, so callers set none; the model within a recording does.
+    # Callers set no grad mode, since replays ignore it; a call during another capture needs it.
     recorded = recorded._replace(model=torch.no_grad()(recorded.model))
     args, kwargs = recorded.static
     copies, own = _results(recorded)
@@ -265,7 +248,7 @@ def _replayer(recorded: _Recorded) -> Callable[..., Any]:
 
 
 def _results(recorded: _Recorded) -> tuple[Results, Results]:
-    """Results that stay as they are, and the graph's own outputs."""
+    """Return results that survive the next call, and results that alias the graph's outputs."""
     outputs, pointers = tensors_of(recorded.outputs), recorded.linked.outputs
     placers = [
         None if pointer is None else placer(pointer, output)
@@ -301,7 +284,7 @@ def _general_replayer(recorded: _Recorded, found: Results) -> Callable[..., Any]
 
 
 def _exact_replayer(recorded: _Recorded, found: Results) -> Callable[[torch.Tensor], Any]:
-    """The same for the most common call, with nothing on the way that it does not need."""
+    """Fast path: one tensor of the recorded signature."""
     replay, pool, model = recorded.replay, recorded.pool, recorded.model
     node, (place, collect) = recorded.linked.inputs[0], found
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
@@ -326,7 +309,7 @@ def _exact_replayer(recorded: _Recorded, found: Results) -> Callable[[torch.Tens
 def _single_replayer(
     static: torch.Tensor, exact: Callable[..., Any], general: Callable[..., Any]
 ) -> Callable[[torch.Tensor], Any]:
-    """Takes the short way with tensors of the recorded signature, and converts all others."""
+    """Dispatch tensors of the recorded signature to the fast path, all others to `general`."""
     expected = (static.shape, static.stride(), static.dtype, static.device)
 
     def call(x: torch.Tensor, /) -> Any:

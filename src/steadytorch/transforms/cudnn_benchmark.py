@@ -1,4 +1,4 @@
-"""Switches cuDNN's benchmark mode on."""
+"""Turns on cuDNN's benchmark mode."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import NO_CONVOLUTION, decide, may_convolve, no_cuda
 from steadytorch.workload.workload import Workload
 
 
 class CudnnBenchmark(Transform):
-    """cuDNN times its engines at the first call with a shape, and keeps the fastest.
+    """Lets cuDNN time its engines at the first call with a shape, and keep the fastest.
 
-    It has no effect on a shape that has run in this process before: PyTorch keeps the engine chosen
-    then. Nothing is kept beyond the process. In a training step it covers the forward pass.
+    It has no effect on a shape that already ran in this process: PyTorch keeps the engine it chose
+    then. Choices do not outlive the process. In a training step it covers the forward pass only.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """How many engines to time per convolution; 0 is all of them."""
+        """How many engines to time per convolution; 0 times all of them."""
 
         limit: Literal[10, 0] = 10
 
@@ -42,14 +43,14 @@ class CudnnBenchmark(Transform):
         return decide(
             no_cuda(facts),
             (facts.cudnn is None, "cuDNN is not available"),
-            (not cudnn.enabled, "cuDNN is switched off in this process"),
+            (not cudnn.enabled, "cuDNN is disabled (torch.backends.cudnn.enabled is False)"),
             (not may_convolve(workload), NO_CONVOLUTION),
             (on, "already on"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that sets the mode at each call and puts back what it found."""
+        """Yield a workload that sets the mode for each call and restores it after."""
         cudnn = torch.backends.cudnn
         settings = [
             (cudnn, "benchmark", True),

@@ -1,4 +1,4 @@
-"""Restricts cuDNN to engines that give the same bits at every call."""
+"""Restricts cuDNN to deterministic engines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import NO_CONVOLUTION, decide, may_convolve, no_cuda
 from steadytorch.workload.workload import Workload
 
-_FORWARD_ONLY = "it covers forward passes, and engines that are not deterministic are backward ones"
+_FORWARD_ONLY = "inference only: it covers the forward pass, and nondeterminism is in the backward"
 
 
 class CudnnDeterministic(Transform):
-    """Deterministic engines only, for inference."""
+    """Uses deterministic cuDNN engines only, for inference."""
 
     name = "cudnn_deterministic"
     risk = Risk.EXACT
@@ -34,7 +35,7 @@ class CudnnDeterministic(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that sets the flag at each call and puts back what it found."""
+        """Yield a workload that sets the flag for each call and restores it after."""
 
         def scope() -> AbstractContextManager[Any]:
             return flags((torch.backends.cudnn, "deterministic", True))

@@ -1,4 +1,4 @@
-"""Runs each convolution, with what follows it, by one engine of cuDNN that is known by name."""
+"""Runs each convolution, and the operations fused into it, on a chosen cuDNN engine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from torch import nn
 from steadytorch.conv.choices import read_choices
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError
+from steadytorch.rewrite.conversion import Converting
+from steadytorch.rewrite.copying import twin
+from steadytorch.rewrite.tracing import traced_to_run
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import Converting
-from steadytorch.transforms.copying import twin
-from steadytorch.transforms.tracing import traced_to_run, untraceable
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,
     convolutions,
     decide,
     no_cuda,
+    untraceable,
 )
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
@@ -33,21 +34,23 @@ from steadytorch.workload.workload import Workload
 if TYPE_CHECKING:
     from steadytorch.conv.training import Engines
 
-_UNKNOWN_KIND = "none of its convolutions is a plain one padded with zeros"
+_UNKNOWN_KIND = "no convolution is supported: engines need standard layers with zero padding"
 
 
 class CudnnEngines(Transform):
-    """Runs convolutions by chosen engines; for inference, with what follows them fused into them.
+    """Runs convolutions on chosen cuDNN engines; inference also fuses the operations after them.
 
-    For inference the model is replaced by its graph, on a copy that shares whatever is not folded:
-    batch norm, bias, residual add and ReLU become part of the convolutions. In a training workload
-    its layers stay as they are, on the model's own weights, and engines are chosen for the forward
-    pass and for both gradients. A convolution whose engine is gone, or does not build here, runs as
-    PyTorch would run it.
+    Inference replaces the model by its traced graph, on a copy that shares all weights that are not
+    folded. Batch norm, bias, residual add and ReLU become part of the convolutions.
+
+    Training keeps the layers and the model's own weights, and chooses engines for the forward pass
+    and both gradients.
+
+    A convolution whose engine is missing or does not build here falls back to PyTorch.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The engines, as JSON from problem to plan; "" for cuDNN's first suggestion each."""
+        """The engines, as JSON that maps problems to engine plans; "" for cuDNN's first choice."""
 
         choices: str = ""
 
@@ -61,15 +64,15 @@ class CudnnEngines(Transform):
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, the cuDNN frontend and a convolution; for inference a model to be traced.
+        """Needs CUDA, the cuDNN frontend and a convolution; inference also needs a traceable model.
 
-        The model's `forward` is traced with symbols; no arithmetic is done.
+        Traces the model's `forward` symbolically, without computing anything.
         """
         module = workload.module
         refused = decide(
             (module is None, PLAIN_CALLABLE),
             no_cuda(facts),
-            (find_spec("cudnn") is None, "needs the extra steadytorch[cudnn]"),
+            (find_spec("cudnn") is None, "needs the cuDNN frontend: install steadytorch[cudnn]"),
             (not convolutions(module), NO_CONVOLUTION),
         )
         if isinstance(refused, NotApplicable):
@@ -78,7 +81,7 @@ class CudnnEngines(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on a rewritten copy; there is nothing to undo."""
+        """Yield the workload on a rewritten copy; there is nothing to undo."""
         choices = read_choices(self.parameters.choices)
         if workload.is_training:
             from steadytorch.conv.training import Engines
@@ -106,17 +109,17 @@ def _fusible(workload: Workload) -> Applicable | NotApplicable:
         return refused
     try:
         traced_to_run(_innermost(workload))
-    except Exception as error:  # forward is the user's code: anything may come out of tracing
+    except Exception as error:  # forward is user code and may raise anything
         return untraceable(error)
     return Applicable()
 
 
 def engined_model(model: nn.Module, engines: Engines) -> nn.Module:
-    """The model with its convolutions called by engines, on the parameters and buffers it has.
+    """Return a model whose convolutions run on engines, sharing its parameters and buffers.
 
     Args:
-        model: one that trains; it is left as it is.
-        engines: which.
+        model: the model to train; it stays unchanged.
+        engines: the engine of each convolution.
     """
     from steadytorch.conv.training import equip
 
@@ -124,12 +127,12 @@ def engined_model(model: nn.Module, engines: Engines) -> nn.Module:
 
 
 def rewritten_model(workload: Workload) -> Any:
-    """The model with its convolutions fused, each still run as PyTorch would run it.
+    """Return the model with fused convolutions, still run by PyTorch.
 
-    The model is run once, on the workload's inputs, to see the shapes of its values.
+    Runs the model once on the workload's inputs to find the shapes of intermediate values.
 
     Raises:
-        Exception: whatever the model's `forward` raises when traced with symbols.
+        Exception: any exception that `forward` raises during tracing.
     """
     from torch.fx import GraphModule
 
@@ -143,7 +146,7 @@ def rewritten_model(workload: Workload) -> Any:
 
 
 def _innermost(workload: Workload) -> Workload:
-    """The workload of what conversions are around; they look at types, and have no graph."""
+    """Return the workload inside all conversions, which torch.fx cannot trace."""
     model, arguments = workload.model, (workload.inputs, dict(workload.kwargs))
     while isinstance(model, Converting):
         model, arguments = model.inner, map_tensors(model.convert, arguments)
@@ -152,7 +155,7 @@ def _innermost(workload: Workload) -> Workload:
 
 
 def _around(model: Any, inner: nn.Module) -> Any:
-    """The wrappers of a model, anew, around another one."""
+    """Wrap another model in copies of a model's conversions."""
     if not isinstance(model, Converting):
         return inner
     wrapper = copy.copy(model)

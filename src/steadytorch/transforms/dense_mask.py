@@ -1,4 +1,4 @@
-"""Writes out masks of attention that are spread over the keys, which fused kernels refuse."""
+"""Materialises broadcast attention masks, which fused kernels reject."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from steadytorch.transforms.traits import PLAIN_CALLABLE, decide, may_mask, no_c
 from steadytorch.workload.workload import Workload
 
 _MASK = 3
-"""The place of `attn_mask` among the arguments of scaled dot product attention."""
+"""Position of `attn_mask` among the arguments of scaled dot product attention."""
 
 
 class DenseMask(Transform):
-    """Masks of attention with their last axis in memory, where they were one value spread over it.
+    """Materialises attention masks that are broadcast along the keys.
 
-    On CUDA PyTorch's fused implementations refuse a mask whose last stride is not 1, in their own
-    words "all inputs must have a last dimension stride of 1", and what remains computes in float32,
-    its scores written to memory. Such a mask is easily made: one that depends on the query alone
-    has stride 0 there. transformers makes it, all true, for encoders without padding wherever a
-    model is compiled or recorded, though not where it runs as it is.
+    On CUDA, PyTorch's fused implementations reject a mask whose last stride is not 1 ("all inputs
+    must have a last dimension stride of 1"). The fallback computes in float32 and writes the scores
+    to memory. A mask that depends on the query alone has stride 0 there. transformers creates such
+    an all-true mask for encoders without padding when a model is compiled or recorded, but not when
+    it runs eagerly.
     """
 
     name = "dense_mask"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, inference, and a model that may give its attention a mask."""
+        """Needs CUDA, inference, and a model that may pass a mask to attention."""
         return decide(
             no_cuda(facts),
             (workload.module is None, PLAIN_CALLABLE),
-            (workload.is_training, "for inference"),
-            (not may_mask(workload), "the model gives its attention no mask"),
+            (workload.is_training, "inference only"),
+            (not may_mask(workload), "the model passes no mask to attention"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload whose attention gets such masks written out; nothing to undo."""
+        """Yield a workload that materialises such masks; there is nothing to undo."""
         yield workload.with_model(DenselyMasked(workload.model))
 
 
 class DenselyMasked(nn.Module):
-    """A model within the mode that writes out masks.
+    """A model that runs in a mode which materialises masks.
 
     Args:
         inner: the model.
@@ -61,7 +61,7 @@ class DenselyMasked(nn.Module):
         self.training = inner.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the inner model, which may be compiled or recorded along with the mode."""
+        """Run the inner model; it may be compiled or recorded together with the mode."""
         with _DenseMasks():
             return self.inner(*args, **kwargs)
 
@@ -78,10 +78,10 @@ class _DenseMasks(TorchFunctionMode):
 
 
 def dense(mask: Tensor | None) -> Tensor | None:
-    """The mask with its last axis in memory; as it is where that has stride 1, or there is none.
+    """Return the mask with a last stride of 1; unchanged if it has that already or is None.
 
     Args:
-        mask: shape (..., queries, keys). What it is spread over along other axes stays so.
+        mask: shape (..., queries, keys). Broadcasting along other axes is preserved.
     """
     if mask is None or mask.dim() == 0 or mask.stride(-1) == 1 or mask.numel() == 0:
         return mask

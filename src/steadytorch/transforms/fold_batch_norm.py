@@ -1,4 +1,4 @@
-"""Folds batch norm into the convolution before it."""
+"""Folds batch norm into the preceding convolution."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.copying import copy_with
+from steadytorch.rewrite.hooks import is_hooked
+from steadytorch.rewrite.tracing import traced
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.copying import copy_with
-from steadytorch.transforms.hooks import is_hooked
-from steadytorch.transforms.tracing import traced, untraceable
-from steadytorch.transforms.traits import decide, no_copy
+from steadytorch.transforms.traits import decide, no_copy, untraceable
 from steadytorch.workload.workload import Workload
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,39 +24,39 @@ _NO_PAIR = "the model has no convolution followed by batch norm in evaluation mo
 
 
 class Pair(NamedTuple):
-    """Names of a convolution and of the batch norm that alone reads its output."""
+    """Names of a convolution and of the batch norm that is the only consumer of its output."""
 
     convolution: str
     batch_norm: str
 
 
 class FoldBatchNorm(Transform):
-    """Works on a copy in which convolutions carry the scale and shift of their batch norm.
+    """Folds the scale and shift of batch norms into convolutions, on a copy of the model.
 
-    The copy keeps the model's own `forward`; each folded batch norm is an `nn.Identity` in it. By
-    itself this can be slower than before: the bias may become a kernel of its own.
+    The copy keeps the model's `forward`; an `nn.Identity` replaces each folded batch norm. Alone
+    this can be slower, because the bias may become a separate kernel.
     """
 
     name = "fold_batch_norm"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a convolution whose output goes to a batch norm in evaluation mode, and only there.
+        """Needs a convolution whose only consumer is a batch norm in evaluation mode.
 
-        The model's `forward` is traced with symbols to find out; no arithmetic is done.
+        Traces the model's `forward` symbolically, without computing anything.
         """
         refused = decide(*no_copy(workload), (not _holds_both(workload.module), _NO_PAIR))
         if isinstance(refused, NotApplicable):
             return refused
         try:
             pairs = foldable_pairs(workload)
-        except Exception as error:  # forward is the user's code: anything may come out of tracing
+        except Exception as error:  # forward is user code and may raise anything
             return untraceable(error)
         return decide((not pairs, _NO_PAIR))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the folded copy; there is nothing to undo."""
+        """Yield the workload on the folded copy; there is nothing to undo."""
         folded = copy_with(workload.model, lambda tensor: tensor, apart=True)
         for pair in foldable_pairs(workload):
             fold(folded, pair)
@@ -64,13 +64,13 @@ class FoldBatchNorm(Transform):
 
 
 def foldable_pairs(workload: Workload) -> list[Pair]:
-    """Finds the pairs that can be folded without a change of results.
+    """Find the pairs that can be folded without changing results.
 
     Args:
-        workload: one with an `nn.Module`; its inputs decide which optional arguments are given.
+        workload: must have an `nn.Module`; its inputs determine which optional arguments are set.
 
     Raises:
-        Exception: whatever the model's `forward` raises when traced with symbols.
+        Exception: any exception that `forward` raises during tracing.
     """
     model, graph = traced(workload)
     modules = dict(model.named_modules())
@@ -98,16 +98,16 @@ def _holds_both(module: nn.Module | None) -> bool:
 
 
 def _is_fixed(batch_norm: nn.Module) -> bool:
-    """Whether it normalises by stored statistics, and so is the same affine map at each call."""
+    """Whether it normalises by stored statistics, which makes it a constant affine map."""
     return not batch_norm.training and getattr(batch_norm, "running_var", None) is not None
 
 
 def fold(model: nn.Module, pair: Pair) -> None:
-    """Puts a batch norm into the convolution before it, and an identity in its place.
+    """Fold a batch norm into its convolution and replace it by an identity, in place.
 
     Args:
-        model: a copy of the one that the pair was found in, to be changed.
-        pair: one of `foldable_pairs`.
+        model: a copy of the model in which `foldable_pairs` found the pair.
+        pair: the names of the two layers.
     """
     from torch.nn.utils.fusion import fuse_conv_bn_weights
 

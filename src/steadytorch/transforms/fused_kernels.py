@@ -1,4 +1,4 @@
-"""Replaces neighbouring layers by one operator that passes over memory once."""
+"""Fuses adjacent layers into one operator that makes a single pass over memory."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import CONFIGS
+from steadytorch.rewrite.fusible import Layers, Pooled, Residual, Stem
+from steadytorch.rewrite.separable import put, separables
+from steadytorch.rewrite.tracing import traced_to_run
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
-from steadytorch.transforms.fusible import Layers, Pooled, Residual, Stem
-from steadytorch.transforms.separable import put, separables
-from steadytorch.transforms.tracing import traced_to_run, untraceable
-from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda
+from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda, untraceable
 from steadytorch.workload.workload import Workload
 
-_NO_PAIR = "the model has no ReLU whose result goes to a max-pooling in two dimensions alone"
-_NO_STEM = "the model has no convolution of few channels whose result goes to such a pair alone"
-_NO_RESIDUAL = "the model has no ReLU of the sum of two layers' results alone"
+_NO_PAIR = "the model has no ReLU whose only consumer is a 2-d max pooling"
+_NO_STEM = "the model has no few-channel convolution followed only by ReLU and 2-d max pooling"
+_NO_RESIDUAL = "the model has no sum of two layer outputs whose only consumer is a ReLU"
 _NO_SEPARABLE = (
-    "the model has no pointwise or depthwise convolution, none of few channels, and no Linear "
-    "bound by memory, with something to fuse"
+    "the model has no pointwise, depthwise or few-channel convolution, and no memory-bound Linear, "
+    "with an operation to fuse"
 )
 
 
 class FusedKernels(Transform):
-    """Runs neighbouring layers as one kernel: ReLU and max-pooling, and more where asked for.
+    """Runs adjacent layers as one kernel: ReLU and max pooling, and optionally more.
 
-    The model is replaced by its graph; modules, weights and their names stay as they are, on a copy
-    that shares them. Exceptions are the batch norm of a stem, which is folded, as all are where
-    separable convolutions are fused; weights of depthwise convolutions, which are laid out anew;
-    and the bias of a convolution before a sum, which is added there. What `forward` does besides
-    computing its result is not repeated.
+    The traced graph replaces the model, on a copy with the same modules, weights and names, except:
+
+    - The batch norm of a stem is folded; with `separable`, all batch norms are.
+    - Weights of depthwise convolutions get a new memory layout.
+    - The bias of a convolution before a residual sum moves into the sum.
+
+    Side effects of `forward` are not repeated.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """What else is fused, each where there is any.
+        """Which other patterns are fused.
 
         Attributes:
-            stem: a convolution of few channels with the ReLU and the max-pooling after it.
-            residual: a sum with the ReLU after it, and the bias of a convolution before it.
-            config: how the work of a stem is cut up, a name out of `kernels.stem.CONFIGS`; "" for
-                what follows from the sizes.
-            separable: pointwise convolutions, depthwise ones and those of few channels, with their
-                activation, and with the gate before and the sum after pointwise ones; Linears that
-                memory bounds, with their activation.
+            stem: a few-channel convolution with the ReLU and max pooling after it.
+            residual: a sum with the ReLU after it and the bias of a convolution before it.
+            config: launch configuration of the stem, a name from `kernels.stem.CONFIGS`; "" derives
+                it from the sizes.
+            separable: pointwise, depthwise and few-channel convolutions and memory-bound Linears,
+                each with its activation; pointwise ones also with a gate before and a sum after.
         """
 
         stem: bool = False
@@ -62,30 +63,32 @@ class FusedKernels(Transform):
 
         def __post_init__(self) -> None:
             if self.config and (self.config not in CONFIGS or not self.stem):
-                raise ValueError(f"config {self.config!r} is none of a stem's")
+                raise ValueError(
+                    f"config is {self.config!r}: it needs stem=True and one of {', '.join(CONFIGS)}"
+                )
             if self.separable and self.residual:
-                raise ValueError("separable and residual both take sums")
+                raise ValueError("separable and residual cannot be combined: both fuse sums")
 
     name = "fused_kernels"
     risk = Risk.EXACT
 
     @property
     def takes_half_only(self) -> bool:
-        """True with `separable`: what it fuses is PyTorch's in other types, and gains nothing."""
+        """True with `separable`: in other dtypes its operators fall back to PyTorch's."""
         return self.parameters.separable
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """With and without what may be faster in a library's hands."""
+        """With and without patterns for which a library may be faster."""
         ways = ((False, False), (True, False), (True, True), (False, True))
         stems_and_sums = tuple(cls.Parameters(stem, residual) for stem, residual in ways)
         return (*stems_and_sums, cls.Parameters(separable=True))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, Triton, and layers to fuse of each kind that is asked for.
+        """Needs CUDA, Triton, and at least one match for each requested pattern.
 
-        The model's `forward` is traced with symbols to find them, and for separable convolutions
-        run on tensors without contents; no arithmetic is done.
+        Traces the model's `forward` symbolically; with `separable`, also runs it on meta tensors.
+        Nothing is computed.
         """
         refused = decide(
             *no_copy(workload),
@@ -97,7 +100,7 @@ class FusedKernels(Transform):
             return refused
         try:
             return self._fusible(workload)
-        except Exception as error:  # forward is the user's code: anything may come out of tracing
+        except Exception as error:  # forward is user code and may raise anything
             return untraceable(error)
 
     def _fusible(self, workload: Workload) -> Applicable | NotApplicable:
@@ -122,7 +125,7 @@ class FusedKernels(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload on the graph with fused operators; there is nothing to undo."""
+        """Yield the workload on the graph with fused operators; there is nothing to undo."""
         model, graph = traced_to_run(workload)
         layers, asked = Layers(model, graph), self.parameters
         stems, residuals = [], list(layers.residuals()) if asked.residual else []
@@ -164,7 +167,7 @@ def _fuse_stem(model: nn.Module, graph: torch.fx.Graph, stem: Stem, config: str)
     relu, pool, (size, step, padding, _, ceil_mode) = stem.pooled
     name, source = str(stem.conv.target), stem.conv.args[0]
     conv: Any = model.get_submodule(name)
-    # Where the convolution stood, what it reads is as it was.
+    # At the convolution's own position, its input is still unmodified.
     with graph.inserting_before(stem.conv):
         weight = graph.get_attr(f"{name}.weight")
         bias = None if conv.bias is None else graph.get_attr(f"{name}.bias")
@@ -191,7 +194,7 @@ def _fuse_residual(model: nn.Module, graph: torch.fx.Graph, residual: Residual) 
 def _replace(
     graph: torch.fx.Graph, fused: torch.fx.Node, last: torch.fx.Node, *others: torch.fx.Node
 ) -> None:
-    """Puts one node in the place of several, given from the last to the first."""
+    """Replace several nodes, given from last to first, by one."""
     last.replace_all_uses_with(fused)
     for node in (last, *others):
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Runs the model without any record for gradients."""
+"""Runs the model in `torch.inference_mode`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from steadytorch.workload.workload import Workload
 
 _SEEN = "inference tensors"
 _OPAQUE = (*CONSTANTS, nn.Module, ModuleType, type)
-"""What holds no tensor that a call made for its caller."""
+"""Types that hold no tensor created by the call."""
 
 
 class InferenceMode(Transform):
-    """`torch.inference_mode` around each call: less work for the host per operation.
+    """Wraps each call in `torch.inference_mode`, which reduces host overhead per operation.
 
-    The mode ends with the call: outputs are the ordinary tensors that the model returns without it,
-    which may be written to and be part of a later computation of gradients. A caller who is in
-    inference mode gets inference tensors, as of any model.
+    The mode ends with the call. Outputs become ordinary tensors that callers may write to and use
+    in autograd. A caller in inference mode gets inference tensors, as from any model.
     """
 
     name = "inference_mode"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Inference only, of a model without hooks."""
+        """Needs inference and a model without hooks."""
         return decide((workload.is_training, INFERENCE_ONLY), hooks_see(workload, _SEEN))
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that enters inference mode at each call and leaves it after.
+        """Yield a workload that runs each call in inference mode.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -57,16 +56,16 @@ class _Inferring(Scoped):
 
     Args:
         model: the callable to run.
-        weights: those of its weights that are inference tensors themselves.
+        weights: the model's weights that are inference tensors.
     """
 
     def __init__(self, model: Any, weights: list[Tensor]) -> None:
-        # What `torch.inference_mode` enters, at less than half of its time.
+        # The guard inside `torch.inference_mode`, at less than half the overhead.
         super().__init__(model, partial(torch._C._InferenceMode, True))
         self.weights = weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model; what it hands through, a weight or an input, is returned itself."""
+        """Run the model; a weight or input that it returns stays the same object."""
         if torch.is_inference_mode_enabled():
             return super().__call__(*args, **kwargs)
         kept = [*self.weights, *_inference_tensors((*args, *kwargs.values()))]
@@ -75,7 +74,7 @@ class _Inferring(Scoped):
         if type(found) is Tensor and not (kept or may_write):
             return _ordinary(found) if found.is_inference() else found
         leaving = Leaving(kept)
-        if may_write:  # what the model put there leaves with the caller
+        if may_write:  # the caller also sees what the model wrote to containers
             leaving.changed((args, kwargs))
         return leaving.changed(found)
 
@@ -92,24 +91,24 @@ def _inference_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """An ordinary tensor with the memory of an inference tensor, or with a copy of an odd one."""
+    """Return an ordinary tensor that shares memory; copy if the storage cannot be shared."""
     if type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg()):
         try:
             return tensor.new_empty(0).set_(tensor)  # type: ignore[arg-type]
-        except RuntimeError:  # it is sparse, quantized, nested: no strides over one storage
+        except RuntimeError:  # sparse, quantized or nested: not strided over one storage
             pass
     return tensor.clone()
 
 
 class Leaving:
-    """Gives what a call returned ordinary tensors in the place of inference tensors.
+    """Replaces inference tensors in a call's result by ordinary tensors.
 
-    Containers stay the objects that they are, tuples excepted: the caller, or the model, may hold
-    on to them. Tensors that share memory share the counter of writes to it, too, as views do.
+    Containers are updated in place, except tuples: the caller or the model may hold references to
+    them. Tensors that share memory also share a version counter, as views do.
 
     Args:
-        kept: inference tensors that were there before the call.
-        objects: whether to look at the attributes of objects too.
+        kept: inference tensors that existed before the call.
+        objects: whether to follow the attributes of objects too.
     """
 
     def __init__(self, kept: list[Tensor], objects: bool = True) -> None:
@@ -119,7 +118,7 @@ class Leaving:
         self._alive: list[Any] = []
 
     def changed(self, value: Any) -> Any:
-        """The value with ordinary tensors in it."""
+        """Return the value with ordinary tensors in it."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 return value
@@ -127,7 +126,7 @@ class Leaving:
             return value
         key = id(value)
         if key not in self._made:
-            self._alive.append(value)  # so that no other object is given its identity meanwhile
+            self._alive.append(value)  # so that its id is not reused
             self._made[key] = value
             self._made[key] = self._of(value)
         return self._made[key]
@@ -150,7 +149,7 @@ class Leaving:
         for name in _attributes(value):
             item = getattr(value, name, None)
             if (new := self.changed(item)) is not item:
-                # Past what the class does where an attribute is set: a dataclass may be frozen.
+                # Bypass the class's own `__setattr__`: a dataclass may be frozen.
                 object.__setattr__(value, name, new)
         return value
 
@@ -165,7 +164,7 @@ class Leaving:
         if base is not None and not (tensor.is_conj() or tensor.is_neg()):
             return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         made = _ordinary(tensor)
-        if made.data_ptr() == tensor.data_ptr():  # and no copy
+        if made.data_ptr() == tensor.data_ptr():  # shared, not copied
             self._by_storage[key] = made
         return made
 

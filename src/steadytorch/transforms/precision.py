@@ -1,4 +1,4 @@
-"""How far a candidate moves the numbers: its precision class, and which classes admit which."""
+"""The precision class of a candidate, and the classes that each `--precision` allows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ALLOWED = {
     "bf16": frozenset({"same", "tf32", "bf16"}),
     "fp16": frozenset({"same", "tf32", "fp16"}),
 }
-"""Which classes a user's `--precision` admits. bf16 and fp16 do not admit one another: one has the
-range of float32, the other more mantissa."""
+"""Precision classes allowed by a user's `--precision`. bf16 and fp16 exclude each other: bf16 has
+the range of float32, fp16 the longer mantissa."""
 
 
 def precision_of(candidate: Candidate) -> str:
-    """The class a candidate belongs to: the lowest precision among its transforms.
+    """Return the precision class of a candidate: the lowest among its transforms.
 
     Raises:
-        UsageError: it names what is no transform.
+        UsageError: the registry does not know one of the transforms.
     """
     classes = {transforms.create(spec).precision for spec in candidate}
     return max(classes | {"same"}, key=PRECISIONS.index)

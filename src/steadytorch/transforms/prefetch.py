@@ -1,8 +1,8 @@
-"""Batches copied to the device while it computes on the one before.
+"""Copies each batch to the device while the device computes on the previous one.
 
-A plain `batch.to(device)` from pageable memory makes the host wait for the copy, and puts the copy
-in the stream of the computation, so that neither overlaps with anything. Here a batch goes through
-page-locked memory and a stream of its own, and is asked for one iteration ahead.
+A plain `batch.to(device)` from pageable memory blocks the host and runs in the compute stream, so
+nothing overlaps. Here a batch is requested one iteration ahead and copied from page-locked memory
+on a separate stream.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.device.facts import DeviceFacts
+from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
-from steadytorch.transforms.conversion import own_device
 from steadytorch.transforms.traits import decide, no_cuda
 from steadytorch.workload.workload import Workload
 
@@ -26,27 +26,27 @@ BatchT = TypeVar("BatchT")
 
 
 class Prefetch(Transform):
-    """Takes the batches of a workload's loader one step ahead.
+    """Fetches the batches of a workload's loader one step ahead.
 
-    The model and what it is given stay as they are. It stands for `steadytorch.prefetch` around the
-    loader of the caller's loop; a model alone, without a loader, it leaves as it is.
+    It corresponds to `steadytorch.prefetch` around the loader of the caller's loop. The model and
+    its inputs stay unchanged; a workload without a loader is unaffected.
     """
 
     name = "prefetch"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, and a loader whose batches lie in the host's memory."""
+        """Needs CUDA and a loader with batches in host memory."""
         feed = workload.feed
         return decide(
-            (feed is None, "the workload carries no loader (Workload.from_loader)"),
+            (feed is None, "the workload has no loader: create it with Workload.from_loader"),
             no_cuda(facts),
-            (feed is not None and not feed.on_host, "the loader gives no tensors in host memory"),
+            (feed is not None and not feed.on_host, "the loader yields no tensors in host memory"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields the workload fed ahead; on leaving drops the batch under way, and the loader."""
+        """Yield the workload with a prefetching loader; drop the pending batch on exit."""
         if workload.feed is None:
             yield workload
             return
@@ -58,26 +58,26 @@ class Prefetch(Transform):
 
 
 class Delivered(Generic[BatchT]):
-    """A loader whose batches are moved to a device when they are asked for.
+    """A loader that moves each batch to a device on request, without prefetching.
 
     Args:
-        loader: where batches come from.
-        device: where they go.
+        loader: the source of batches.
+        device: the target device.
     """
 
     def __init__(self, loader: Iterable[BatchT], device: torch.device) -> None:
         self._loader, self._device = loader, device
 
     def __len__(self) -> int:
-        """As many batches as the loader says that it has.
+        """Return the length of the loader.
 
         Raises:
-            TypeError: it does not say.
+            TypeError: the loader has no length.
         """
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[BatchT]:
-        """Batches in the loader's order."""
+        """Yield batches in the loader's order."""
         for batch in self._loader:
             yield pytree.tree_map_only(torch.Tensor, self._sent, batch)
 
@@ -86,11 +86,11 @@ class Delivered(Generic[BatchT]):
 
 
 class Prefetched(Delivered[BatchT]):
-    """A loader whose batches arrive on a device ahead of time; see `runtime.prefetch`.
+    """A loader whose batches are moved to a device ahead of time; see `runtime.prefetch`.
 
     Args:
-        loader: where batches come from.
-        device: where they go.
+        loader: the source of batches.
+        device: the target device.
     """
 
     def __init__(self, loader: Iterable[BatchT], device: torch.device) -> None:
@@ -98,7 +98,7 @@ class Prefetched(Delivered[BatchT]):
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[BatchT]:
-        """Batches in the loader's order; an exception of the loader comes where its batch would."""
+        """Yield batches in the loader's order; its exceptions are raised in place of a batch."""
         batches = iter(self._loader)
         if self._device.type != "cuda":
             return batches
@@ -107,30 +107,30 @@ class Prefetched(Delivered[BatchT]):
         return coming
 
     def close(self) -> None:
-        """Ends all iterations, each with the batch that is under way."""
+        """End all iterations and drop their pending batches."""
         for coming in list(self._running):
             coming.close()
 
 
 def _ahead(batches: Iterator[BatchT], device: torch.device) -> Iterator[BatchT]:
-    """Yields batches with the next one always under way."""
+    """Yield batches while the next one is already being copied."""
     stream = torch.cuda.Stream(device)
     try:
         coming = _Arrival(batches, stream)
         while not coming.is_last:
             coming.give_back()
-            # Asked for before the consumer gets its own, so that the copy overlaps with its work.
+            # Request the next batch before yielding, so that its copy overlaps with computation.
             now, coming = coming, _Arrival(batches, stream)
             yield now.taken()
         coming.finish()
     finally:
-        # An early end: a generator's own clean-up runs now, not when it is found to be garbage.
+        # On an early exit, run a generator's clean-up now instead of at garbage collection.
         if (close := getattr(batches, "close", None)) is not None:
             close()
 
 
 class _Arrival:
-    """What the loader gave when asked once: a batch under way, an exception, or the end."""
+    """One result of the loader: a pending batch, an exception, or the end."""
 
     def __init__(self, batches: Iterator[Any], stream: torch.cuda.Stream) -> None:
         self._error: Exception | None = None
@@ -153,23 +153,23 @@ class _Arrival:
             return tensor
         if tensor.device.type == "cpu":
             self._lent |= tensor.is_pinned()
-            # Memory that is page-locked already is left alone, and is the loader's.
+            # Returns the same tensor if it is already pinned; its memory belongs to the loader.
             tensor = tensor.pin_memory()
-        # The allocator keeps page-locked memory until the copies from it are done.
+        # The allocator keeps pinned memory until copies from it have finished.
         return tensor.to(device, non_blocking=True)
 
     def give_back(self) -> None:
-        """Waits until memory of the loader's own was read, which it may write a next batch to."""
+        """Wait until the loader's own pinned memory is read: it may reuse it for the next batch."""
         if self._lent:
             self._copied.synchronize()
 
     def taken(self) -> Any:
-        """The batch, safe to use on the stream that is current for the caller."""
+        """Return the batch, safe to use on the caller's current stream."""
         stream = torch.cuda.current_stream(self._copied.device)
         stream.wait_event(self._copied)
 
         def lend(tensor: torch.Tensor) -> None:
-            # Its memory belongs to the copying stream, and must not be reused there too early.
+            # Keep the copy stream from reusing the memory too early.
             if tensor.device == stream.device:
                 tensor.record_stream(stream)
 
@@ -178,6 +178,6 @@ class _Arrival:
         return batch
 
     def finish(self) -> None:
-        """Raises what the loader raised."""
+        """Raise the loader's exception, if any."""
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Lets float32 products run on tensor cores in TF32."""
+"""Runs float32 products on tensor cores in TF32."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import capability_below, decide, no_cuda, not_float32
 from steadytorch.workload.workload import Workload
 
 
 def _operators() -> tuple[Any, ...]:
-    # `allow_tf32` is not used: PyTorch refuses to read it once a precision has been set in this,
-    # newer way, and so it cannot be restored.
+    # Not `allow_tf32`: once `fp32_precision` was set, PyTorch refuses to read it, so it could not
+    # be restored.
     cudnn: Any = torch.backends.cudnn
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
 
 
 class Tf32(Transform):
-    """TF32 for matrix products, convolutions and recurrent layers.
+    """Uses TF32 for matrix products, convolutions and recurrent layers.
 
-    float32 is rounded to 10 bits of mantissa before products; sums stay in float32. In a training
-    step it covers the forward pass.
+    Factors are rounded to a 10-bit mantissa; sums stay in float32. In a training step it covers the
+    forward pass only.
     """
 
     name = "tf32"
@@ -37,7 +38,7 @@ class Tf32(Transform):
         return "tf32"
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a float32 workload on a GPU with TF32, and an operator that does not use it yet."""
+        """Needs a float32 workload, a GPU with TF32, and an operator that does not use it yet."""
         on = all(operator.fp32_precision == "tf32" for operator in _operators())
         return decide(
             no_cuda(facts),
@@ -48,7 +49,7 @@ class Tf32(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that sets the precisions at each call and puts back what it found."""
+        """Yield a workload that sets the precisions for each call and restores them after."""
         settings = [(operator, "fp32_precision", "tf32") for operator in _operators()]
 
         def scope() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Sets the number of threads an operator is spread over on the CPU."""
+"""Sets the number of threads per operator on the CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform, flags
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import decide
 from steadytorch.workload.workload import Workload
 
@@ -33,7 +34,7 @@ _SETTING = _ThreadSetting()
 
 
 class _Process:
-    """Whether this process was forked, and OpenMP's threads are its parent's."""
+    """Whether this process was forked, which leaves it without its parent's OpenMP threads."""
 
     is_forked = False
 
@@ -46,13 +47,13 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Threads(Transform):
-    """Another number of threads per operator: fewer can be faster, and steadier.
+    """Changes the number of threads per operator: fewer can be faster and steadier.
 
-    In a training step it covers the forward pass.
+    In a training step it covers the forward pass only.
 
-    The count is that of the calling thread, but PyTorch sets with it what other threads begin with:
-    one whose first operator falls within a call keeps this count. OpenMP's own setter would leave
-    them alone, but also the convolutions that oneDNN keeps, which remember a number of threads.
+    The count belongs to the calling thread, but PyTorch also sets the initial count of new threads:
+    a thread whose first operator runs during a call keeps this count. OpenMP's own setter avoids
+    that, but would not reset convolutions cached by oneDNN, which remember a thread count.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,32 +66,32 @@ class Threads(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """One per physical core, half of that, and one, where that is not the present count."""
+        """One per physical core, half of that, and one, except the current count."""
         present = torch.get_num_threads()
         cores = facts.cores_physical or present
         counts = dict.fromkeys((cores, max(1, cores // 2), 1))
         return tuple(cls.Parameters(count) for count in counts if count != present)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a workload that runs on the CPU, and as many cores."""
+        """Needs a workload on the CPU and at least as many logical cores."""
         count, cores = self.parameters.count, facts.cores_logical
         return decide(
             (facts.device != "cpu", "the workload does not run on the CPU"),
-            (cores is not None and count > cores, f"{count} threads are more than {cores} cores"),
+            (cores is not None and count > cores, f"{count} threads exceed {cores} logical cores"),
             (count == torch.get_num_threads(), "already on"),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yields a workload that sets the count at each call and puts back what it found.
+        """Yield a workload that sets the count for each call and restores it after.
 
         Raises:
-            UnsupportedError: more threads in a forked process, where OpenMP may wait for ever.
+            UnsupportedError: raising the count in a forked process, where OpenMP may deadlock.
         """
         if _Process.is_forked and self.parameters.count > torch.get_num_threads():
             raise UnsupportedError(
-                f"{self.parameters.count} threads in a forked process may wait for ever: its "
-                "parent's are gone"
+                f"{self.parameters.count} threads may deadlock in a forked process, which lost its "
+                "parent's OpenMP threads: start the process with spawn"
             )
         setting = (_SETTING, "count", self.parameters.count)
 

@@ -1,4 +1,4 @@
-"""What a model holds and a device can do, as far as transforms ask; nothing here runs a model."""
+"""Properties of models and devices that decide whether a transform applies; runs no model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UnsupportedError
+from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
 from steadytorch.transforms.base import Applicable, NotApplicable
-from steadytorch.transforms.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 
 PLAIN_CALLABLE = "the model is a plain callable, not an nn.Module"
 NO_CONVOLUTION = "the model has no convolution"
-ON_A_COPY = "for inference: it works on a copy of the weights"
-INFERENCE_ONLY = "for inference: it computes no gradients"
+ON_A_COPY = "inference only: it works on a copy of the weights"
+INFERENCE_ONLY = "inference only: it computes no gradients"
 
 Objection = tuple[bool, str]
 
@@ -29,53 +29,60 @@ _ATTENTION_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tran
 
 
 def decide(*objections: Objection) -> Applicable | NotApplicable:
-    """The first objection `(holds, reason)` that holds, else `Applicable`."""
+    """Return the first objection `(holds, reason)` that holds, or `Applicable`."""
     for holds, reason in objections:
         if holds:
             return NotApplicable(reason)
     return Applicable()
 
 
+def untraceable(error: Exception) -> NotApplicable:
+    """Says that a model cannot be traced, and why."""
+    if isinstance(error, UnsupportedError):
+        return NotApplicable(str(error))
+    return NotApplicable(f"torch.fx cannot trace the model: {first_line(error)}")
+
+
 def no_cuda(facts: DeviceFacts) -> Objection:
-    """Objects unless the workload is to run on CUDA."""
+    """Object unless the workload runs on CUDA."""
     return facts.device != "cuda", "no CUDA device"
 
 
 def not_float32(workload: Workload) -> Objection:
-    """Objects unless the workload computes in float32."""
+    """Object unless the workload computes in float32."""
     name = dtype_name(workload.dtype)
-    return workload.dtype != torch.float32, f"the workload computes in {name}, not in float32"
+    return workload.dtype != torch.float32, f"needs float32, the workload computes in {name}"
 
 
 def no_copy(workload: Workload) -> tuple[Objection, Objection]:
-    """Objects where a converted copy of the weights cannot stand in for the model."""
+    """Object if a copy with converted weights cannot replace the model."""
     return (workload.module is None, PLAIN_CALLABLE), (workload.is_training, ON_A_COPY)
 
 
 def hooked(workload: Workload) -> Objection:
-    """Objects to hooks, of a module or of all: what they do on the host happens once, if recorded.
+    """Object to hooks, per module or global: a replay skips their work on the host.
 
-    PyTorch's own weight and spectral norms are none of these: all that they do is to compute
-    weights, on the device.
+    The hooks of PyTorch's weight and spectral norms do not count: they only compute weights, on the
+    device.
     """
     model = workload.untouched
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = bool(hooks_on_all()) or any(map(_is_hooked, modules))
-    return found, "the model has hooks, which a replay does not call"
+    return found, "the model has hooks, which a replay would not call"
 
 
 def hooks_see(workload: Workload, seen: str) -> Objection:
-    """Objects to hooks, which are given the tensors within the model.
+    """Object to hooks, which would see the tensors that a transform changes.
 
     Args:
-        workload: whose model may have hooks.
-        seen: the tensors that hooks would be given by the transform.
+        workload: the workload whose model may have hooks.
+        seen: the tensors that hooks would receive under the transform.
     """
-    return hooked(workload)[0], f"the model has hooks, which would be given {seen}"
+    return hooked(workload)[0], f"the model has hooks, which would receive {seen}"
 
 
 def refuse_if(objection: Objection) -> None:
-    """Checks again what the search checked: the model may have new hooks since.
+    """Repeat a check of the search, because the model may have got hooks since.
 
     Raises:
         UnsupportedError: the objection holds.
@@ -91,15 +98,15 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def steered(workload: Workload) -> Objection:
-    """Objects to functions of the caller's that a module calls: hooks, patched methods, closures.
+    """Object to user functions that a module calls: hooks, patched methods, closures.
 
-    What they close over reaches compiled code by way of the module that holds them, and freezing
-    takes all that comes from modules for constant.
+    Compiled code reaches their closures through the module, and freezing makes constants of
+    everything it reads from modules.
     """
     model = workload.untouched
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = hooked(workload)[0] or any(map(_is_steered, modules))
-    return found, "the model calls functions of its user's, whose state would be frozen too"
+    return found, "the model calls user functions, and freezing would fix their state too"
 
 
 def _is_steered(module: nn.Module) -> bool:
@@ -107,7 +114,7 @@ def _is_steered(module: nn.Module) -> bool:
 
 
 def _has_state(value: object) -> bool:
-    """Whether a value is called, and may answer by more than its arguments and globals."""
+    """Whether a value is callable and may depend on more than its arguments and globals."""
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         is_fixed = value.__closure__ is None and all(isinstance(d, CONSTANTS) for d in defaults)
@@ -115,20 +122,20 @@ def _has_state(value: object) -> bool:
     if isinstance(value, (nn.Module, type, BuiltinFunctionType, torch.Tensor)):
         return False
     if isinstance(value, functools.partial) and isinstance(value.func, type):
-        return False  # makes layers, as constructors keep it
+        return False  # a layer factory, as constructors keep it
     return callable(value)
 
 
 def off_device(workload: Workload) -> Objection:
-    """Objects to input tensors on another device than the workload's, as host scalars are."""
+    """Object to input tensors on another device than the workload's, such as host scalars."""
     found = {t.device for t in tensors_of((workload.inputs, dict(workload.kwargs)))}
     others = sorted(map(str, found - {workload.device}))
-    reason = f"an input on {', '.join(others)} would be frozen at the value that was recorded"
+    reason = f"an input is on {', '.join(others)}: replays would keep its recorded value"
     return bool(others), reason
 
 
 def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> Objection:
-    """Objects where the compute capability is known and below `needed`."""
+    """Object if the compute capability is known and below `needed`."""
     found = facts.compute_capability
     if facts.device != "cuda" or found is None:
         return False, ""
@@ -138,37 +145,37 @@ def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> 
 
 
 def half_unsupported(facts: DeviceFacts, dtype: str) -> Objection:
-    """Objects where arithmetic in `dtype` ("bf16" or "fp16") is only emulated."""
+    """Object if the device only emulates arithmetic in `dtype` ("bf16" or "fp16")."""
     if dtype == "bf16":
         return capability_below(facts, (8, 0), "bf16 arithmetic")
     return facts.device == "cpu", "fp16 arithmetic is emulated on a CPU"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of an element type without its `torch.` prefix."""
+    """Return the name of a dtype without the `torch.` prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 def convolutions(module: nn.Module | None) -> list[_ConvNd]:
-    """The convolution layers of a module, transposed ones included; none for None."""
+    """Return the convolution layers of a module, transposed ones included; empty for None."""
     return [] if module is None else [m for m in module.modules() if isinstance(m, _ConvNd)]
 
 
 def may_convolve(workload: Workload) -> bool:
-    """Whether the model has a convolution; of a plain callable, which cannot be asked, it may."""
+    """Whether the model has a convolution; True for a plain callable, which may have one."""
     return workload.module is None or bool(convolutions(workload.module))
 
 
 def may_attend(workload: Workload) -> bool:
-    """Whether the model uses PyTorch's scaled dot product attention; a plain callable may."""
+    """Whether the model uses scaled dot product attention; True for a plain callable."""
     module = workload.module
     return module is None or any(_attends(m) for m in module.modules())
 
 
 def may_mask(workload: Workload) -> bool:
-    """Whether the model gives PyTorch's attention masks of its own making, as far as can be read.
+    """Whether the model passes its own masks to PyTorch's attention, judged by its source code.
 
-    PyTorch's own layers make none that a fused implementation refuses.
+    PyTorch's own layers create no mask that a fused implementation rejects.
     """
     module = workload.module
     return module is not None and any(_masks(m) for m in module.modules())
@@ -191,7 +198,7 @@ def _is_configured_to_attend(module: nn.Module) -> bool:
 
 @functools.cache
 def _source(kind: type) -> str:
-    # Reading source takes milliseconds a class, and PyTorch's own layers are known by their types.
+    # Reading source takes milliseconds per class; PyTorch's layers are recognised by type.
     if kind.__module__.startswith("torch."):
         return ""
     try:

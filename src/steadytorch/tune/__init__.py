@@ -1,1 +1,1 @@
-"""Search, verification and choice; every candidate in a worker process."""
+"""Search and choice. Each candidate runs in its own worker process."""

@@ -1,4 +1,4 @@
-"""What a search may spend, what it has to keep back, and what a set-up will probably cost."""
+"""Time budget of a search: time left, reserves and expected set-up times."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from steadytorch.tune.select import BlockShape
 from steadytorch.tune.trial import LiveTrial
 
 SCREEN_BLOCKS = 6
-"""The fewest whose medians support a 95 % interval."""
+"""Blocks per screening: the fewest whose medians support a 95 % interval."""
 KEEP = 4
-"""Candidates that stay for the final race."""
+"""Maximum number of candidates in the final race."""
 PATIENCE = 8.0
-"""A set-up is given up when it takes this many times what was expected of it."""
+"""A set-up times out after this multiple of its expected time."""
 _START_S = 5.0
 _COMPILE_S = 28.0
 _COMPILE_CUDA_S = 13.0
-"""Short of the usual on an H200, 10 to 20 s for most networks, 50 s for the longest:
-with twice as much nothing that compiles was begun in budgets of 36 and 55 s, and what is fastest
-not tried. The price: a round whose compiler is not ready in time has kept the others waiting."""
+"""Deliberately low: on an H200 most networks compile in 10 to 20 s, the longest in 50 s.
+
+Twice this value kept every compiled candidate, and so the fastest, out of budgets of 36 and 55 s.
+The cost: a compilation that misses its deadline delays the other candidates of its round."""
 _AUTOTUNE_S = 150.0
 _PLAIN_S = 2.0
 _MOST_RESERVED = 0.4
 
 
 class Budget:
-    """The time of one search.
+    """The time budget of one search.
 
     Args:
-        seconds: in all, by the wall clock.
-        now: seconds on a monotonic clock.
-        device: that candidates are compiled for, as a torch device string.
-        began: when the time began, on that clock; None for now.
+        seconds: total wall-clock time.
+        now: returns seconds on a monotonic clock.
+        device: device that candidates are compiled for, as a torch device string.
+        began: start of the budget on that clock; None for now.
 
     Attributes:
-        shape: of a block; known once the untouched workload was timed.
-        fastest_ns: an iteration of the fastest candidate; None until one was timed.
+        shape: block shape; a placeholder until the untouched workload has been timed.
+        fastest_ns: iteration time of the fastest candidate; None until one has been timed.
     """
 
     def __init__(
@@ -63,37 +64,37 @@ class Budget:
         return self._now() - self._start
 
     def remaining(self) -> float:
-        """Seconds left; negative when the budget is over."""
+        """Seconds left; negative once the budget is exceeded."""
         return self.seconds - self.spent()
 
     def confirmation_s(self) -> float:
-        """Seconds that the fewest fresh pairs of winner and untouched workload take."""
+        """Seconds for the minimum number of fresh pairs of winner and untouched workload."""
         return 2 * LOOKS[0] * self.shape.expected_s
 
     def require_confirmation(self) -> None:
-        """Sees to it that there is time for the fewest fresh pairs.
+        """Checks that the minimum number of fresh pairs fits into the budget.
 
         Raises:
-            UsageError: there is not.
+            UsageError: the time left is too short.
         """
         least_s = self.confirmation_s()
         if self.remaining() < least_s:
             raise UsageError(
                 f"a budget of {self.seconds:.0f} s is too small: starting and measuring the "
-                f"untouched workload took {self.spent():.0f} s of it; give at least "
+                f"untouched workload took {self.spent():.0f} s; give at least "
                 f"{3 * self.spent() + 2 * least_s:.0f} s"
             )
 
     def looks(self) -> tuple[int, ...]:
-        """The planned looks at fresh pairs that fit into what is left; the first in any case."""
+        """The planned looks at fresh pairs that fit into the time left; always the first."""
         pairs = self.remaining() / (2 * self.shape.expected_s)
         return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
 
     def reserve_s(self) -> float:
-        """Seconds to keep back for the final race and the confirmation.
+        """Seconds to reserve for the final race and the confirmation.
 
-        Only candidates about as fast as the fastest come to the race. Until one was timed nothing
-        is kept back for it: it ends whenever the time does, and what compiles long has to begin.
+        The race is costed at the fastest candidate's time, since only near ties enter it. Before
+        any candidate has been timed, it reserves nothing, so that long compilations can start.
         """
         race_s = 0.0
         if self.fastest_ns is not None:
@@ -102,16 +103,16 @@ class Budget:
         return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
 
     def screening_s(self, iterations_ns: Iterable[float]) -> float:
-        """Seconds that screening takes for arms of these times per iteration, in ns."""
+        """Seconds to screen arms with these iteration times in ns."""
         shapes = [msgspec.structs.replace(self.shape, iteration_ns=ns) for ns in iterations_ns]
         return SCREEN_BLOCKS * sum(shape.expected_s for shape in shapes)
 
     def left_to_explore(self) -> float:
-        """Seconds left beside the reserve."""
+        """Seconds left after the reserve."""
         return self.remaining() - self.reserve_s()
 
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
-        """The longest set-up with the same compiler setting, else a guess; in seconds."""
+        """Expected set-up seconds: the longest seen with the same compiler options, or a guess."""
         compiled = [spec for spec in candidate if spec.name == "compile"]
         seen = [
             trial.set_up.setup_s
@@ -126,7 +127,7 @@ class Budget:
         return start_s + (_AUTOTUNE_S if heavy else self._compile_s if compiled else _PLAIN_S)
 
     def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
-        """How long any stage of these candidates may take: one that hangs must not take it all."""
+        """Seconds that any stage of these candidates may take before it times out."""
         known = list(trials)
         expected_s = max((self.expected_setup_s(c, known) for c in candidates), default=0.0)
         return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))

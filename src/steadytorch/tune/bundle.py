@@ -1,4 +1,4 @@
-"""Making a plan's bundle: a worker process sets the plan up once more, for what it compiles."""
+"""Building a plan's bundle: a worker sets the plan up again and keeps its compiled code."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Any
 import msgspec
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
+from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.errors import SteadyError, UnsupportedError
-from steadytorch.plan import bundle, contents, package
-from steadytorch.plan.plan import Plan
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
-from steadytorch.trial.worker import save_payload
+from steadytorch.serve.plan import Plan
 from steadytorch.tune.package import Outcome
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.package:PackagingHandler"
 STAGE_S = 900.0
-"""Seconds that loading, or compiling and warming up, may take: more than the slowest mode does."""
+"""Timeout in seconds for loading, or for compiling and warming up; above the slowest mode."""
 
 _log = logging.getLogger("steadytorch")
 
 
 def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
-    """Makes the bundle of a stored plan, unless there is one that can be used here.
+    """Builds the bundle of a stored plan unless a usable one exists.
 
     Args:
-        plan: as it is stored; plans that compile nothing have no bundle.
-        workload: what it is for; not run in this process, and not changed.
+        plan: the stored plan; a plan that compiles nothing has no bundle.
+        workload: the plan's workload; neither run in this process nor changed.
         device: where to run, as a torch device string.
 
     Returns:
-        None when there is a bundle, else one line on why not, which is logged too unless nothing
-        is compiled.
+        None if the bundle exists, else the reason in one line. The reason is logged too, unless
+        the plan compiles nothing.
 
     Raises:
-        KeyboardInterrupt: interrupted; the worker is gone.
+        KeyboardInterrupt: interrupted by the user; the worker has ended.
     """
     if not bundle.compiles(plan):
         return "the plan compiles nothing"
@@ -54,7 +54,7 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
         reason = f"its worker failed: {fault.reason}"
     except SteadyError as error:
         reason = str(error)
-    except Exception as error:  # the plan is stored, and good without
+    except Exception as error:  # the stored plan works without a bundle
         reason = bundle.why_not(error)
     else:
         if unpackaged:
@@ -65,22 +65,22 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
 
 
 def _contents(workload: Workload) -> tuple[str | None, str]:
-    """What a package is to be known by, or why there can be none."""
+    """The digest that identifies a package, or None and the reason why there is none."""
     if workload.module is None:
         return None, "its model is a plain callable"
     try:
-        return contents.digest(workload.module), ""
+        return model_digest.digest(workload.module), ""
     except UnsupportedError as error:
         return None, str(error)
 
 
 def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
-    """Makes the bundle, with a package where that can be; returns why it has none, if so."""
+    """Builds the bundle, with a package if possible; returns why it has no package, or ""."""
     with shared_folder() as directory:
         cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
         at_work = partial(_at_work, plan, device, directory, cache)
         save_payload(workload, directory)
-        # It is made while the model is in use: what is saved must be what it is known by.
+        # The model may be in use meanwhile; the saved weights must match the digest.
         if held is not None and _contents(workload)[0] != held:
             raise UnsupportedError("the model changed while it was being saved")
         if held is None:
@@ -90,7 +90,7 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
         arguments = {"file": str(file), "tolerance": plan.key.tolerance}
         try:
             outcome = msgspec.convert(at_work("set_up_packaged", **arguments), Outcome)
-        except WorkerFault as fault:  # without a package it may well be set up
+        except WorkerFault as fault:  # set-up may still succeed without a package
             outcome = Outcome(None, f"its worker failed: {fault.reason}")
             at_work("set_up")
         return _written(plan, cache, file, held, _checked(outcome, at_work, arguments))
@@ -99,8 +99,8 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
 def _at_work(
     plan: Plan, device: str, directory: Path, cache: Path, method: str, **arguments: Any
 ) -> Any:
-    """Sets the plan up in a worker process of its own."""
-    # What a crash leaves behind goes with the directory.
+    """Runs a set-up method for the plan in a fresh worker process."""
+    # Temporary files of a crashed worker are deleted with the directory.
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(directory)}
     _share_headers(directory)
     worker = Worker(HANDLER, directory, method, folders)
@@ -113,24 +113,24 @@ def _at_work(
 
 
 def _share_headers(directory: Path) -> None:
-    """Lets a process with this temporary folder find the C++ headers that the compiler has ready.
+    """Links Inductor's precompiled C++ headers into a worker's temporary folder.
 
-    Inductor keeps them in its default folder, for all processes of a user and whatever its cache;
-    without, it makes them anew, some 4 s each.
+    Inductor keeps them in the default folder, shared by all processes of a user. Without the link
+    the worker compiles each header again, in about 4 s.
     """
-    with suppress(ImportError, OSError):  # then they are made anew
+    with suppress(ImportError, OSError):  # Inductor then compiles them again
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         shared = Path(default_cache_dir()) / "precompiled_headers"
         shared.mkdir(parents=True, exist_ok=True)
-        if shared.owner() == directory.owner():  # the folder for temporary files is everybody's
+        if shared.owner() == directory.owner():  # anyone can write to the temporary folder
             link = directory / shared.parent.name / shared.name
             link.parent.mkdir(exist_ok=True)
             link.symlink_to(shared)
 
 
 def _checked(outcome: Outcome, at_work: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    """The outcome, where a fresh process can use the package."""
+    """Checks the package in a fresh process; returns the outcome, or why the check failed."""
     if outcome.made is None:
         return outcome
     try:
@@ -146,6 +146,6 @@ def _written(plan: Plan, cache: Path, file: Path, held: str, outcome: Outcome) -
         return outcome.reason
     if (size := file.stat().st_size) > bundle.MOST_BYTES:
         bundle.write(plan, cache)
-        return f"it would take {size} bytes, and one holds {bundle.MOST_BYTES}"
+        return f"it has {size} bytes, over the limit of {bundle.MOST_BYTES}"
     bundle.write(plan, cache, (file, package.packaged(file, held, outcome.made)))
     return ""

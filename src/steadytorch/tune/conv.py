@@ -1,4 +1,4 @@
-"""Engines for a workload's convolutions, chosen in a worker process before candidates are timed."""
+"""Choosing cuDNN engines for a workload's convolutions in a worker, before candidates are timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from steadytorch import transforms
+from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import Options, is_cold, variants
@@ -32,14 +33,13 @@ from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.conv import ConvReport, Layer, LeftOut
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
-from steadytorch.trial.worker import WorkloadHandler, save_payload
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.conv:ConvHandler"
 START_S = 120.0
-"""For starting a worker, loading the workload and tracing it."""
+"""Timeout in seconds for starting a worker, loading the workload and tracing it."""
 GRACE = 0.1
-"""Of the time for choosing, what is added to it for convolutions that were not reached."""
+"""Share of the time for choosing that is added for convolutions not reached in time."""
 
 
 class Found(NamedTuple):
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
     Attributes:
         problems: those that engines can run.
-        left_out: the others, by the reason.
+        left_out: the others, keyed by the reason.
     """
 
     problems: dict[ConvProblem, list[str]]
@@ -55,22 +55,22 @@ class Found(NamedTuple):
 
 
 class ConvHandler(WorkloadHandler):
-    """Answers whoever chooses engines. Methods take and return msgpack types."""
+    """Worker handler that chooses engines. Methods take and return msgpack types."""
 
     def choose(
         self, prefix: list[Any], seconds: float, options: dict[str, Any], incumbent: dict[str, str]
     ) -> dict[str, Any]:
-        """Chooses for every convolution as it is after `prefix`; returns a `ConvReport`."""
+        """Chooses an engine for each convolution under `prefix`; returns a `ConvReport`."""
         from steadytorch.conv.frontend import version
 
         start = time.perf_counter()
-        cudnn = version()  # raises where no engine can be chosen at all
+        cudnn = version()  # raises if cuDNN's frontend is unavailable
         specs = msgspec.convert(prefix, list[TransformSpec])
         device = self._workload.device
         training = self._workload.is_training
         found = (_found_in_training if training else _found)(self._workload, specs)
         counts = {problem: len(names) for problem, names in found.problems.items()}
-        # Before engines run: one that fails may take the device along.
+        # Before engines run: a failing engine may leave the device unusable.
         rates = _rates(next(iter(counts), None), str(device))
         torch.cuda.empty_cache()
         cold = is_cold(counts, device)
@@ -98,7 +98,7 @@ class ConvHandler(WorkloadHandler):
 def _incumbents(
     options_of: Mapping[ConvProblem, Options], given: Mapping[str, str]
 ) -> dict[str, Choice]:
-    """What was chosen before for these problems, by key, as far as it may be chosen now."""
+    """Earlier choices for these problems, by key, that the options still allow."""
     found: dict[str, Choice] = {}
     for problem, options in options_of.items():
         if problem.key in given:
@@ -110,7 +110,7 @@ def _incumbents(
 
 
 def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
-    """Problems, by key, whose values leave too little room to fp16 on the workload's inputs."""
+    """Keys of problems whose values on the workload's inputs come too close to fp16's range."""
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         model = rewritten_model(applied)
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
@@ -128,9 +128,9 @@ def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
 
 
 def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
-    """Likewise, with the gradients that a training step computes, seen at one forward pass."""
+    """The convolutions of a training step with their gradients, recorded in one forward pass."""
     recorder = Recorder()
-    # What surrounds training leaves the model as it is: engines stand inside of it all.
+    # Training transforms wrap the model, so engines go inside all of them.
     inner = workload.with_model(engined_model(workload.model, recorder))
     with applied_in_order([transforms.create(spec) for spec in prefix], inner) as applied:
         applied.model(*workload.inputs, **workload.kwargs)
@@ -138,7 +138,7 @@ def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> F
 
 
 def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
-    """What this machine can do, measured: operations per second, and bytes per second."""
+    """Measured operations and bytes per second of this machine."""
     dtype = torch.float32 if problem is None else DTYPES[problem.number]
     return matrix_rate(device, dtype), copy_bandwidth(device)
 
@@ -149,12 +149,12 @@ def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
 
 
 def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:
-    """A worker for `choose_engines`, which begins to load the workload.
+    """Starts a worker for `choose_engines` and has it load the workload.
 
     Args:
-        directory: with the workload's payload in it.
+        directory: folder with the workload's payload.
         device: a CUDA device.
-        ambient: the caller's process-wide settings, which the worker takes over.
+        ambient: the caller's process-wide settings, which the worker adopts.
     """
     worker = Worker(HANDLER, directory, "engines")
     worker.send("load", device=device, ambient=ambient)
@@ -176,26 +176,24 @@ def choose_engines(
     """Chooses an engine for every convolution of a workload, in a worker process.
 
     Args:
-        workload: as it came; it is not run in this process.
-        prefix: transforms under which the engines are to run: element type and layout decide.
+        workload: the untouched workload; not run in this process.
+        prefix: transforms that engines run under; they set dtype and memory layout.
         device: a CUDA device.
-        deadline_s: seconds of choosing; convolutions that were not reached keep what was chosen
-            before if it verifies, or get the first engine that does. One that raises is left to
-            PyTorch.
-        deterministic: whether engines must give the same bits on every run by cuDNN's own notes.
-            They must anyway where `torch.backends.cudnn.deterministic` is set, or
-            `torch.use_deterministic_algorithms`. Those that differ between two runs are left out
-            in any case.
-        other_half: whether convolutions in bf16 may run in fp16, their results converted back. It
-            is tried where all values leave room in fp16's range on the workload's own inputs
-            (`headroom`); whether it may be used is for a verification of the whole to say.
-        incumbent: choices made before, by problem key, also for problems of other workloads; each
-            stays unless another engine is shown to be clearly faster (`decide.stays`).
-        worker: one that `start_chooser` gave, which is ended; None to start one.
-        wait: given the worker and the seconds it has since it was asked, returns its answer.
+        deadline_s: seconds for choosing. Convolutions not reached in time keep an earlier choice
+            if it verifies, else get the first engine that does. One that raises is left to PyTorch.
+        deterministic: whether to take only engines that cuDNN documents as bitwise reproducible.
+            `torch.backends.cudnn.deterministic` and `torch.use_deterministic_algorithms` imply
+            this. Engines that differ between two runs are always excluded.
+        other_half: whether bf16 convolutions may run in fp16, with results converted back. Tried
+            only where all values on the workload's inputs leave room in fp16's range
+            (`headroom`); the caller must verify the whole workload.
+        incumbent: earlier choices by problem key, possibly for problems of other workloads. Each
+            stays unless another engine is clearly faster (`decide.stays`).
+        worker: a worker from `start_chooser`, closed at the end; None to start one.
+        wait: returns the worker's answer, given the worker and a timeout in seconds.
 
     Raises:
-        WorkerFault: the worker raised (the frontend is missing, say), died or took too long.
+        WorkerFault: the worker raised (for example, the frontend is missing), died or timed out.
         UsageError: the workload cannot be sent to a worker.
     """
     with ExitStack() as at_the_end:
@@ -226,19 +224,19 @@ def choose_and_keep(
     device: str = "cuda",
     **asked: Any,
 ) -> ConvReport:
-    """Chooses from what is known of this device on, and keeps it for whoever chooses next.
+    """Chooses engines starting from those stored for this device, and stores the result.
 
     Args:
-        workload: as it came; it is not run in this process.
-        facts: of the device.
+        workload: the untouched workload; not run in this process.
+        facts: facts about the device.
         plans: the plan store.
-        prefix: transforms under which the engines are to run.
+        prefix: transforms that engines run under.
         device: a CUDA device.
-        asked: further arguments of `choose_engines`, which see.
+        asked: further arguments of `choose_engines`.
 
     Raises:
-        WorkerFault: as `choose_engines`.
-        UsageError: likewise.
+        WorkerFault: see `choose_engines`.
+        UsageError: see `choose_engines`.
     """
     known = known_engines(facts, plans)
     report = choose_engines(workload, prefix=prefix, device=device, incumbent=known, **asked)

@@ -1,4 +1,4 @@
-"""The engines of cuDNN for one workload, for whoever asks for them alone."""
+"""`steady.conv`: cuDNN engines for one workload, without a plan search."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 OF_A_TRAINING_STEP = ("autocast", "cast_weights", "channels_last", "tf32")
-"""Transforms under which a training step still has its gradients, and other engines."""
+"""Transforms that keep a training step's gradients and change which engines apply."""
 
 
 def resolve_cuda(device: str) -> str:
-    """The device as `resolve_device` finds it, if engines of cuDNN run on it.
+    """Resolves a device name and requires a CUDA device.
 
     Raises:
-        UnsupportedError: it is not there, or no CUDA device.
-        UsageError: it is malformed.
+        UnsupportedError: the device is missing, or not a CUDA device.
+        UsageError: the name is malformed.
     """
     resolved = resolve_device(device)
     if not resolved.startswith("cuda"):
-        raise UnsupportedError("steady conv needs a CUDA device: engines of cuDNN run on no other")
+        raise UnsupportedError(f"steady conv needs a CUDA device, got {resolved}: pass cuda")
     return resolved
 
 
@@ -43,24 +43,23 @@ def conv(
     store: Store | str | Path | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> ConvReport:
-    """Measures every engine that cuDNN has for each convolution of a workload, and chooses.
+    """Measures every cuDNN engine for each convolution of a workload and chooses one.
 
-    What was chosen before on this kind of device stays unless another engine is shown to be clearly
-    faster; what is chosen is kept in the plan store for next time.
+    An engine stored earlier for this kind of device stays unless another is clearly faster. The
+    choices are stored in the plan store.
 
     Args:
-        workload: what to choose for, or its `(model, inputs)`; it is not run in this process. Of a
-            training step each pass is a layer of its own: forward, the gradient by the input and
-            by the weight.
-        candidate: transforms under which the engines are to run: element type and layout decide.
+        workload: the workload or its `(model, inputs)`; not run in this process. For training,
+            each pass is a separate layer: forward, input gradient and weight gradient.
+        candidate: transforms that engines run under; they set dtype and memory layout.
         budget: time for choosing, such as `"60s"` or seconds.
-        deterministic: whether to take only engines that always give the same bits.
-        device: a CUDA device; None for where the workload is.
-        store: the plan store, or its folder; None for `~/.cache/steadytorch/plans`.
-        progress: is told what is going on.
+        deterministic: whether to take only bitwise reproducible engines.
+        device: a CUDA device; None for the workload's device.
+        store: the plan store or its folder; None for `~/.cache/steadytorch/plans`.
+        progress: called with progress messages.
 
     Raises:
-        UnsupportedError: the device is no CUDA device, or no engine can be chosen on it.
+        UnsupportedError: the device is not a CUDA device, or no engine can be chosen on it.
         UsageError: an argument is wrong, or a training step cannot be run under `candidate`.
     """
     seconds = parse_duration(budget)
@@ -69,10 +68,10 @@ def conv(
     for spec in candidate if workload.is_training else ():
         if spec.name not in OF_A_TRAINING_STEP:
             raise UsageError(
-                f"{spec} with {workload.name}: engines of a training step depend on its element "
-                f"type and layout; use {', '.join(OF_A_TRAINING_STEP)}"
+                f"{spec} does not apply to choosing engines for the training step "
+                f"{workload.name}: use only {', '.join(OF_A_TRAINING_STEP)}"
             )
-    progress("choosing engines in a worker process")
+    progress("choosing cuDNN engines in a worker process")
     try:
         return choose_and_keep(
             workload,

@@ -1,4 +1,4 @@
-"""The candidates of a search that live: who may be timed, who leads, who may be chosen."""
+"""The trials of a search: which are alive, which lead, and which may be chosen."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from steadytorch.tune.select import Options, block_deadline_s, block_statistic
 from steadytorch.tune.trial import LiveTrial
 
 NEAR = 1.10
-"""Only candidates within this factor of the leader stay for the final race."""
+"""Only candidates within this factor of the leader's time enter the final race."""
 
 
 class Field:
-    """Every trial of one search; while one is timed, the others wait.
+    """All trials of one search. Only one is timed at a time.
 
     Args:
-        options: what the user asks.
-        budget: gives blocks their shape, and is told of the fastest.
-        watcher: is told how it goes.
+        options: the user's options.
+        budget: sets the block shape and receives the fastest iteration time.
+        watcher: receives progress.
         rng: decides the order of blocks.
 
     Attributes:
-        trials: in the order prepared, the baseline first.
+        trials: in order of preparation, the baseline first.
     """
 
     def __init__(self, options: Options, budget: Budget, watcher: Watcher, rng: Random) -> None:
@@ -44,12 +44,12 @@ class Field:
         return self.trials[0]
 
     def join(self, fresh: list[LiveTrial]) -> None:
-        """Takes newcomers in; one on its second try replaces its first."""
+        """Adds trials; a retry replaces the earlier trial of the same candidate."""
         again = {trial.candidate for trial in fresh}
         self.trials = [t for t in self.trials if t.candidate not in again] + fresh
 
     def screen(self, fresh: list[LiveTrial]) -> None:
-        """A few interleaved blocks of the newcomers, the leaders and the baseline."""
+        """Times interleaved blocks of new trials, leaders and baseline, and closes the losers."""
         arms = self.alive()
         for _ in range(SCREEN_BLOCKS):
             for trial in self._rng.sample(arms, len(arms)):
@@ -66,19 +66,19 @@ class Field:
                 trial.worker.close()
 
     def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
-        """Seconds that screening these takes, beside those that live."""
+        """Seconds to screen these trials together with those alive; 0 if none is set up."""
         known = [trial.screened_ns for trial in self.alive()]
-        # Warming up beside compilers may have taken many times as long as it does alone.
+        # Warm-up times taken beside compilers may be many times too long.
         most_ns = self._budget.shape.iteration_ns
         new = [min(t.set_up.warm_up.iteration_ns, most_ns) for t in fresh if t.set_up]
         return self._budget.screening_s([*known, *new]) if new else 0.0
 
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
-        """The statistic of one more block.
+        """Times one more block and returns its statistic in ns.
 
         Raises:
-            WorkerFault: the candidate died, now or before; it is rejected.
-            UsageError: the untouched workload died.
+            WorkerFault: the candidate's worker died, now or earlier; the trial is rejected.
+            UsageError: the untouched workload's worker died.
         """
         if trial.status != "ok":
             raise WorkerFault(Fault.EXIT, trial.reason or "")
@@ -89,14 +89,14 @@ class Field:
         except WorkerFault as fault:
             if trial is self.baseline:
                 raise UsageError(
-                    f"the untouched workload failed while it was timed: {fault.reason}"
+                    f"the untouched workload failed during timing: {fault.reason}"
                 ) from fault
             raise
         self._watcher.tick()
         return block_statistic(self._options, times)
 
     def arm(self, trial: LiveTrial) -> Callable[[], float]:
-        """Blocks of a trial for a race; a dead worker reports inf."""
+        """A function that times one block for a race; a dead worker reports inf."""
 
         def block() -> float:
             try:
@@ -107,25 +107,25 @@ class Field:
         return block
 
     def alive(self) -> list[LiveTrial]:
-        """Those whose processes live."""
+        """Trials that can still be timed."""
         return [trial for trial in self.trials if trial.ok]
 
     def allowed(self, trial: LiveTrial) -> bool:
-        """Whether its precision is one that the user admits."""
+        """Whether the user allows its precision."""
         return trial.precision in ALLOWED[self._options.precision]
 
     def ranked(self) -> list[LiveTrial]:
-        """Every timed candidate that may be chosen, fastest first."""
+        """Timed trials that may be chosen, fastest first."""
         timed = [t for t in self.trials if t.blocks and t.status == "ok" and self.allowed(t)]
         return sorted(timed, key=self._score)
 
     def leader(self) -> LiveTrial:
-        """The fastest, or the baseline while there is none."""
+        """The fastest trial, or the baseline if none has been timed."""
         ranked = self.ranked()
         return ranked[0] if ranked else self.baseline
 
     def finalists(self) -> list[LiveTrial]:
-        """The fastest few whose processes live, without the baseline."""
+        """Candidates of the final race, fastest first, without the baseline."""
         ranked = [t for t in self.ranked() if t.worker.alive and t is not self.baseline]
         if not ranked:
             return []
@@ -133,7 +133,7 @@ class Field:
         return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
 
     def known(self, candidate: Candidate) -> bool:
-        """Whether it was prepared before."""
+        """Whether the candidate already has a trial."""
         return any(t.candidate == candidate for t in self.trials)
 
     def _score(self, trial: LiveTrial) -> float:

@@ -1,4 +1,4 @@
-"""Time that a search on a CPU leaves for compiling what a served call does on the host."""
+"""Compiling the native code for served calls within the budget of a search on a CPU."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from steadytorch.native import host
 from steadytorch.tune.prepare import Watcher
 
 LONG_S, RESERVE_S = 180.0, 30.0
-"""Budgets that can spare it, and what they spare: it takes 10 to 25 s of one core."""
+"""Shortest budget with a reserve, and the reserve. Compiling takes 10 to 25 s of one core."""
 
 
 def reserve_s(device: str, budget_s: float) -> float:
-    """Seconds of the budget to leave; 0 where it is there, cannot be made, or is made elsewhen.
+    """Seconds of the budget to reserve; 0 if the code exists or cannot be compiled here.
 
-    Searches on GPUs make it in the background. On a CPU what is timed takes every core, and so does
-    what is set up.
+    Searches on GPUs compile it in the background, so they reserve nothing. On a CPU, set-up and
+    timing use every core.
     """
     on_cpu = torch.device(device).type == "cpu"
     return RESERVE_S if on_cpu and budget_s >= LONG_S and host.is_missing() else 0.0
 
 
 def compile_now(seconds: float, watcher: Watcher) -> None:
-    """Has it compiled, for every later process; given up after so long.
+    """Compiles the code for every later process, for at most `seconds`.
 
     Raises:
-        KeyboardInterrupt: interrupted; the compiler is gone.
+        KeyboardInterrupt: interrupted by the user; the compiler has ended.
     """
     if (making := host.begin()) is None:
         return
-    watcher.phase("compiling the host's part of a call, once for this PyTorch")
+    watcher.phase("compiling native host code, once per PyTorch version")
     end = time.monotonic() + seconds
     try:
         while not making.is_through(0.25) and time.monotonic() < end:

@@ -1,8 +1,8 @@
-"""Which candidates are worth a trial: known-strong combinations, then neighbours of the leaders.
+"""Proposing candidates: known strong combinations, then neighbours of the leaders.
 
-What never came near the best in recorded searches (`benchmarks/results/rivals_h200_*`) comes last,
-what was it wherever it applied (fused separable convolutions, patches as products) first.
-Pure functions over names. Order and exclusion of transforms come from the registry.
+The order follows recorded searches (`benchmarks/results/rivals_h200_*`). Transforms that won
+wherever they applied come first (fused separable convolutions, patches as products), and those that
+never came close come last. Pure functions over names; the registry orders and excludes transforms.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from steadytorch import transforms
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.workload.workload import Workload
 
 _VARIED_FIRST = ("attention_backend", "channels_last", "compile")
-"""Neighbours that differ in these come before others, in this order."""
+"""Transforms whose variations are tried first, in this order."""
 _RECORDED = ("launch-bound", "compute-bound")
-"""Regimes of the searches on GPUs that were recorded."""
+"""Regimes with recorded searches on GPUs."""
 
 
 def describe(candidate: Candidate) -> str:
-    """The candidate in one line, as tables show it."""
+    """The candidate as one line of text, as shown in tables."""
     return " + ".join(map(str, candidate)) or "untouched"
 
 
 def compiles(candidate: Candidate) -> bool:
-    """Whether a compiler takes part, so that its set-up takes long and keeps cores busy."""
+    """Whether set-up runs a compiler, which takes long and keeps cores busy."""
     return any(spec.name == "compile" for spec in candidate)
 
 
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Ids of the findings that one of the candidate's transforms is to mend."""
+    """Ids of the findings that one of the candidate's transforms addresses."""
     names = {spec.name for spec in candidate}
     return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
 
@@ -40,7 +40,7 @@ def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str
 def engine_prefix(
     available: Sequence[TransformSpec], precision: str, training: bool = False
 ) -> Candidate:
-    """What engines of cuDNN are chosen under: element type and layout decide which there are."""
+    """Transforms under which cuDNN engines are chosen: dtype and layout decide which exist."""
     converts = "autocast" if training else "cast_weights"
     return transforms.order(
         [
@@ -53,12 +53,12 @@ def engine_prefix(
 
 
 def stem_of(candidate: Candidate) -> TransformSpec | None:
-    """What fuses the stem in a candidate; None where it is not fused."""
+    """The candidate's transform that fuses the stem; None if the stem is not fused."""
     return next((spec for spec in candidate if dict(spec.parameters).get("stem")), None)
 
 
 def recut(candidate: Candidate, config: str) -> Candidate:
-    """The candidate with its fused stem cut up as in this configuration."""
+    """The candidate with this configuration of its fused stem."""
     stem = stem_of(candidate)
     if stem is None:
         return candidate
@@ -68,15 +68,15 @@ def recut(candidate: Candidate, config: str) -> Candidate:
 
 
 class Moves:
-    """The options that apply to one workload, and how to combine them.
+    """Proposes combinations of the transforms that apply to one workload.
 
     Args:
-        available: every transform variant that applies, as data.
-        workload: what is tuned; some exclusions depend on it.
-        precision: the class the user allows.
+        available: all transform variants that apply, as data.
+        workload: the workload to tune; some exclusions depend on it.
+        precision: the precision class that the user allows.
         regime: launch-, memory- or compute-bound; orders the seeds.
-        findings: what was seen of the untouched workload: candidates that would recover more of its
-            time come first.
+        findings: findings about the untouched workload; candidates that could recover more time
+            come first.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class Moves:
         self._findings = tuple(findings)
 
     def seeds(self) -> list[Candidate]:
-        """Combinations known to be strong, the most promising for the regime first."""
+        """Known strong combinations, the most promising for the regime first."""
         return [candidate for candidate in self._combinations() if not self._is_weak(candidate)]
 
     def late(self) -> list[Candidate]:
-        """Combinations for the time that variations of the leaders leave."""
+        """Weak combinations, tried after variations of the leaders."""
         return [candidate for candidate in self._combinations() if self._is_weak(candidate)]
 
     def _combinations(self) -> list[Candidate]:
         found = self._of_training() if self._workload.is_training else self._of_inference()
-        # Where a loader feeds the steps, most of what the model gains would hide behind it.
+        # With a loader, add prefetch to each candidate: else loading would hide the model's gain.
         ahead = self._spec("prefetch")
         return self._allowed([(*combination, ahead) for combination in [*found, ()]])
 
     def _is_weak(self, candidate: Candidate) -> bool:
-        """Whether it goes without the graph, or without a lower element type, that it could have.
+        """Whether it lacks a CUDA graph or a lower dtype that it could have.
 
-        In the recorded searches none of these was within 15 % of the best, but for one at 6 %. Of
-        other regimes, of loaders and of what no graph can replay there are none.
+        In the recorded searches one of these was within 6 % of the best, and no other within 15 %.
+        There are no records for other regimes, loaders, training, or models without a CUDA graph.
         """
         graph = self._spec("cuda_graph")
         fed = self._workload.is_training or self._spec("prefetch") is not None
@@ -131,7 +131,7 @@ class Moves:
         lower = cast or self._tf32()
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
         stem = self._spec("fused_kernels", stem=True, residual=False)
-        # A compiler fuses poolings by itself.
+        # Only for uncompiled candidates, since compilers fuse poolings themselves.
         pooled = stem or self._spec("fused_kernels", stem=False, residual=False, separable=False)
         with_engines = [
             (fold, stem, lower, layout, engines, frozen, graph),
@@ -139,7 +139,7 @@ class Moves:
             (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
-        # Where masks keep attention from fused kernels, it does so in compiled and recorded code.
+        # Masks that keep attention off fused kernels do so in compiled and recorded code too.
         mask, patches = self._spec("dense_mask"), self._spec("linear_patches")
         separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
         front: list[tuple[TransformSpec | None, ...]] = []
@@ -176,27 +176,40 @@ class Moves:
         return [*front, *chosen, *first, *second, *alone, *rest]
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
-        """No graph replays a step, so that a compiler is what helps against launches too."""
+        """Whole steps as one graph first, over compiled code and without a compiler."""
+        graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
         compiled = self._spec("compile", mode="default", freezing=False)
         lower = self._spec("autocast", dtype=self._precision) or self._tf32()
-        chosen = [(layout, engines, compiled, lower), (layout, engines, lower), (engines,)]
+        models = [(layout, compiled, lower), (layout, lower), (compiled, lower), (lower,)]
+        if engines is not None:
+            models += [(layout, engines, compiled, lower), (layout, engines, lower)]
+        recorded = [(*model, update, graph) for model in models] if graph is not None else []
         return [
-            *(chosen if engines is not None else []),
-            (layout, compiled, lower),
-            (layout, lower),
-            (compiled, lower),
-            (lower,),
+            *recorded,
+            *((*model, update) for model in models),
+            (update,),
+            *models,
+            (engines,),
             (layout, compiled),
             (compiled,),
             (layout,),
         ]
 
+    def _update(self) -> TransformSpec | None:
+        """The optimizer's fastest step as a rule: fused, its groups merged where some are equal."""
+        for implementation in ("fused", "foreach"):
+            for merge in (True, False):
+                found = self._spec("optimizer", implementation=implementation, merge=merge)
+                if found is not None:
+                    return found
+        return None
+
     def _tf32(self) -> TransformSpec | None:
         return self._spec("tf32") if self._precision != "same" else None
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates one step away: a transform more, one fewer, or one with another setting."""
+        """Candidates one step away: one transform added, removed, or set differently."""
         found: list[list[TransformSpec]] = []
         varied = [*(spec for spec in self._available if spec not in candidate), *candidate]
         for spec in sorted(varied, key=_rank):
@@ -205,7 +218,7 @@ class Moves:
         return self._allowed(found)
 
     def beyond(self, candidate: Candidate) -> list[Candidate]:
-        """What the leader would become in precision classes that the user did not allow."""
+        """Variants of the leader in precision classes that the user did not allow."""
         found: list[Iterable[TransformSpec]] = []
         for spec in self._available:
             if precision_of((spec,)) in ALLOWED[self._precision]:

@@ -1,4 +1,4 @@
-"""Benchmark mode at run time: per input shape a stored plan, or a search on first sight."""
+"""Benchmark mode at run time: serve stored plans per input shape, or search on first sight."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadytorch.compiled.bundle import compiles
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
-from steadytorch.plan.bundle import compiles
 from steadytorch.plan.fingerprint import Key, workload_fingerprint
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
@@ -29,6 +28,7 @@ from steadytorch.runtime.entries import parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
+from steadytorch.serve.plan import Plan
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session, objection
 from steadytorch.workload.signature import map_tensors
@@ -36,13 +36,13 @@ from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict", "off")
 TRAINING = "the model is in training mode"
-SEARCHING = "its plan is being searched for"
-OCCUPIED = "another plan is being searched for, or its bundle made"
-FAILED = "the search for a plan failed"
+SEARCHING = "the search for its plan is running"
+OCCUPIED = "another search or bundle build is running"
+FAILED = "the search for its plan failed"
 NO_PLAN_AT_ALL = "the store has no plan for this model"
 QUIET_S = 30.0
-"""Seconds without a search before a bundle is made: signatures tend to be new one after another,
-and a search would have to wait for it."""
+"""Seconds without a search before a bundle is built. New signatures tend to come in a row, and
+building a bundle would delay their searches."""
 
 _log = logging.getLogger("steadytorch")
 
@@ -65,38 +65,37 @@ def optimize(
     bundle: bool = False,
     seed: int = 0,
 ) -> TunedModule:
-    """A module that serves `model` by the plans for it: benchmark mode for the whole model.
+    """Returns a module that serves `model` with tuned plans: benchmark mode for a whole model.
 
-    Each signature of inputs is looked up once: in memory, then in the store. What has no plan runs
-    untouched; in mode `tune` it is searched for a plan first. The environment variable
+    Each input signature is looked up once, in memory and then in the store. Signatures without a
+    plan run untouched; in mode `tune` a plan is searched first. The environment variable
     `STEADYTORCH_MODE=off` leaves everything untouched.
 
     Args:
-        model: the untouched model, on the device it is to run on, in evaluation mode. A callable
-            that is no `nn.Module` runs untouched.
-        mode: `replay` serves stored plans; `tune` also searches where there is none, as long as
-            signatures repeat often enough for that to pay; `strict` raises where there is none;
-            `off` runs the model untouched.
+        model: the untouched model, on its device, in evaluation mode. A callable that is not an
+            `nn.Module` runs untouched.
+        mode: `replay` serves stored plans; `tune` also searches for missing ones, if signatures
+            repeat often enough to pay; `strict` raises if a plan is missing; `off` runs the model
+            untouched.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
         objective: `latency`, `p99` or `throughput`.
         precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of each search, such as `"3m"`, `"90s"` or seconds.
         max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
-        background: whether to search in a thread, the untouched model serving meanwhile; otherwise
-            the first call of a signature waits for its search. Either way candidates run in worker
+        background: whether to search in a thread while the untouched model serves. Otherwise the
+            first call of a signature waits for its search. Candidates always run in worker
             processes.
-        buckets: dimensions of the inputs that may be padded, such as `{"batch": [1, 8, 32]}`; only
-            the padded signatures have plans then.
-        canary: whether the first calls of each plan are checked and timed against the untouched
-            model, on the real inputs; a plan that is wrong or slower is not served.
-        verify_every: every so many calls of a signature one is answered by the untouched model as
-            well; a plan whose answer differs is not served again. None for never.
+        buckets: input dimensions that may be padded, such as `{"batch": [1, 8, 32]}`; then only
+            the padded signatures have plans.
+        canary: whether to verify and time the first calls of each plan against the untouched
+            model on the real inputs; a plan that is wrong or slower is dropped.
+        verify_every: number of calls of a signature after which one is also run on the untouched
+            model; a plan whose outputs differ is dropped. None for never.
         alias_outputs: whether outputs may be buffers that the next call overwrites.
-        bundle: whether to load what a plan compiled when it was made, where it is kept, and to keep
-            it after a search, which is done in a thread. It is code, which runs: see `plan.bundle`
-            for what is accepted.
-        seed: of verification inputs and block order.
+        bundle: whether to load a plan's stored compiled code, and to store it after a search, in a
+            background thread. Loading runs code: see `plan.bundle` for what is accepted.
+        seed: seed of the verification inputs and the block order.
 
     Returns:
         A module with the call signature, attributes and state of `model`.
@@ -105,11 +104,11 @@ def optimize(
         UsageError: `model` cannot be called, or an argument is wrong.
     """
     if isinstance(model, TunedModule):
-        raise UsageError("optimize takes the untouched model, got a tuned one: pass what it wraps")
+        raise UsageError("optimize takes an untouched model, got a tuned one: pass the original")
     if not isinstance(mode, str):
         raise UsageError(
-            f"optimize takes the mode as text, got a {type(mode).__name__}: pass inputs to the "
-            "module that it returns, as in optimize(model)(inputs)"
+            f"optimize takes mode as a string, got a {type(mode).__name__}: pass inputs to the "
+            "returned module, as in optimize(model)(inputs)"
         )
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}: choose one of {', '.join(MODES)}")
@@ -126,7 +125,7 @@ def optimize(
     )
     if tolerance is not None and precision == "same":
         raise UsageError(
-            f"tolerance {tolerance} with precision same: name a lower precision to use a tolerance"
+            f"tolerance {tolerance} needs a lower precision than same: choose tf32, bf16 or fp16"
         )
     serving = Serving(
         alias_outputs,
@@ -146,10 +145,10 @@ def _why_off(model: nn.Module, mode: str) -> str | None:
 
 
 class PlanSource:
-    """Finds the plan for an arrival: in the store, else by a search where the mode says so.
+    """Finds the plan for a call in the store, or by a search in mode `tune`.
 
     Args:
-        options: what is asked of plans.
+        options: the search options.
         mode: replay, tune or strict.
         store: folder of the plan store; None for the default one.
         background: whether searches run in a thread.
@@ -165,12 +164,12 @@ class PlanSource:
         bundle: bool = False,
     ) -> None:
         self._bundle = bundle
-        # One for all signatures: what cannot be written is kept in it, and said once.
+        # One store for all signatures: it keeps unwritable plans in memory and warns once.
         self._options, self._mode, self._store = options, mode, Store(store)
         self._guard = ChurnGuard()
         self._searches = _Queue("steadytorch-search") if background else None
         self._bundles = _Queue("steadytorch-bundle")
-        # Held by a search and by the making of a bundle: each would disturb what others measure.
+        # Held by searches and bundle builds, which would disturb each other's timing.
         self._alone = Lock()
         self._searched_at = 0.0
         self._found: dict[Any, Resolution] = {}
@@ -217,7 +216,7 @@ class PlanSource:
     def _tuned(self, session: Session) -> Resolution:
         key = session.key.digest
         found = self._found.pop(key, None)
-        if found is not None:  # by a search in the background that has ended
+        if found is not None:  # a background search has ended
             return found
         if self._guard.observe(key) is not None:
             return Resolution(
@@ -228,7 +227,7 @@ class PlanSource:
             )
         if self._searches is None:
             return self._searched_now(session)
-        # The caller may write to its inputs while the search is on.
+        # The caller may write to its inputs during the search.
         session.workload = _with_own_inputs(session.workload)
 
         def search() -> None:
@@ -258,7 +257,7 @@ class PlanSource:
             return Resolution(None, FAILED, f"{type(error).__name__}: {error}")
         self._searched_at = time.monotonic()
         if self._bundle and compiles(plan):
-            # It takes about a minute, beyond the budget; until it is there the plan does without.
+            # Takes about a minute beyond the budget; until then the plan runs without it.
             session.workload = _with_own_inputs(session.workload)
             self._bundles.start(lambda: self._keep_bundle(session, plan))
         served = plan.resolution(self._bundle)
@@ -276,13 +275,13 @@ class PlanSource:
 
 
 class _Described:
-    """What of a key belongs to the model and the machine; finding it takes milliseconds.
+    """Cached parts of a key that depend on the model and the machine; they take milliseconds.
 
     Attributes:
-        device: the model's.
-        facts: of it.
-        fingerprint: of the model.
-        objection: why there can be no plan for it, or None.
+        device: the model's device.
+        facts: facts about the device.
+        fingerprint: fingerprint of the model.
+        objection: why the model cannot have a plan, or None.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -295,7 +294,7 @@ class _Described:
         self.objection = objection(workload)
 
     def is_outdated(self, workload: Workload) -> bool:
-        """Whether the model or its device changed since."""
+        """Whether the model or its device has changed since."""
         return self._device != workload.device or self._weights.changed()
 
 
@@ -308,10 +307,10 @@ def _with_own_inputs(workload: Workload) -> Workload:
 
 
 class _Queue:
-    """One job after another, in a thread that ends when there is none left.
+    """Runs jobs one after another in a thread that ends when the queue is empty.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -321,13 +320,13 @@ class _Queue:
         self._is_running = False
 
     def start(self, job: Callable[[], Any]) -> Event:
-        """Queues a job; the event is set when it is over."""
+        """Queues a job and returns an event that is set when the job has ended."""
         done = Event()
         with self._lock:
             self._waiting.put((job, done))
             if not self._is_running:
                 self._is_running = True
-                # The process may end meanwhile: workers end with it.
+                # A daemon does not delay process exit; worker processes end with their parent.
                 Thread(target=self._run, name=self._name, daemon=True).start()
         return done
 
@@ -340,7 +339,7 @@ class _Queue:
                 job, done = self._waiting.get()
             try:
                 job()
-            except BaseException as error:  # the thread serves those that wait
-                _log.warning("%s ended: %s", self._name, type(error).__name__)
+            except BaseException as error:  # the next jobs must still run
+                _log.warning("a job of %s failed: %s", self._name, type(error).__name__)
             finally:
                 done.set()

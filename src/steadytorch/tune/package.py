@@ -1,9 +1,9 @@
-"""Making a plan's package, in a worker: where `compile` would run, and with what it would get.
+"""Building a plan's package in a worker, in place of the candidate's `compile`.
 
-The package is made at the first call of what the plan compiles, within the whole candidate: under
-its flags, with its conversions before and its recording after. It must agree with what `compile`
-itself gives there, and everything that follows in the call runs on it. Another worker then loads it
-as production would: what crashes a fresh process must not be kept.
+The package is built at the compiled function's first call, inside the whole candidate: its flags
+are set, inputs are converted, and CUDA graphs are recorded afterwards. Its outputs must match those
+of `torch.compile`. The rest of the call then runs on the package. Another worker loads the package
+as production would, so that a package that crashes a fresh process is discarded.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Any
 import msgspec
 import torch
 
+from steadytorch.bench.worker import WorkloadHandler, own_errors
+from steadytorch.compiled.aot_inductor import Package, in_order, make
+from steadytorch.compiled.bundle import MOST_BYTES
+from steadytorch.compiled.model_digest import sources_of
+from steadytorch.compiled.package import Made
+from steadytorch.compiled.prebuilt import Call, Task, supplied
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
-from steadytorch.plan.bundle import MOST_BYTES
-from steadytorch.plan.contents import sources_of
-from steadytorch.plan.package import Made
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.agreement import bound, disagreement, memory_of
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
-from steadytorch.transforms.package import Package, in_order, make
-from steadytorch.transforms.prebuilt import Call, Task, supplied
 from steadytorch.transforms.precision import precision_of
-from steadytorch.trial.worker import WorkloadHandler, own_errors
-from steadytorch.tune.verify import fresh_inputs
+from steadytorch.verification.verify import fresh_inputs
 from steadytorch.workload.signature import signature
 from steadytorch.workload.workload import Workload
 
-NEVER_ASKED = "a training step, and a mode that records CUDA graphs while it runs, can have none"
+NEVER_ASKED = "training steps and modes that record CUDA graphs at run time cannot be packaged"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of making a package.
+    """Result of building a package.
 
     Attributes:
-        made: what is known of it; None if there is none.
-        reason: why there is none.
+        made: metadata of the package; None if there is none.
+        reason: why there is no package.
     """
 
     made: Made | None
@@ -52,17 +52,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class PackagingHandler(WorkloadHandler):
-    """Answers who makes bundles. Methods take and return msgpack types."""
+    """Worker handler that builds and checks packages. Methods take and return msgpack types."""
 
     @own_errors()
     def set_up_packaged(
         self, candidate: list[Any], file: str, tolerance: float | None
     ) -> dict[str, Any]:
-        """Sets the candidate up as `set_up` does, and makes its package; returns an `Outcome`.
+        """Sets the candidate up as `set_up` does and builds its package; returns an `Outcome`.
 
         Args:
             candidate: its transforms.
-            file: where the package is to be.
+            file: where to write the package.
             tolerance: relative L2 error that the user allows; None for the class's default.
         """
         specs = tuple(msgspec.convert(candidate, list[TransformSpec]))
@@ -76,16 +76,16 @@ class PackagingHandler(WorkloadHandler):
     def check_package(
         self, candidate: list[Any], file: str, made: dict[str, Any], tolerance: float | None
     ) -> str:
-        """Sets the candidate up on its package, in this process, which has not compiled it.
+        """Sets the candidate up from its package, in a process that has not compiled it.
 
         Args:
             candidate: its transforms.
             file: the package.
-            made: what is known of it, as a `Made`.
+            made: the package's metadata, a `Made`.
             tolerance: relative L2 error that the user allows; None for the class's default.
 
         Returns:
-            How its answer differs from that of the untouched model; "" where they agree.
+            How its outputs differ from the untouched model's; "" if they agree.
         """
         specs = tuple(msgspec.convert(candidate, list[TransformSpec]))
         taken, workload = msgspec.convert(made, Made).taken, self._workload
@@ -101,7 +101,7 @@ class PackagingHandler(WorkloadHandler):
         return disagreement(found, expected, limit) or ""
 
     def _let_go(self) -> None:
-        """Frees the package: PyTorch has unpacked it, and workers end without tidying up."""
+        """Frees the package, since workers exit without deleting the files PyTorch unpacked."""
         self.close()
         self._context = None
         del self._model, self._step
@@ -109,15 +109,15 @@ class PackagingHandler(WorkloadHandler):
 
 
 class Packager:
-    """A source that compiles, makes a package of the same, and goes on with the package.
+    """A source that compiles, builds a package of the same model, and continues with the package.
 
     Args:
-        file: where it is to be.
+        file: where to write the package.
         precision: class of the candidate.
         tolerance: relative L2 error that the user allows; None for the class's default.
 
     Attributes:
-        outcome: what became of it.
+        outcome: the result; says that no package was requested until the first call.
     """
 
     def __init__(self, file: Path, precision: str, tolerance: float | None) -> None:
@@ -125,7 +125,7 @@ class Packager:
         self.outcome = Outcome(None, NEVER_ASKED)
 
     def __call__(self, task: Task) -> Call:
-        """What runs for a task: until it is called, neither."""
+        """A callable for the task that compiles and builds the package at its first call."""
         chosen: list[Call] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class Packager:
     def _chosen(
         self, task: Task, compiled: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
-        # Compiled first: the compiler's cache is then complete, whatever comes of the package.
+        # Compile first, so that the compiler's cache is complete even if packaging fails.
         compiled(*args, **kwargs)
         try:
             package, made = self._package(task, args, kwargs)
@@ -157,7 +157,7 @@ class Packager:
     ) -> tuple[Package, Made]:
         model, workload = task.workload.model, task.workload
         if (size := _weight_bytes(model)) > MOST_BYTES:
-            raise UnsupportedError(f"its weights take {size} bytes, and one holds {MOST_BYTES}")
+            raise UnsupportedError(f"its weights have {size} bytes, over the limit of {MOST_BYTES}")
         device = Workload(workload.untouched, workload.inputs, workload.kwargs).device
         taken = signature(args, kwargs)
         sources = _looked_at(workload, device, partial(model, *args, **kwargs))
@@ -178,9 +178,9 @@ class Packager:
         for args, kwargs in (given, fresh):
             found, expected = package(*args, **kwargs), compiled(*args, **kwargs)
             if (fault := disagreement(found, expected, limit)) is not None:
-                raise UnsupportedError(f"it does not agree with torch.compile: {fault}")
+                raise UnsupportedError(f"its outputs differ from torch.compile's: {fault}")
             if memory_of(found) & (memory_of((args, kwargs)) | memory_of(first)):
-                raise UnsupportedError("its outputs lie in memory that others write to")
+                raise UnsupportedError("its outputs share memory with inputs or earlier outputs")
 
 
 def _weight_bytes(model: Any) -> int:
@@ -189,10 +189,10 @@ def _weight_bytes(model: Any) -> int:
 
 
 def _looked_at(workload: Workload, device: torch.device, call: Callable[[], Any]) -> dict[str, str]:
-    """The sources of what a call runs.
+    """The source files of the code that a call runs.
 
     Raises:
-        UnsupportedError: it leaves something behind, which compiled code would not.
+        UnsupportedError: the call changes state or draws random numbers; a package would not.
     """
     models = (workload.untouched, workload.model)
     modules = [model for model in models if isinstance(model, torch.nn.Module)]
@@ -211,7 +211,7 @@ def _unfit() -> Call:
 
 @contextmanager
 def _cache_beside(file: Path) -> Iterator[None]:
-    """Has the compiler keep its files apart: those of a package would make the bundle larger."""
+    """Moves the compiler's cache beside the package, so that its files do not enter the bundle."""
     before = os.environ.get(_CACHE)
     os.environ[_CACHE] = f"{file}.cache"
     try:

@@ -1,4 +1,4 @@
-"""Bringing candidates to the point where they can be timed: started, loaded, applied, verified."""
+"""Preparing candidates for timing: start a worker, load, apply the transforms, verify."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from steadytorch.explain.finding import Finding
+from steadytorch.findings.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.moves import compiles, describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
-from steadytorch.tune.verdict import Reference, decide
 from steadytorch.tune.worker import Character, Explained
+from steadytorch.verification.verdict import Reference, decide
 
 EXPLAIN_S = 2.0
-"""For the steps that are profiled before the search; three are taken however long they last."""
+"""Seconds for profiling before the search; at least three steps are taken."""
 EXPLAIN_DEADLINE_S = 60.0
 
 
 class Watcher(Protocol):
-    """Is told how the search goes; see `report.progress`."""
+    """Receives the progress of a search; see `report.progress`."""
 
     def phase(self, message: str) -> None:
         """A new phase began."""
         ...
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """A candidate changed its state: set-up, verified, rejected, failed."""
+        """A candidate changed state: set-up, verified, rejected or failed."""
         ...
 
     def timed(self, label: str, median_ns: float) -> None:
-        """A candidate was screened; its median so far."""
+        """A candidate was screened, with this median so far."""
         ...
 
     def tick(self) -> None:
-        """Time went by; draw if need be. Never called while a block is timed."""
+        """Called regularly so that the display can be redrawn, but never during a timed block."""
         ...
 
 
@@ -66,13 +66,12 @@ class Preparation:
     Args:
         launch: starts worker processes.
         device: where they run, as a torch device string.
-        ambient: the caller's process-wide settings, which the workers take over.
-        options: what the user asks.
-        watcher: is told how it goes.
-        early: how many processes to start before a candidate needs them: while the untouched
-            workload is set up, and on a GPU's host at the beginning of a round that compiles. They
-            import their modules meanwhile, and load nothing. Where there are any, cores are not
-            short.
+        ambient: the caller's process-wide settings, which the workers adopt.
+        options: the user's options.
+        watcher: receives progress.
+        early: number of processes to start before a candidate needs them, so that they import
+            their modules ahead. They start while the untouched workload is set up, and on a GPU
+            host also at the start of a round that compiles. 0 on machines with few cores.
 
     Attributes:
         device: as given.
@@ -91,28 +90,28 @@ class Preparation:
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
-        # On a CPU whatever runs beside takes the cores of what is timed.
+        # On a CPU, background work takes cores from the timed workload.
         self._beside = early > 0 and torch.device(device).type != "cpu"
         self._for_reference: Worker | None = None
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
         self.character: Character | None = None
         self.findings: tuple[Finding, ...] = ()
-        """What a few profiled steps of the untouched workload suggest to try."""
+        """Findings from a few profiled steps of the untouched workload."""
         self.retry: list[Candidate] = []
-        """Candidates that ran out of memory beside others and are owed a trial on their own."""
+        """Candidates that ran out of memory beside others and will be retried alone."""
         self.under_way: list[LiveTrial] = []
-        """Trials that were begun and that no `prepare` has returned yet."""
+        """Trials that have begun but that `prepare` has not returned yet."""
         self._waiting: list[tuple[Candidate, float]] = []
         self._slots = 1
 
     def start(self) -> Worker:
-        """Starts the first processes: they import modules while the caller sees to other things.
+        """Starts the first processes, which import their modules in the background.
 
-        `baseline` calls it as well; those that are alive are left as they are.
+        `baseline` calls this too; processes that are alive are kept.
 
         Returns:
-            The one that makes the reference.
+            The worker that will make the reference.
         """
         if self._for_reference is None or not self._for_reference.alive:
             self._for_reference = self._started("reference")
@@ -120,10 +119,10 @@ class Preparation:
         return self._for_reference
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
-        """Sets up the untouched workload, and in a process of its own the reference for all others.
+        """Sets up the untouched workload and, in another process, the reference.
 
         Raises:
-            WorkerFault: the workload itself fails, or time ran out.
+            WorkerFault: the untouched workload fails, or time ran out.
         """
         reference, trial, left_s = self.start(), self._new_trial(()), remaining()
         worker = trial.worker
@@ -135,7 +134,7 @@ class Preparation:
         trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
         if (over := self._over_memory(trial)) is not None:
             trial.reason = f"the untouched workload itself {over}"
-            self._watcher.phase(f"{trial.reason}: a candidate has to take less")
+            self._watcher.phase(f"{trial.reason}: looking for candidates below the cap")
         trial.stage = "timing"
         if made_in_s is None:
             made_in_s = self._ask_for_reference(reference, remaining)
@@ -150,52 +149,50 @@ class Preparation:
         return trial
 
     def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
-        """Sends the request; returns the seconds that its answer may take."""
+        """Sends the request; returns the timeout of its answer in seconds."""
         left_s = remaining()
         worker.send("reference", seed=self._options.seed)
         return left_s
 
     def _explained(self, worker: Worker, deadline_s: float) -> Explained:
-        """What profiled steps show; nothing where the workload cannot be profiled.
+        """Findings from profiled steps; empty if the workload cannot be profiled.
 
-        In the process of the reference: one that was profiled is not timed any more.
+        Runs in the reference's process, because a profiled process must not be timed.
         """
         try:
             found = worker.call("explained", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
         except WorkerFault as fault:
-            self._watcher.phase(
-                f"profiling failed ({fault.reason}): no findings, and no operations counted"
-            )
+            self._watcher.phase(f"profiling failed ({fault.reason}): continuing without findings")
             return Explained((), None)
         return msgspec.convert(found, Explained)
 
     @property
     def begun(self) -> tuple[Candidate, ...]:
-        """What was begun and not returned by `prepare` yet, those that wait for a slot included."""
+        """Candidates begun but not returned by `prepare`, including those waiting for a slot."""
         started = (trial.candidate for trial in self.under_way)
         return (*started, *(candidate for candidate, _ in self._waiting))
 
     @property
     def ready(self) -> list[LiveTrial]:
-        """Those of the begun that are verified and wait to be timed."""
+        """Trials under way that are verified and wait to be timed."""
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
 
     def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
-        """Puts candidates on their way; `meanwhile` and `prepare` take them further.
+        """Queues candidates for set-up; `meanwhile` and `prepare` advance them.
 
         Args:
-            candidates: what to set up.
+            candidates: candidates to set up.
             slots: how many may be under way at once.
-            deadline_s: seconds that any single stage of these may take.
+            deadline_s: timeout in seconds for each stage of these candidates.
         """
         self._slots = slots
         self._waiting.extend((candidate, deadline_s) for candidate in candidates)
 
     def meanwhile(self, worker: Worker, deadline_s: float) -> Any:
-        """The answer that another worker owes; until it comes, what was begun is taken further.
+        """Waits for another worker's answer and advances begun candidates until it arrives.
 
         Raises:
-            WorkerFault: as `Worker.receive`, of that worker.
+            WorkerFault: see `Worker.receive`, for that worker.
         """
         while not (worker.ready() or worker.overdue(deadline_s)):
             self._tend([worker], others=1)
@@ -212,19 +209,20 @@ class Preparation:
         """Sets candidates up side by side and verifies each against the reference.
 
         Args:
-            candidates: what to set up, beside what was begun before.
-            slots: how many may be under way at once; one alone if a candidate is on its second try.
-            deadline_s: seconds that any single stage may take.
-            others: workers that stay alive meanwhile and take memory.
-            is_late: whether there is no time left for those that are not set up yet.
+            candidates: candidates to set up, in addition to those already begun.
+            slots: how many may be under way at once; ignored if one of them is a retry, which
+                runs alone.
+            deadline_s: timeout in seconds for each stage.
+            others: number of other workers that stay alive and take memory.
+            is_late: whether the time for unfinished candidates has run out.
 
         Returns:
-            A trial per candidate: verified and waiting, or rejected with its reason.
+            A trial per candidate: verified and waiting, or rejected with a reason.
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
         if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
-            self._refill(self._early)  # they are up long before the compiler is through
+            self._refill(self._early)  # ready long before the compiler finishes
         while self._waiting or self._unfinished():
             self._tend([], others)
             if is_late():
@@ -233,17 +231,17 @@ class Preparation:
         return done
 
     def _give_up(self) -> None:
-        """Rejects what is under way, and forgets what waits."""
+        """Rejects unfinished trials and drops waiting candidates."""
         self._waiting.clear()
         for trial in self._unfinished():
-            trial.reject(f"{trial.stage}: there was no time left for it")
+            trial.reject(f"{trial.stage}: budget exhausted")
             self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
 
     def _unfinished(self) -> list[LiveTrial]:
         return [t for t in self.under_way if t.status == "ok" and t.stage != "timing"]
 
     def _tend(self, also: Sequence[Worker], others: int) -> None:
-        """Starts what there is room for, and takes the answers that are there after a moment."""
+        """Starts waiting candidates while slots are free, waits briefly and handles answers."""
         self._begin_waiting()
         live = self._unfinished()
         wait_any([*(trial.worker for trial in live), *also], 0.25)
@@ -253,7 +251,7 @@ class Preparation:
                 self._advance(trial, crowded=others + len(self._unfinished()) > 1)
 
     def _begin_waiting(self) -> list[LiveTrial]:
-        """Starts those that wait, as far as there is room; returns them."""
+        """Starts waiting candidates while slots are free; returns their trials."""
         room = max(0, self._slots - len(self._unfinished()))
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
         begun = [self._new_trial(*each) for each in taken]
@@ -263,12 +261,12 @@ class Preparation:
         return begun
 
     def _refill(self, count: int) -> None:
-        """Sees to it that so many processes wait for a candidate."""
+        """Starts processes until `count` of them are idle."""
         self._idle = [worker for worker in self._idle if worker.alive]
         self._idle += [self._started() for _ in range(count - len(self._idle))]
 
     def kill_all(self) -> None:
-        """Ends every process ever started here."""
+        """Kills every process started here."""
         for worker in self._workers:
             worker.kill()
 
@@ -284,7 +282,7 @@ class Preparation:
         return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
 
     def _advance(self, trial: LiveTrial, crowded: bool) -> None:
-        """Takes the answer of a trial's worker and asks for its next stage."""
+        """Handles an answer of a trial's worker and starts the next stage."""
         try:
             reply = trial.worker.receive(trial.deadline_s)
             if trial.stage == "starting":

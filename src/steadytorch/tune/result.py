@@ -1,4 +1,4 @@
-"""What tuning found, as frozen data: every trial, the winner and what it costs."""
+"""The result of tuning as frozen data: all trials, the winner and its cost."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from steadytorch.plan.record import (
 )
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.tune import Searched, Timing
-from steadytorch.tune.verdict import Reference
+from steadytorch.verification.verdict import Reference
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a search, complete or cut short.
+    """The outcome of a search, complete or interrupted.
 
     Attributes:
         baseline: the untouched workload in the last round, all samples kept.
-        winner: the chosen candidate in that same round; None if the search was cut short.
+        winner: the chosen candidate in the same round; None if the search was interrupted.
         chosen: the winner's transforms.
         regime: what bounds the untouched workload.
-        candidates: every trial, in the order tried.
-        not_applicable: transform to the reason why it was not tried.
-        not_tried: candidate to the reason why it was not tried.
-        speedup: None if the search was cut short.
+        candidates: all trials, in the order tried.
+        not_applicable: reason why a transform does not apply, by transform.
+        not_tried: reason why a candidate was not tried, by candidate.
+        speedup: None if the search was interrupted.
         break_even_calls: calls after which the set-up time is paid back; None if it never is.
         reference: precision of the verification reference, with notes.
         seconds: wall-clock time of the search.
@@ -53,13 +53,13 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
 
     def evidence(self) -> Evidence:
-        """The result as a plan keeps it: without samples.
+        """The result as stored in a plan, without samples.
 
         Raises:
-            ValueError: the search was cut short.
+            ValueError: the search was interrupted.
         """
         if self.baseline is None or self.winner is None or self.speedup is None:
-            raise ValueError("a search that was cut short is no evidence")
+            raise ValueError("an interrupted search cannot serve as evidence")
         return Evidence(
             baseline=_timing(self.baseline),
             winner=_timing(self.winner),
@@ -102,7 +102,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def speedup_of(judgement: Judgement) -> Speedup:
-    """Turns an effect on time into a ratio of times; the interval's ends change places."""
+    """Converts an effect on time into a ratio of times, which swaps the interval's ends."""
 
     def ratio(effect: float | None) -> float | None:
         return None if effect is None else 1.0 / (1.0 + effect)
@@ -120,16 +120,16 @@ def speedup_of(judgement: Judgement) -> Speedup:
 
 
 def untouched_speedup(pairs: int) -> Speedup:
-    """Where the plan is to leave the workload untouched: it is as fast as itself.
+    """The speedup of 1.0 of a plan that leaves the workload untouched.
 
     Args:
-        pairs: how many did not show any candidate to be faster.
+        pairs: number of pairs that did not show a candidate to be faster.
     """
     return Speedup(1.0, None, None, "process", "untouched", pairs)
 
 
 def reference_text(reference: Reference | None) -> str:
-    """The precision of the reference, and why it is not float64 where it is not."""
+    """The precision of the reference, with its note if there is one."""
     if reference is None:
         return "none"
     return f"{reference.precision}; {reference.note}" if reference.note else reference.precision
@@ -138,7 +138,7 @@ def reference_text(reference: Reference | None) -> str:
 def break_even_calls(
     gain_ns: float, setup_s: float | None, baseline_setup_s: float | None
 ) -> int | None:
-    """Calls after which a longer set-up is paid back; None if nothing is gained, or not known."""
+    """Calls after which a longer set-up is paid back; None without a gain or if unknown."""
     if gain_ns <= 0 or setup_s is None or baseline_setup_s is None:
         return None
     return max(0, round((setup_s - baseline_setup_s) / (gain_ns * 1e-9)))

@@ -1,7 +1,8 @@
-"""A stored plan against the untouched workload again: right, and not slower, in this environment.
+"""Checking that a stored plan is still correct and not slower here.
 
-Each round starts fresh worker processes, verifies on other random inputs, and times both block by
-block in random order. The claim rests on the rounds: processes of one program differ by percents.
+Each round starts fresh worker processes, verifies on new random inputs, and times the plan and the
+untouched workload block by block in random order. The claim is made over rounds, because processes
+of the same program differ by several percent.
 """
 
 from __future__ import annotations
@@ -16,45 +17,45 @@ import numpy as np
 import psutil
 
 from steadytorch import transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
-from steadytorch.plan.exchange import misfit
 from steadytorch.plan.fingerprint import differing_fields, told
-from steadytorch.plan.plan import Plan
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Leaf
+from steadytorch.serve.exchange import misfit
+from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
-from steadytorch.tune.verify import INPUT_SETS
+from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload import bundled
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
 
 PROCESSES = 5
-"""Rounds by default; from three on there is an interval, and five make it useful."""
+"""Default number of rounds. Three are needed for an interval; five make it useful."""
 STAGE_S = 600.0
-"""Seconds that loading, set-up or verification may take: more than the slowest compiler mode."""
+"""Timeout in seconds for loading, set-up or verification; above the slowest compiler mode."""
 
 
 class Reverified(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is worth here and now.
+    """Result of checking a plan.
 
     Attributes:
         plan: the plan.
-        error: relative L2 error, the worst over rounds; None where there was nothing to compare.
-        failed: why it may not be used any more, None if it may.
-        claim: its effect on time, as a fraction of the untouched workload's; None where it was not
-            timed. Too few rounds support no interval.
-        baseline_ns: median of the untouched workload's blocks; None where none were timed.
-        plan_ns: that of the plan's.
+        error: worst relative L2 error over the rounds; None if no outputs could be compared.
+        failed: why the plan must not be used; None if it passed.
+        claim: effect on time as a fraction of the untouched workload's; None if it was not timed.
+            It has no interval with fewer than three rounds.
+        baseline_ns: median block time of the untouched workload; None if it was not timed.
+        plan_ns: median block time of the plan; None if it was not timed.
     """
 
     plan: Plan
@@ -66,16 +67,16 @@ class Reverified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rebuilt(plan: Plan) -> Workload:
-    """The workload of a plan that was tuned for a bundled architecture, on the CPU.
+    """Rebuilds the workload of a plan that was tuned for a bundled architecture, on the CPU.
 
-    A name in a plan is data: nothing else that it may name is imported or run.
+    Only bundled names are resolved, since the name in a plan is untrusted data.
 
     Raises:
-        UsageError: it names no bundled architecture, or inputs that cannot be made.
+        UsageError: the plan's name is not bundled, or its inputs cannot be created.
     """
     if plan.name not in bundled.names():
         raise UsageError(
-            f"plan {plan.id} was tuned for {plan.name}, and holds no model: name its workload with "
+            f"plan {plan.id} was tuned for {plan.name}, which is not a bundled model: pass it with "
             "--workload, and the options it was tuned with"
         )
     inputs = [_as_typed(leaf) for leaf in plan.signature.leaves]
@@ -95,24 +96,24 @@ def reverify(
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Reverified:
-    """Verifies a plan's numerics anew, and times it against the untouched workload.
+    """Verifies a plan's numerics again and times it against the untouched workload.
 
-    It fails where a candidate would be rejected in a search, or where it is slower by more than
-    `measure.race.TIE` with 99 % confidence. Nothing is stored or removed.
+    The plan fails if a search would reject it, or if it is slower by more than `measure.race.TIE`
+    with 99 % confidence. Nothing is stored or removed.
 
     Args:
-        plan: what to look at.
-        workload: what it was tuned for, or its `(model, inputs)`; not run in this process,
-            and not changed.
-        device: where to run; None for the kind of device that it is keyed by.
+        plan: the plan to check.
+        workload: the workload it was tuned for, or its `(model, inputs)`; neither run in this
+            process nor changed.
+        device: where to run; None for the device type in the plan's key.
         processes: rounds, each in fresh processes; three or more support a claim about time.
-        seed: of inputs and of the order of blocks.
-        progress: is told what is going on.
+        seed: seed of the inputs and the block order.
+        progress: called with progress messages.
 
     Raises:
         UnsupportedError: the plan is for another machine or other software.
-        UsageError: it is for another workload, or the workload itself fails.
-        KeyboardInterrupt: interrupted; workers are gone.
+        UsageError: the plan is for another workload, or the untouched workload fails.
+        KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
     if processes < 1:
         raise UsageError(f"cannot verify in {processes} processes: give 1 or more")
@@ -130,7 +131,7 @@ def reverify(
         launch = WorkerLauncher(directory, int(0.8 * psutil.virtual_memory().available), {})
 
         def prepared(number: int) -> Preparation:
-            progress(f"processes {number + 1} of {processes}")
+            progress(f"round {number + 1} of {processes}")
             seeded = msgspec.structs.replace(options, seed=seed + number * INPUT_SETS)
             return Preparation(launch, target, transforms.ambient(), seeded, Silent())
 
@@ -138,10 +139,10 @@ def reverify(
 
 
 def _options_of(plan: Plan, seed: int) -> Options:
-    """What was asked of the search that made the plan.
+    """The options of the search that made the plan, from its key.
 
     Raises:
-        UsageError: no search can be asked for that.
+        UsageError: the key holds invalid options.
     """
     key = plan.key
     return Options(
@@ -154,24 +155,24 @@ def _options_of(plan: Plan, seed: int) -> Options:
 
 
 def _no_candidate(plan: Plan, workload: Workload) -> str | None:
-    """Why no search could have chosen this, or None: a plan may have been written by anyone."""
+    """Why no search could have chosen the plan's candidate, or None; plans are untrusted."""
     try:
         reason = transforms.conflict(plan.candidate, workload)
         precision = precision_of(plan.candidate)
     except UsageError as error:
         return str(error)
     if reason is None and precision not in ALLOWED[plan.key.precision]:
-        return f"it computes in {precision}, and is kept as one that keeps to {plan.key.precision}"
+        return f"it computes in {precision}, but its key allows only {plan.key.precision}"
     return reason
 
 
 class _Round(NamedTuple):
-    """What one set of fresh processes gave.
+    """Result of one round in fresh processes.
 
     Attributes:
-        error: relative L2 error; None where there was nothing to compare.
-        failed: why the plan may not be used; None if it may.
-        effect: on time, as a fraction; None where it was not timed.
+        error: relative L2 error; None if no outputs could be compared.
+        failed: why the plan must not be used; None if it passed.
+        effect: effect on time as a fraction; None if it was not timed.
         pairs: block times of the untouched workload and of the plan, in ns.
     """
 
@@ -184,16 +185,16 @@ class _Round(NamedTuple):
 def in_rounds(
     plan: Plan, prepared: Callable[[int], Preparation], processes: int, options: Options
 ) -> Reverified:
-    """Rounds until one fails, or all are done.
+    """Runs rounds until one fails or all are done.
 
     Args:
-        plan: what to look at.
-        prepared: starts the processes of a round, by its number.
-        processes: how many rounds.
-        options: what is asked of the plan.
+        plan: the plan to check.
+        prepared: starts the processes of a round, given its number.
+        processes: number of rounds.
+        options: the options that the plan was tuned with.
 
     Raises:
-        UsageError: the workload itself fails.
+        UsageError: the untouched workload fails.
     """
     rng, done = Random(options.seed), list[_Round]()
     while len(done) < processes and not (done and done[-1].failed):
@@ -218,7 +219,7 @@ def in_rounds(
 def _too_slow(claim: MachineClaim | None) -> str | None:
     if claim is None or claim.low is None or claim.low <= TIE:
         return None
-    return f"it is slower than the untouched workload by {claim.low:.1%} at the least"
+    return f"it is at least {claim.low:.1%} slower than the untouched workload"
 
 
 def _round(preparation: Preparation, candidate: Candidate, options: Options, rng: Random) -> _Round:
@@ -251,4 +252,4 @@ def _round(preparation: Preparation, candidate: Candidate, options: Options, rng
 
 
 def _workload_fails(fault: WorkerFault) -> UsageError:
-    return UsageError(f"the workload itself fails, without any plan: {fault.reason}")
+    return UsageError(f"the untouched workload fails: {fault.reason}")

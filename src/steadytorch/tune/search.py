@@ -1,8 +1,8 @@
 """The search: baseline, rounds of candidates, a final race, and a fresh confirmation.
 
-Set-ups of a round overlap; timing of candidates never does: while one worker is timed, the others
-wait. Only engines of cuDNN are chosen while others are set up; what comes of that is timed like any
-other candidate. The figure reported for the winner comes from pairs taken after it was chosen.
+Set-ups within a round overlap. Timing never does: while one worker is timed, the others wait. cuDNN
+engines are the exception: choosing them overlaps with set-ups, and the result is timed like any
+other candidate. The reported speedup comes from pairs taken after the winner was chosen.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from steadytorch.workload.workload import Workload
 ENGINES = "cudnn_engines"
 ENGINES_S = 40.0
 ENGINES_SHARE = 0.3
-"""For choosing them: seconds at the most, and of the time there is to explore."""
+"""Limits for choosing engines: in seconds, and as a share of the exploration time."""
 COMPILING = 4
-"""Candidates of one round that need a compiler, at the most: they share the cores."""
+"""Maximum number of compiled candidates per round, because they share the cores."""
 STEM_S = 10.0
-"""Seconds for choosing how a fused stem is cut up."""
+"""Seconds for choosing the configuration of a fused stem."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
@@ -53,18 +53,18 @@ class Search:
     """One search over candidates for one workload.
 
     Args:
-        workload: what is tuned; never run here.
+        workload: the workload to tune; never run here.
         preparation: starts and verifies candidates.
-        available: every transform variant that applies.
-        not_applicable: the others, name to reason.
-        options: what the user asks.
-        watcher: is told how it goes.
+        available: all transform variants that apply.
+        not_applicable: reason why a variant does not apply, by name.
+        options: the user's options.
+        watcher: receives progress.
         slots: how many set-ups may overlap.
-        choose_engines: given a prefix and seconds, the engines of cuDNN for the workload's
-            convolutions, as the parameter of `cudnn_engines`; asked only where that applies.
-        choose_stem: likewise the configuration of a fused stem, as that of `fused_kernels`.
-        now: seconds on a monotonic clock.
-        began: when its time began, on that clock; None for now.
+        choose_engines: maps prefix transforms and seconds to the parameter of `cudnn_engines`;
+            called only if that transform applies.
+        choose_stem: maps prefix transforms and seconds to the `config` of `fused_kernels`.
+        now: returns seconds on a monotonic clock.
+        began: start of the budget on that clock; None for now.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Search:
         self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
 
     def run(self) -> TuneResult:
-        """Searches until there is nothing left to try or the budget ends.
+        """Searches until all candidates are tried or the budget is exhausted.
 
         Raises:
-            UsageError: the untouched workload itself fails, or the budget cannot even measure it.
+            UsageError: the untouched workload fails, or the budget is too small to measure it.
         """
         interrupted = False
         try:
@@ -112,7 +112,7 @@ class Search:
     # -- phases ---------------------------------------------------------------------------------
 
     def _measure_baseline(self) -> None:
-        self._watcher.phase("the untouched workload")
+        self._watcher.phase("measuring the untouched workload")
         try:
             baseline = self._preparation.baseline(self._budget.remaining)
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
@@ -129,7 +129,7 @@ class Search:
         self._available = self._with_engines(lambda available: Moves(available, *given))
         moves = Moves(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
-        self._watcher.phase(f"{character.regime}{named}: known-strong combinations")
+        self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
         seeds, late = moves.seeds(), moves.late()
         while (taken := self._affordable(seeds)) or self._preparation.begun:
             # Fill spare slots with neighbours of the leader.
@@ -138,19 +138,19 @@ class Search:
         if refined := self._refined():
             self._round(refined)
         if beyond := self._affordable(moves.beyond(self._field.leader().candidate)):
-            self._watcher.phase("what other precisions would bring")
+            self._watcher.phase("timing lower precisions for comparison")
             self._round(beyond)
         while taken := self._affordable([*self._neighbours(moves), *late]):
-            self._watcher.phase(f"variations of {describe(self._field.leader().candidate)}")
+            self._watcher.phase(f"trying variations of {describe(self._field.leader().candidate)}")
             self._round(taken)
         for candidate in [*seeds, *self._neighbours(moves), *late]:
             if not self._field.known(candidate):
-                self._not_tried[describe(candidate)] = "the budget ended"
+                self._not_tried[describe(candidate)] = "budget exhausted"
 
     def _with_engines(self, moves: Callable[..., Moves]) -> tuple[TransformSpec, ...]:
-        """The variants that apply, with an engine of cuDNN chosen for each convolution.
+        """The available variants, with a cuDNN engine chosen for each convolution.
 
-        Meanwhile what takes longest to set up, and needs no engines, is compiled.
+        Candidates that compile and need no engines are set up meanwhile.
         """
         choose = self._choose_engines
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
@@ -163,7 +163,7 @@ class Search:
         precision, training = self._options.precision, self._workload.is_training
         prefix = engine_prefix(self._available, precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
-        self._watcher.phase("choosing an engine of cuDNN for each convolution")
+        self._watcher.phase("choosing a cuDNN engine for each convolution")
         try:
             chosen = TransformSpec(ENGINES, (("choices", choose(prefix, seconds)),))
         except WorkerFault as fault:
@@ -172,18 +172,18 @@ class Search:
         return (*others, chosen)
 
     def _refined(self) -> list[Candidate]:
-        """The leader with its fused stem cut up in the way that is fastest here, if that is new."""
+        """The leader with the fastest configuration of its fused stem, unless it has it already."""
         leader = self._field.leader().candidate
         needed_s = STEM_S + self._budget.expected_setup_s(leader, self._field.trials)
         stem = stem_of(leader)
         if self._choose_stem is None or stem is None or self._budget.left_to_explore() < needed_s:
             return []
-        self._watcher.phase("choosing how the stem is cut up")
+        self._watcher.phase("tuning the fused stem")
         prefix = [*engine_prefix(self._available, self._options.precision), stem]
         try:
             config = self._choose_stem(transforms.order(prefix), STEM_S)
         except WorkerFault as fault:
-            self._watcher.phase(f"the stem stays as it is: {fault.reason}")
+            self._watcher.phase(f"keeping the default stem configuration: {fault.reason}")
             return []
         return [recut(leader, config)] if config else []
 
@@ -203,14 +203,14 @@ class Search:
             peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
             if result.times[0]:
                 chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
-            else:  # no time for a single round: the leader of the screening goes to confirmation
+            else:  # no time for a single round: confirm the leader of the screening
                 chosen = arms[1]
         self._confirm(chosen)
 
     def _confirm(self, chosen: LiveTrial) -> None:
-        """Fresh pairs of baseline and winner; the untouched workload stays unless beaten.
+        """Times fresh pairs of baseline and winner; keeps the baseline unless the winner is faster.
 
-        A winner that dies meanwhile is rejected, and the choice is made anew among the others.
+        A winner that dies is rejected, and another one is chosen.
         """
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
         marks = {id(t): len(t.blocks) for t in (self._field.baseline, chosen)}
@@ -245,7 +245,7 @@ class Search:
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
-        """Takes samples until p99, or an interval at least, may be claimed at little cost."""
+        """Takes more samples for a p99, or at least an interval, if that is cheap."""
         both = (self._field.baseline, chosen)
         taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
         for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
@@ -262,7 +262,7 @@ class Search:
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
-        """Sets the candidates up side by side, then screens them one at a time."""
+        """Sets candidates up side by side, then screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._field.trials)
         others = len(self._field.alive())
         slots, is_late = self._slots, self._is_late
@@ -271,12 +271,12 @@ class Search:
         self._field.screen([trial for trial in fresh if trial.ok])
 
     def _is_late(self) -> bool:
-        """Whether screening those that are ready takes all the time that is left."""
+        """Whether screening the ready trials takes all the time left."""
         needed_s = self._field.screening_s(self._preparation.ready)
         return self._budget.left_to_explore() < needed_s
 
     def _neighbours(self, moves: Moves) -> list[Candidate]:
-        """Variations of the two leaders, and whatever is owed a second try."""
+        """Retries and variations of the two leaders."""
         return [*self._preparation.retry, *self._variations(moves)]
 
     def _variations(self, moves: Moves) -> list[Candidate]:
@@ -284,7 +284,7 @@ class Search:
         return [c for leader in leaders for c in moves.neighbours(leader.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
-        """The first few untried ones whose expected set-up fits beside the reserve."""
+        """The first untried candidates, one per slot, whose set-up fits into the time left."""
         left_s, retry = self._budget.left_to_explore(), self._preparation.retry
         begun, taken = self._preparation.begun, []
         room = COMPILING - sum(map(compiles, begun))
@@ -303,9 +303,9 @@ class Search:
         if fault.fault is Fault.DEADLINE:
             return UsageError(
                 f"a budget of {self._options.budget_s:.0f} s is too small: it ended before the "
-                "untouched workload was measured; give a larger --budget"
+                "untouched workload was measured; raise --budget"
             )
-        return UsageError(f"the workload itself fails before anything is changed: {fault.reason}")
+        return UsageError(f"the untouched workload fails: {fault.reason}")
 
     def _measured(self, trial: LiveTrial, marks: dict[int, int]) -> Measurement:
         return trial.measured(self._options.metric, marks[id(trial)])
@@ -341,7 +341,7 @@ class Search:
 
     def _frozen(self, trial: LiveTrial) -> Trial:
         if trial.status == "ok" and not trial.blocks:
-            trial.status, trial.reason = "skipped", "stopped before it was timed"
+            trial.status, trial.reason = "skipped", "search ended before it was timed"
         if trial.status == "ok" and not self._field.allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"
         return trial.frozen(self._field.allowed(trial))

@@ -1,4 +1,4 @@
-"""Choosing among candidates: constraints first, then time, then simplicity. No weighted scores."""
+"""Choosing among candidates: by constraints, then time, then simplicity."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from steadytorch.bench.ramp import ramp
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import PRECISIONS
-from steadytorch.trial.ramp import ramp
 from steadytorch.tune.moves import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
 P99_BLOCK = 69
-"""Iterations per block for the objective p99: 0.99^69 = 0.5, so that the median over blocks of the
-largest sample in a block is the 99th percentile."""
+"""Iterations per block for the objective p99. Since 0.99^69 = 0.5, the median of the blocks'
+largest samples is the 99th percentile."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asks of a search.
+    """The user's options for a search.
 
     Attributes:
-        objective: `latency` (call to finished result), `throughput` (period with the queue filled)
-            or `p99` (of the latency).
-        precision: how far numerics may move: same, tf32, bf16 or fp16.
+        objective: `latency` (call to finished result), `throughput` (period with a full queue) or
+            `p99` (99th percentile of the latency).
+        precision: lowest precision class allowed: same, tf32, bf16 or fp16.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget_s: wall-clock seconds for the search.
-        max_memory_bytes: peak memory a plan may take; None for no cap.
-        seed: of verification inputs and of the order of blocks.
+        max_memory_bytes: cap on a plan's peak memory; None for no cap.
+        seed: seed of the verification inputs and the block order.
     """
 
     objective: str = "latency"
@@ -58,16 +58,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metric(self) -> str:
-        """What is timed: `period` for throughput, else `latency`."""
+        """The metric to time: `period` for throughput, else `latency`."""
         return "period" if self.objective == "throughput" else "latency"
 
 
 class BlockShape(msgspec.Struct, frozen=True):
-    """How one block is taken.
+    """The size of one timed block.
 
     Attributes:
         count: iterations kept.
-        iteration_ns: expected time of one, for deadlines and budgets.
+        iteration_ns: expected time of one iteration, for deadlines and budgets.
     """
 
     count: int
@@ -75,12 +75,12 @@ class BlockShape(msgspec.Struct, frozen=True):
 
     @property
     def expected_s(self) -> float:
-        """Seconds one block should take, the discarded iterations included."""
+        """Expected seconds of one block, discarded iterations included."""
         return (self.count + ramp(self.iteration_ns)) * self.iteration_ns * 1e-9
 
 
 def block_shape(options: Options, iteration_ns: float) -> BlockShape:
-    """Small blocks beat large ones: 5 to 10 iterations, 3 where one takes long."""
+    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 69 for p99."""
     if options.objective == "p99":
         return BlockShape(P99_BLOCK, iteration_ns)
     if iteration_ns >= 150e6:
@@ -89,17 +89,17 @@ def block_shape(options: Options, iteration_ns: float) -> BlockShape:
 
 
 def block_deadline_s(shape: BlockShape) -> float:
-    """Seconds after which a worker that is timing one block is taken to hang."""
+    """Timeout in seconds for timing one block."""
     return 30.0 + 20.0 * shape.expected_s
 
 
 def block_statistic(options: Options, times: Sequence[int]) -> float:
-    """The one number that a block contributes: its median, or its largest sample for p99."""
+    """The statistic of a block: its median, or its largest sample for p99."""
     return float(max(times)) if options.objective == "p99" else float(np.median(times))
 
 
 def over_memory(peak_memory_bytes: int, options: Options) -> str | None:
-    """Why a candidate breaks the memory constraint, or None."""
+    """Why a candidate exceeds the memory cap, or None."""
     cap = options.max_memory_bytes
     if cap is None or peak_memory_bytes <= cap:
         return None
@@ -109,16 +109,16 @@ def over_memory(peak_memory_bytes: int, options: Options) -> str | None:
 def choose(
     result: RaceResult, candidates: Sequence[Candidate], peaks: Sequence[int], tie: float = TIE
 ) -> int:
-    """The simplest of the survivors that lie within the tie band of the fastest.
+    """Chooses the simplest survivor within the tie band of the fastest.
 
-    Simplest is fewest transforms, then least memory, then name: that is what makes the choice the
-    same on every run.
+    Simplest means fewest transforms, then least memory, then name, so that equal candidates are
+    chosen in the same order on every run.
 
     Args:
-        result: of the final race.
-        candidates: per arm.
-        peaks: peak memory per arm, in bytes.
-        tie: half-width of the band as a fraction.
+        result: result of the final race.
+        candidates: candidate of each arm.
+        peaks: peak memory of each arm in bytes.
+        tie: half-width of the tie band as a fraction.
 
     Returns:
         Index of the chosen arm.

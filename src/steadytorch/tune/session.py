@@ -1,4 +1,4 @@
-"""From a workload to a stored plan: look in the store, else search, then keep what was found."""
+"""From a workload to a stored plan: look it up, or search for it and store it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import psutil
 import torch
 
 from steadytorch import __version__, transforms
+from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
-from steadytorch.plan.plan import Plan
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.signature import Signature
+from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import NotApplicable
-from steadytorch.trial.worker import save_payload
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.prepare import Preparation, Silent, Watcher
@@ -41,28 +41,28 @@ from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
-_FINISH_S = 10.0  # for a compiler of host code that is not through by then
+_FINISH_S = 10.0  # extra seconds for compiling host code after a search
 
 
 class Session:
-    """One tuning of one workload on one device.
+    """Tuning one workload on one device.
 
     Args:
-        workload: what to tune; its model is never run in this process.
-        options: what is asked.
-        device: where to run, as a torch device string or `auto`; None for where the workload is.
-        store: the plan store, or its folder; None for the default one.
-        facts: of the device, where they are known.
-        fingerprint: of the workload, where it is known.
-        signature: of its inputs, where it is known.
+        workload: the workload to tune; its model is never run in this process.
+        options: the user's options.
+        device: where to run, as a torch device string or `auto`; None for the workload's device.
+        store: the plan store or its folder; None for the default one.
+        facts: facts about the device; None to query them.
+        fingerprint: fingerprint of the workload; None to compute it.
+        signature: signature of the inputs; None to compute it.
 
     Attributes:
-        facts: of the device.
-        key: of the plan.
+        facts: facts about the device.
+        key: key of the plan.
 
     Raises:
         UsageError: the workload cannot be tuned.
-        UnsupportedError: the device is not there.
+        UnsupportedError: the device does not exist.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Session:
     ) -> None:
         if options.tolerance is not None and options.precision == "same":
             raise UsageError(
-                f"tolerance {options.tolerance} with precision same: that class is bound by the "
-                "untouched workload's own error; name a lower --precision to use a tolerance"
+                f"tolerance {options.tolerance} does not apply to precision same, which is bound "
+                "by the untouched workload's own error: choose a lower --precision"
             )
         self.workload, self.options = workload, options
         self._device = resolve_device(device or str(workload.device))
@@ -100,10 +100,10 @@ class Session:
         self._store = store if isinstance(store, Store) else Store(store)
 
     def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
-        """The stored plan, or None and the reason for the miss with the fields that differ.
+        """The stored plan, or None and the reason for the miss.
 
         Args:
-            explained: as for the store's `get`.
+            explained: whether the reason lists the key fields that differ; see `Store.get`.
         """
         found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
@@ -113,13 +113,13 @@ class Session:
         return None, str(found)
 
     def search(self, watcher: Watcher | None = None) -> TuneResult:
-        """Searches within the budget; every candidate runs in a worker process of its own.
+        """Searches within the budget, with each candidate in its own worker process.
 
-        Interrupted by Ctrl-C it returns what it has, with `interrupted` set.
+        On Ctrl-C, returns the partial result with `interrupted` set.
 
         Raises:
-            UsageError: the workload itself fails or updates statistics when called, or the budget
-                is too small to measure it.
+            UsageError: the untouched workload fails, it updates batch statistics when called, or
+                the budget is too small to measure it.
         """
         began, watcher, options = time.monotonic(), watcher or Silent(), self.options
         if (reason := objection(self.workload)) is not None:
@@ -169,7 +169,7 @@ class Session:
                 began=began,
             ).run()
             if not result.interrupted:
-                with suppress(KeyboardInterrupt):  # the result is there
+                with suppress(KeyboardInterrupt):  # the result is complete
                     if reserved_s:
                         compile_now(reserved_s + _FINISH_S, watcher)
                     elif making is not None:
@@ -192,8 +192,8 @@ class Session:
             prefix=prefix,
             device=self._device,
             deadline_s=seconds,
-            # Who allows bf16 allows more error than fp16 makes; its range is seen to (`headroom`).
-            # Training takes its engines one by one, and gradients have another range.
+            # bf16 allows more error than fp16 makes, and `headroom` checks fp16's range.
+            # Not for training, since gradients have another range.
             other_half=self.options.precision == "bf16" and not self.workload.is_training,
             worker=worker,
             wait=wait,
@@ -206,13 +206,12 @@ class Session:
         return choose_config(directory, prefix=prefix, device=self._device, deadline_s=seconds)
 
     def keep(self, result: TuneResult, anew: bool = False) -> Plan:
-        """Makes a plan of a complete search and stores it, in memory where the disk refuses.
+        """Makes a plan from a complete search and stores it, in memory if the disk is not writable.
 
         Args:
-            result: of the search.
-            anew: whether it takes the place of a plan that is there. Otherwise one that another
-                process has stored meanwhile stays, and is returned: whoever searches at the same
-                time serves the same.
+            result: result of the search.
+            anew: whether to replace a stored plan. Otherwise a plan that another process stored
+                meanwhile is kept and returned, so that concurrent searches share one plan.
         """
         workload = self.workload
         plan = Plan(
@@ -232,7 +231,7 @@ class Session:
         return _located(plan, self._store.put(self.key, plan)) if there.overreach() else there
 
     def keep_bundle(self, plan: Plan) -> str | None:
-        """Makes the plan's bundle, see `bundle.keep_bundle`; None, or the reason why not."""
+        """Builds the plan's bundle; returns None or why it failed. See `bundle.keep_bundle`."""
         return keep_bundle(plan, self.workload, self._device)
 
     def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
@@ -247,30 +246,30 @@ class Session:
         return available, refused
 
     def _slots(self) -> int:
-        """Set-ups that may overlap: as many as there are cores, and no more than eight."""
+        """Number of set-ups that may overlap: one per core, at most eight."""
         return max(1, min(8, self.facts.cores_logical or 1))
 
     def _early(self) -> int:
-        """Processes to start ahead; on few cores they would keep the untouched workload waiting."""
+        """Number of processes to start ahead; 0 on few cores, as they would delay the baseline."""
         slots = self._slots()
         return slots // 2 if slots >= 4 else 0
 
     def _compiles_host_code(self) -> bool:
-        """Whether calls may be short enough to gain by it, and a core of a GPU's host is left."""
+        """Whether to compile host code in the background: on a GPU host with cores to spare."""
         return torch.device(self._device).type == "cuda" and self._early() > 0
 
     def _compile_threads(self) -> dict[str, str]:
-        """Inductor's compile processes per worker: those that compile side by side share cores."""
+        """Inductor's compile processes per worker, so that concurrent compilers share the cores."""
         name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
         return {name: os.environ.get(name, str(max(1, cores // COMPILING)))}
 
     def _memory_limit(self) -> int:
-        """Host memory per worker: most of what is available now, so that none takes the machine."""
+        """Host memory limit per worker in bytes: 80 % of the memory available now."""
         return int(0.8 * psutil.virtual_memory().available)
 
 
 def objection(workload: Workload) -> str | None:
-    """Why nothing can be searched for a workload for inference, and what to do; None if it can."""
+    """Why an inference workload cannot be tuned and what to do; None if it can."""
     from torch.nn.modules.batchnorm import _NormBase
 
     if workload.is_training or workload.module is None:
@@ -307,29 +306,28 @@ def tune(
     """Finds, verifies and stores the fastest steady plan for a workload.
 
     Args:
-        workload: what to tune, or its `(model, inputs)`. It is not run in this process, and not
-            changed.
+        workload: the workload or its `(model, inputs)`; neither run in this process nor changed.
         objective: `latency`, `p99` or `throughput`.
-        precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
+        precision: lowest precision class allowed: `same`, `tf32`, `bf16` or `fp16`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
         max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
-        device: where to run; None for where the workload is.
+        device: where to run; None for the workload's device.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
-        mode: `replay` takes a stored plan and searches where there is none; `tune` always searches;
-            `strict` only takes a stored plan.
-        seed: of verification inputs and block order.
-        bundle: whether to keep what the plan compiles beside it, where that is not kept yet; only
-            who asks for it, in `optimize` or `apply`, has it loaded.
-        watcher: is told how the search goes.
+        mode: `replay` returns a stored plan, or searches if there is none; `tune` always searches;
+            `strict` only returns a stored plan.
+        seed: seed of the verification inputs and the block order.
+        bundle: whether to store the plan's compiled code beside it. It is loaded only with
+            `bundle=True` in `optimize` or `apply`.
+        watcher: receives the progress of the search.
 
     Returns:
-        The plan. Its candidate is empty where nothing beat the untouched workload.
+        The plan. Its candidate is empty if nothing beat the untouched workload.
 
     Raises:
-        PlanError: mode `strict`, and nothing is stored.
-        UsageError: an argument is wrong, the workload itself fails, or the budget is too small.
-        KeyboardInterrupt: interrupted; workers are gone.
+        PlanError: mode is `strict` and no plan is stored.
+        UsageError: an argument is wrong, the untouched workload fails, or the budget is too small.
+        KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
     options = Options(
         objective=objective,

@@ -1,4 +1,4 @@
-"""How a fused stem is cut up, chosen in a worker process for the leader of a search."""
+"""Choosing the configuration of a search leader's fused stem in a worker process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from steadytorch import transforms
+from steadytorch.bench.worker import WorkloadHandler
 from steadytorch.conv.blocks import Flush
 from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_rounds
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
@@ -21,21 +22,20 @@ from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.base import applied_in_order
-from steadytorch.trial.worker import WorkloadHandler
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.stem:StemHandler"
 START_S = 120.0
-"""For starting a worker, loading the workload and tracing it."""
+"""Timeout in seconds for starting a worker, loading the workload and tracing it."""
 
 Call = Sequence[Any]
 
 
 class StemHandler(WorkloadHandler):
-    """Answers whoever chooses a configuration. Methods take and return msgpack types."""
+    """Worker handler that chooses a stem configuration. Methods take and return msgpack types."""
 
     def choose(self, prefix: list[Any], seconds: float) -> str:
-        """The name of the fastest for the stems as they are after `prefix`, see `fastest`."""
+        """The name of the fastest configuration under `prefix`; see `fastest`."""
         specs = msgspec.convert(prefix, list[TransformSpec])
         end = time.perf_counter() + seconds
         with torch.no_grad():
@@ -43,7 +43,7 @@ class StemHandler(WorkloadHandler):
 
 
 class _Stems(TorchFunctionMode):
-    """Keeps what fused stems are called with."""
+    """Records the arguments of calls to fused stems."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class _Stems(TorchFunctionMode):
 
 
 def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
-    """What the fused stems of a workload are called with, seen at one call of it.
+    """The arguments of a workload's fused stems, recorded in one call.
 
     Args:
-        workload: to be run once.
-        prefix: transforms, the one that fuses among them.
+        workload: the workload, run once.
+        prefix: transforms, including the one that fuses the stem.
     """
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         with _Stems() as stems:
@@ -69,18 +69,18 @@ def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
 
 
 def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
-    """The configuration with which these calls together take the least time on their device.
+    """The configuration with the least total time for these calls.
 
-    Those that leave fewer cores idle are tried first, among equals those that stand first in
-    `CONFIGS`; ties go to the one tried first. Those that need more memory on the chip than
-    there is, so that PyTorch's own operators would run, are left out.
+    Configurations are tried by the number of SMs they occupy, most first, then in the order of
+    `CONFIGS`; ties go to the first one tried. Configurations that exceed the SM's shared memory,
+    where PyTorch's operators would run instead, are skipped.
 
     Args:
         calls: arguments of `conv_relu_max_pool2d`, the configuration last.
-        stop: asked before each configuration is compiled, and before each round of the race.
+        stop: polled before each configuration is compiled and before each round of the race.
 
     Returns:
-        Its name; "" where it is what follows from the sizes in any case, or where there is none.
+        Its name; "" if it is the default for these sizes, or if no configuration fits.
     """
     if not calls or not _on_device(calls):
         return ""
@@ -101,8 +101,8 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
 def _timed(
     arms: Mapping[str, Arm], calls: Sequence[Call], stop: Callable[[], bool]
 ) -> dict[str, float]:
-    """The median time in ns of each that does not raise."""
-    # The input has just come from the host, or from a conversion.
+    """Median time in ns of each configuration that does not raise."""
+    # In production the input has just been copied or converted, so it stays in the cache.
     flush = Flush(calls[0][0].device, calls[0][0])
     take_rounds(record_all(list(arms.values())), flush, Random(0), stop)
     timed = {name: arm for name, arm in arms.items() if arm.found.excluded is None}
@@ -123,7 +123,7 @@ def _arm(name: str, calls: Sequence[Call]) -> Arm:
         for call in calls:
             conv_relu_max_pool2d(*_with(call[:-1], name))
 
-    run()  # compiles it, in the time there is
+    run()  # compiles
     return Arm(Measured(name), run)
 
 
@@ -134,16 +134,16 @@ def _with(call: Call, name: str) -> Any:
 def choose_config(
     workload_directory: Path, *, prefix: Candidate, device: str, deadline_s: float
 ) -> str:
-    """Chooses a configuration for the stems of a workload, in a worker process.
+    """Chooses a configuration for a workload's fused stems in a worker process.
 
     Args:
-        workload_directory: with the workload's payload in it.
-        prefix: transforms, the one that fuses stems among them: element type and layout decide.
+        workload_directory: folder with the workload's payload.
+        prefix: transforms, including the one that fuses stems; they set dtype and layout.
         device: a CUDA device.
-        deadline_s: seconds of choosing.
+        deadline_s: seconds for choosing.
 
     Raises:
-        WorkerFault: the worker raised, died or took too long.
+        WorkerFault: the worker raised, died or timed out.
     """
     worker = Worker(HANDLER, workload_directory, "stem")
     try:

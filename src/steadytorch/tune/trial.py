@@ -1,4 +1,4 @@
-"""One candidate on its way through the search, with the worker process that runs it."""
+"""One candidate's trial during a search, with its worker process."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from steadytorch.bench.worker import SetUp
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.record import Trial
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import precision_of
-from steadytorch.trial.worker import SetUp
-from steadytorch.tune.verdict import Verification
+from steadytorch.verification.verdict import Verification
 
 HANDLER = "steadytorch.tune.worker:TuningHandler"
 
 
 class Launcher(Protocol):
-    """Makes the worker of a candidate; replaced in tests."""
+    """Starts the worker of a candidate; replaced in tests."""
 
     def __call__(self, name: str) -> Worker:
-        """Starts a worker whose log is called `name`."""
+        """Starts a worker whose log is named `name`."""
         ...
 
 
@@ -36,8 +36,8 @@ class WorkerLauncher:
     Args:
         directory: private folder with the payload.
         memory_limit_bytes: host memory above which a worker is killed.
-        environment: set in every worker.
-        imports: modules that every worker imports before it is asked for anything.
+        environment: environment variables set in every worker.
+        imports: modules that every worker imports at start.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class WorkerLauncher:
         self._imports = tuple(imports)
 
     def __call__(self, name: str) -> Worker:
-        """Starts a worker with a compiler cache of its own, so that set-up seconds are honest."""
+        """Starts a worker with its own compiler cache, so that set-up times exclude cache hits."""
         cache = self._directory / f"cache-{name}"
         environment = {**self._environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return Worker(HANDLER, self._directory, name, environment, self._limit, self._imports)
 
 
 class LiveTrial:
-    """A candidate, its worker, and every sample taken of it.
+    """A candidate, its worker and all its samples.
 
     Attributes:
         candidate: the transforms.
-        precision: its class.
-        status, reason: as in `result.Trial`.
-        suggested_by: ids of the findings that speak for it.
-        deadline_s: seconds that any stage of its set-up may take.
-        blocks: its blocks in the order taken, each a list of iterations in ns.
+        precision: the candidate's precision class.
+        status, reason: see `plan.record.Trial`.
+        suggested_by: ids of the findings that suggest it.
+        deadline_s: timeout in seconds for each stage of its set-up.
+        blocks: blocks in the order taken, each a list of iteration times in ns.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class LiveTrial:
 
     @property
     def ok(self) -> bool:
-        """Whether it is still in the running and can be timed."""
+        """Whether it has not been rejected and its worker is alive."""
         return self.status == "ok" and self.worker.alive
 
     @property
     def screened_ns(self) -> float:
-        """Median of the block medians so far."""
+        """Median of the block medians so far; inf without blocks."""
         return float(np.median(self._medians())) if self.blocks else float("inf")
 
     def measured(self, metric: str, since: int = 0) -> Measurement:
         """Summary of all samples from block number `since` on.
 
-        Where the samples are too few or too correlated for an interval of their median, it comes
-        from the medians of the blocks.
+        If the samples are too few or too correlated for an interval of the median, the interval
+        comes from the block medians.
         """
         found = summarize([t for block in self.blocks[since:] for t in block], metric)
         if found.median_ci_ns is not None:
@@ -121,7 +121,7 @@ class LiveTrial:
         """Times one block and keeps its samples.
 
         Raises:
-            WorkerFault: the worker died or hung; the trial is rejected.
+            WorkerFault: the worker died or timed out; the trial is rejected.
         """
         try:
             times = self.worker.call("block", deadline_s, metric=metric, count=count)
@@ -132,7 +132,7 @@ class LiveTrial:
         return times
 
     def reject(self, why: WorkerFault | str) -> None:
-        """Takes it out of the running, with the reason, and ends its process."""
+        """Rejects the trial with a reason and kills its worker."""
         if isinstance(why, WorkerFault):
             self.fault = why.fault
             self.reason = why.reason if self.stage == "timing" else f"{self.stage}: {why.reason}"
@@ -142,11 +142,11 @@ class LiveTrial:
         self.worker.kill()
 
     def accept_set_up(self, reply: Any) -> None:
-        """Keeps the worker's account of its set-up."""
+        """Stores the worker's set-up result."""
         self.set_up = msgspec.convert(reply, SetUp)
 
     def accept_verification(self, reply: Any) -> Verification:
-        """Keeps what the worker found in verification, and returns it."""
+        """Stores and returns the worker's verification result."""
         self.verification = msgspec.convert(reply, Verification)
         return self.verification
 

@@ -1,4 +1,4 @@
-"""What a tuning worker can do beside timing: make the reference, verify, say what bounds it."""
+"""The tuning worker's handler: make the reference, verify, profile and find the regime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import torch
 
+from steadytorch.bench.worker import own_errors
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.explain.finding import Finding
 from steadytorch.explain.worker import (
     FEWEST_STEPS,
     SETTLING,
@@ -20,26 +20,27 @@ from steadytorch.explain.worker import (
     ExplainHandler,
     Profiled,
 )
-from steadytorch.trial.worker import own_errors
-from steadytorch.tune import training_reference
-from steadytorch.tune.verify import make_reference, verify
-from steadytorch.tune.verify_training import verify_training
+from steadytorch.findings.finding import Finding
+from steadytorch.training import reference
+from steadytorch.training.verify import verify_training
+from steadytorch.verification.verify import make_reference, verify
 
 REFERENCE = "reference.pt"
 _COMPUTE_BOUND = 0.3
-"""Share of the measured matrix rate from which on arithmetic, not memory, sets the pace."""
+"""Share of the measured matrix rate above which a workload counts as compute-bound."""
 _LAUNCH_BOUND = 0.8
-"""Share of the period that the host spends enqueueing from which on launches set the pace."""
+"""Share of the period spent enqueueing above which a workload counts as launch-bound."""
 
 
 class Character(msgspec.Struct, frozen=True):
     """What bounds the untouched workload.
 
     Attributes:
-        regime: launch-, compute- or memory-bound; "unclassified" where its arithmetic could not be
+        regime: launch-, compute- or memory-bound; "unclassified" if its operations could not be
             counted.
         host_share: median enqueue time over median period; 0 on the CPU.
-        matrix_share: achieved operations per second over the device's measured matrix rate.
+        matrix_share: achieved operations per second over the device's measured matrix rate; None
+            if unknown.
     """
 
     regime: str
@@ -48,12 +49,12 @@ class Character(msgspec.Struct, frozen=True):
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """What a few profiled steps of the untouched workload show.
+    """Results of profiling a few steps of the untouched workload.
 
     Attributes:
-        findings: those that suggest transforms to try.
-        product_flops: operations of a step's convolutions, matrix products and attention, those in
-            a loader included; None where they could not be counted.
+        findings: findings that suggest transforms to try.
+        product_flops: operations of a step's convolutions, matrix products and attention, including
+            those in a loader; None if they could not be counted.
     """
 
     findings: tuple[Finding, ...]
@@ -61,12 +62,12 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 class TuningHandler(ExplainHandler):
-    """Answers a tuning parent. Methods take and return msgpack types."""
+    """Worker handler for tuning. Methods take and return msgpack types."""
 
     def reference(self, seed: int) -> dict[str, Any]:
-        """Writes the reference for every verification and returns a `Reference`."""
+        """Writes the data for all verifications and returns a `Reference`."""
         if self._workload.is_training:
-            make = training_reference.make_reference
+            make = reference.make_reference
             data, summary = make(self._workload, seed, self._start)
         else:
             data, summary = make_reference(self._workload, seed)
@@ -77,9 +78,11 @@ class TuningHandler(ExplainHandler):
         """Compares the applied candidate with the reference and returns a `Verification`."""
         path = self._directory / REFERENCE
         if self._workload.is_training:
-            # Gradients are as large as the weights: read where they are compared, one set a time.
+            # Gradients are as large as the weights: map them and load one set at a time.
             data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            found = verify_training(self._model, self._step, self._workload, data, self._start)
+            found = verify_training(
+                self._model, self._step, self._workload, data, self._start, self._precision
+            )
         else:
             data = torch.load(path, map_location=self._workload.device, weights_only=True)
             found = verify(self._model, self._workload, data)
@@ -87,12 +90,12 @@ class TuningHandler(ExplainHandler):
 
     @own_errors()
     def characterise(self, product_flops: int | None) -> dict[str, Any]:
-        """Says what bounds the workload as it runs now; returns a `Character`.
+        """Finds what bounds the workload in its current state; returns a `Character`.
 
-        Of one with a loader: what bounds the computation. The loader has findings of its own.
+        A loader is left out of the timing, since it has findings of its own.
 
         Args:
-            product_flops: of a step, as `Explained` has them.
+            product_flops: operations of a step; see `Explained`.
         """
         step = self._step
         if self._workload.feed is not None:
@@ -112,16 +115,16 @@ class TuningHandler(ExplainHandler):
 
     @own_errors()
     def explained(self, seconds: float) -> dict[str, Any]:
-        """Profiles a few steps of the untouched workload; returns what they show, `Explained`.
+        """Profiles a few steps of the untouched workload; returns an `Explained`.
 
-        Rules that need more than a trace abstain. The process is not fit to be timed afterwards.
+        Rules that need more than a trace abstain. The process must not be timed afterwards.
         """
-        # Every candidate's worker loads this file, and only one is asked this.
-        from steadytorch.explain.finding import Case
-        from steadytorch.explain.ledger import build_ledger
-        from steadytorch.explain.roofline import product_flops
-        from steadytorch.explain.rules import findings
-        from steadytorch.explain.trace import read_trace
+        # Imported here because every worker loads this file, but only one profiles.
+        from steadytorch.findings.finding import Case
+        from steadytorch.ledger.ledger import build_ledger
+        from steadytorch.rates.roofline import product_flops
+        from steadytorch.rules import findings
+        from steadytorch.traces.reader import read_trace
 
         self.set_up([])
         profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)
@@ -139,6 +142,6 @@ class TuningHandler(ExplainHandler):
             return None
         try:
             rate = matrix_rate(str(self._workload.device), self._workload.dtype)
-        except (UnsupportedError, UsageError):  # element types without a product
+        except (UnsupportedError, UsageError):  # dtypes without a matrix product
             return None
         return product_flops / period_s / rate

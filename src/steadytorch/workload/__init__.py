@@ -1,1 +1,1 @@
-"""What to run, and how inputs enter keys."""
+"""Workloads: what to run, loading, bundled models, and signatures of inputs."""

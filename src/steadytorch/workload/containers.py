@@ -1,4 +1,4 @@
-"""Containers among the arguments of a call: private copies, and what a call wrote to them."""
+"""Copying the containers among a call's arguments, and detecting writes to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAT = (torch.Tensor, *CONSTANTS)
 
 
 def holds_containers(values: Iterable[Any]) -> bool:
-    """Whether a call could write to a container among these arguments, nested in tuples or not."""
+    """Whether these arguments hold a container that a call could write to, even inside tuples."""
     for value in values:
         if isinstance(value, tuple):
             if holds_containers(value):
@@ -31,18 +31,17 @@ def holds_containers(values: Iterable[Any]) -> bool:
 
 
 class Lent:
-    """Arguments whose containers are copies, so that what a call writes to them can be withheld.
+    """Arguments with copied containers, so that a call's writes to them can be held back.
 
-    Tensors are the same objects, or what `convert` makes of them. Lists, deques and dictionaries
-    are copied; containers of other classes known to PyTorch's pytree are rebuilt, and writes to
-    them cannot be given back.
+    Tensors are shared, or converted by `convert`. Lists, deques and dictionaries are copied. Other
+    containers known to PyTorch's pytree are rebuilt; writes to them cannot be passed on.
 
     Args:
-        arguments: nested at will.
-        convert: maps each tensor among them; None to keep them.
+        arguments: arguments with any nesting.
+        convert: maps each tensor; None to share them.
 
     Attributes:
-        arguments: the copies.
+        arguments: the arguments with copied containers.
     """
 
     def __init__(self, arguments: Any, convert: Convert | None = None) -> None:
@@ -55,29 +54,27 @@ class Lent:
         self.arguments = self._copy(arguments)
 
     def is_written(self) -> bool:
-        """Whether a container has other items than it was lent with."""
+        """Whether a call changed the items of a container."""
         return self._is_rebuilt_written() or any(
             not _same(_items(copy), before) for _, copy, before in self._copied
         )
 
     def give_back(self, result: Any = None, convert: Convert | None = None) -> Any:
-        """Writes to the originals what was written to their copies.
+        """Applies writes to the copies to the original containers.
 
         Args:
-            result: of the call.
-            convert: maps each tensor that the call returned or put into a container; None to keep
-                them.
+            result: result of the call.
+            convert: maps each tensor that the call returned or stored; None to keep them.
 
         Returns:
-            The result with originals in the place of copies, and of converted tensors that it
-            hands through.
+            The result, with copied containers and converted tensors replaced by their originals.
 
         Raises:
-            UnsupportedError: the call wrote to a container of another class; nothing was written
-                back.
+            UnsupportedError: the call wrote to a container of a custom class; no writes were
+                applied.
         """
         if self._is_rebuilt_written():
-            raise UnsupportedError("the model writes to a container of a class of its own")
+            raise UnsupportedError("the model writes to a container of a custom class")
         for original, copy, before in self._copied:
             if not _same(_items(copy), before):
                 _refill(original, [self._restored(item, convert) for item in _items(copy)])
@@ -125,7 +122,7 @@ class Lent:
         self._alive += [original, made]
 
     def _restored(self, value: Any, convert: Convert | None) -> Any:
-        """A value with originals in the place of what was lent."""
+        """A value with copies replaced by their originals."""
         if id(value) in self._originals:
             return self._originals[id(value)]
         if isinstance(value, torch.Tensor):
@@ -145,7 +142,7 @@ class Lent:
 
 
 def _items(container: Any) -> list[Any]:
-    """Items of a sequence; key and value by turns of a dictionary."""
+    """Items of a sequence, or alternating keys and values of a dictionary."""
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
     return list(container)

@@ -1,4 +1,4 @@
-"""Workloads from the user's own code: import it, call its factory, say what is wrong with it."""
+"""Workloads from the user's code: import it, call its factory, and report errors."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _IMPORTING = RLock()  # a factory may load another workload
 def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
     """Calls `path/to/file.py:factory` or `package.module:factory`.
 
-    The folder of the file, or the working directory for a module, can be imported from while the
-    code is imported and the factory runs. What only that made importable is pickled by value from
-    then on, so that the workload can be opened by a process which cannot import it.
+    The file's folder (for a module, the working directory) is on `sys.path` while the code is
+    imported and the factory runs. Modules that were importable only that way are pickled by value
+    from then on, so that a worker that cannot import them can open the workload.
 
     Args:
-        spec: what the user typed; it has a colon.
+        spec: the user's text, with a colon.
         batch: passed as the keyword `batch`, if given.
-        train: whether a training workload is asked for.
+        train: whether a training workload is required.
 
     Raises:
-        UsageError: a part of the spec is missing, the code raises, or returns something else. For
-            code that raises, the message has several lines: the error and where it came from.
+        UsageError: a part of the spec is missing, or the code raises or returns something else. If
+            the code raises, the message has several lines: the error and its traceback.
     """
     source, _, name = spec.rpartition(":")
     path = Path(source)
     is_file = source.endswith(".py") or "/" in source
     if not source or not name:
-        raise UsageError(f"{spec!r} lacks a part: write file.py:factory or package.module:factory")
+        raise UsageError(f"{spec!r} is incomplete: use file.py:factory or package.module:factory")
     if is_file and not path.is_file():
-        raise UsageError(f"no such file: {source} (of {spec!r}, seen from {os.getcwd()})")
+        raise UsageError(f"file not found: {source} (of {spec!r}, looked up from {os.getcwd()})")
     short = f"{path.name}:{name}" if is_file else spec
     directory = path.resolve().parent if is_file else Path.cwd()
     way_out = _as_module(path.resolve(), name) if is_file else ""
@@ -65,14 +65,14 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
 
 
 def explain_missing_factory(source: str) -> NoReturn:
-    """Raises for a path that stands without a factory, whether or not the file is there."""
+    """Raises the error for a path without a factory name."""
     if not Path(source).is_file():
-        raise UsageError(f"no such file: {source} (seen from {os.getcwd()})")
-    raise UsageError(f"{source} needs the name of its factory: {source}:factory; {_RETURNS}")
+        raise UsageError(f"file not found: {source} (looked up from {os.getcwd()})")
+    raise UsageError(f"{source} needs a factory name: use {source}:factory; {_RETURNS}")
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Runs a file as a module under a name of its own, so that it can shadow nothing."""
+    """Runs a file as a module under a unique name, so that it shadows no other module."""
     stem = re.sub(r"\W", "_", path.stem)
     name = f"steady_{stem}_{zlib.crc32(os.fsencode(path)):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -81,8 +81,8 @@ def _import_file(path: Path) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module
     try:
-        # Compiled from the source as it is now: a cached one goes by seconds and size, and an
-        # edited file may agree in both.
+        # Always compile the current source: bytecode caches compare modification time in seconds
+        # and size, and both may be equal after an edit.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except BaseException:
         del sys.modules[name]
@@ -98,7 +98,7 @@ def _import_module(name: str, spec: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing != name and not name.startswith(f"{missing}."):
-            raise  # it is there, and what it imports is not
+            raise  # the module exists, but one of its imports is missing
         hint = did_you_mean(name, PREFIXES)
         raise UsageError(
             f"{spec!r}: {name!r}{hint} is neither a known prefix ({', '.join(PREFIXES)}) nor "
@@ -120,15 +120,15 @@ def _find(module: ModuleType, name: str) -> Callable[..., Any]:
     ]
     hint = did_you_mean(name, functions)
     found = ", ".join(functions[:8]) or "no functions"
-    raise UsageError(f"no factory {name!r} in {file}{hint or f', which has {found}'}")
+    raise UsageError(f"no factory {name!r} in {file}{hint or f'; it defines {found}'}")
 
 
 def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dict[str, Any]:
-    """What to call the factory with; raises where it takes no batch, or needs more."""
+    """Keyword arguments for the factory; raises if it takes no batch or needs other arguments."""
     arguments = {} if batch is None else {"batch": batch}
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return arguments
     parameters = signature.parameters.values()
     takes_batch = any(
@@ -138,8 +138,8 @@ def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dic
     )
     if batch is not None and not takes_batch:
         raise UsageError(
-            f"batch {batch} cannot be passed: {spec} takes no argument named batch; add one, "
-            "or leave the batch size out"
+            f"batch {batch} cannot be passed: {spec} has no argument named batch; add one, or omit "
+            "the batch size"
         )
     needed = [
         p.name
@@ -149,11 +149,11 @@ def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dic
         and p.name not in arguments
     ]
     if needed == ["batch"]:
-        raise UsageError(f"{spec} needs a batch size: name one, or give its batch a default")
+        raise UsageError(f"{spec} needs a batch size: pass one, or give its argument a default")
     if needed:
         raise UsageError(
-            f"{spec} needs arguments ({', '.join(needed)}): only batch is passed to a factory, "
-            "so give the others defaults"
+            f"{spec} needs arguments ({', '.join(needed)}): factories receive only batch, so give "
+            "the others defaults"
         )
     return arguments
 
@@ -177,9 +177,9 @@ def _workload(result: Any, spec: str, train: bool) -> Workload:
 
 @contextlib.contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Lets code be imported from a folder, and pickles by value what came from there alone.
+    """Puts a folder on `sys.path`; modules importable only from there are then pickled by value.
 
-    Threads take turns: what one imports would pass for imported before with another.
+    Threads take turns, since each compares `sys.modules` before and after.
     """
     with _IMPORTING:
         before = set(sys.modules)
@@ -197,7 +197,7 @@ def _importable(directory: Path) -> Iterator[None]:
 
 
 def _only_from(directory: Path, module: ModuleType) -> bool:
-    """Whether a module's file is below a folder without which it could not be imported."""
+    """Whether a module's file is in `directory` and the module is not importable without it."""
     file = getattr(module, "__file__", None)
     if not file or not Path(file).resolve().is_relative_to(directory):
         return False
@@ -206,7 +206,7 @@ def _only_from(directory: Path, module: ModuleType) -> bool:
 
 
 def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
-    """Where the code of a module lies; nowhere for one that is not found."""
+    """Paths of a module's code; empty if the module was not found."""
     if spec is None:
         return ()
     paths = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
@@ -214,21 +214,21 @@ def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
 
 
 def _as_module(path: Path, name: str) -> str:
-    """How to name a file's factory so that relative imports work in it."""
+    """Advice for a file with relative imports: how to name its factory as a module."""
     parts, folder = [path.stem], path.parent
     while not parts[1:] or (folder / "__init__.py").is_file():
         parts, folder = [folder.name, *parts], folder.parent
     start = "" if folder == Path.cwd() else f" and start in {folder}"
-    return f"a file has no package for relative imports: name {'.'.join(parts)}:{name}{start}"
+    return f"relative imports need a package: use {'.'.join(parts)}:{name}{start}"
 
 
 @contextlib.contextmanager
 def _reported(spec: str, way_out: str = "") -> Iterator[None]:
-    """Turns what the user's code raises into a message that shows where.
+    """Converts exceptions of the user's code to a `UsageError` with a traceback.
 
     Args:
-        spec: what the user named.
-        way_out: what to do where a relative import fails.
+        spec: name of the code in the message.
+        way_out: advice if a relative import fails.
     """
     try:
         yield
@@ -246,7 +246,7 @@ def _reported(spec: str, way_out: str = "") -> Iterator[None]:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """The way from the user's code to the error, one line a frame, the middle left out if long."""
+    """The traceback within the user's code, one line per frame, shortened in the middle."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

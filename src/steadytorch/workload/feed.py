@@ -1,4 +1,4 @@
-"""Batches of a loader, one a step: taken apart, moved to the device, begun anew at the end."""
+"""Feeding a workload from a loader: one batch per step, moved to the device, endlessly."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.profiler import record_function
 from steadytorch.errors import UsageError
 from steadytorch.workload.signature import CONSTANTS, map_tensors
 
-TargetLoss = Callable[[Any, Any], torch.Tensor]
+TargetLoss = Callable[..., torch.Tensor]
 
 _MARK = "DataLoader"
-"""What profilers see a step wait for: `torch.utils.data` has the word in its ranges."""
+"""Name of the profiler range for waiting; the ranges of `torch.utils.data` contain it too."""
 _END = object()
 
 
 class Batch(NamedTuple):
-    """What one step works on.
+    """The arguments of one step.
 
     Attributes:
         inputs: positional arguments of the model.
-        kwargs: its keyword arguments.
-        targets: arguments of the loss beside the model's output: none, or one.
+        kwargs: keyword arguments of the model.
+        targets: arguments of the loss after the model's output: none or one.
     """
 
     inputs: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a mapping, a tuple, a list or a lone value stands for."""
+    """Positional and keyword arguments from a mapping, a tuple, a list or a single value."""
     if isinstance(given, Mapping):
         return (), dict(given)
     if isinstance(given, list):
@@ -44,15 +44,15 @@ def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def read_batch(given: Any, supervised: bool) -> Batch:
-    """A batch as a loader gives it, taken apart.
+    """Splits a loader's batch into inputs and targets.
 
     Args:
-        given: the model's arguments, in any form that the inputs of a workload may have; where it
-            is `supervised`, a pair of these and the targets.
+        given: the model's arguments in any form that a workload's inputs may have; if
+            `supervised`, a pair of these and the targets.
         supervised: whether there are targets.
 
     Raises:
-        UsageError: supervised, and no pair.
+        UsageError: `supervised`, but the batch is not a pair.
     """
     if not supervised:
         return Batch(*arguments(given))
@@ -60,52 +60,52 @@ def read_batch(given: Any, supervised: bool) -> Batch:
         kind = type(given).__name__
         size = f" of {len(given)}" if isinstance(given, tuple | list) else ""
         raise UsageError(
-            f"a training step takes batches (inputs, targets), the loader gave a {kind}{size}"
+            f"training needs batches (inputs, targets), but the loader gave a {kind}{size}"
         )
     inputs, targets = given
     return Batch(*arguments(inputs), (targets,))
 
 
 def first_batch(loader: Any, supervised: bool) -> Batch:
-    """The first batch of a loader that can be begun anew.
+    """Takes the first batch of a loader that can be iterated repeatedly.
 
     Raises:
-        UsageError: it cannot be iterated over, or only once, or has no batch.
-        Exception: whatever the loader raises.
+        UsageError: the loader is not iterable, is an iterator, or is empty.
+        Exception: any exception of the loader.
     """
     if not isinstance(loader, Iterable):
         raise UsageError(
-            f"a loader gives batches when iterated over, a {type(loader).__name__} does not"
+            f"a loader must be iterable, got a {type(loader).__name__}: pass a DataLoader"
         )
     source = iter(loader)
     if source is loader:
         raise UsageError(
             f"the loader is a {type(loader).__name__}, which gives its batches only once: pass "
-            "what can be iterated over again, such as a DataLoader"
+            "an iterable that can restart, such as a DataLoader"
         )
     given = next(source, _END)
     if given is _END:
-        raise UsageError("the loader gives no batch")
+        raise UsageError("the loader is empty: it must give at least one batch")
     return read_batch(given, supervised)
 
 
 class Targeted(nn.Module):
-    """A loss of output and targets as a loss of the output alone, with the targets of one batch.
+    """A loss with the targets of one batch bound, so that it takes only the output.
 
-    A module, so that targets move along and are converted with it.
+    A module, so that the targets are moved and converted with it.
 
     Args:
         loss: maps the model's output and the targets to a scalar tensor.
-        targets: tensors, nested at will.
+        targets: further arguments of the loss: tensors with any nesting.
     """
 
-    def __init__(self, loss: TargetLoss, targets: Any) -> None:
+    def __init__(self, loss: TargetLoss, *targets: Any) -> None:
         super().__init__()
         self.loss, self.targets = loss, targets
 
     def forward(self, output: Any) -> torch.Tensor:
         """The loss of an output for these targets."""
-        return self.loss(output, self.targets)
+        return self.loss(output, *self.targets)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Targeted:
         self.targets = map_tensors(fn, self.targets)
@@ -114,11 +114,11 @@ class Targeted(nn.Module):
 
 @dataclass(frozen=True)
 class Feed:
-    """Where a workload's batches come from.
+    """The source of a workload's batches.
 
     Attributes:
-        loader: gives batches, anew each time it is iterated over.
-        on_host: whether its batches hold tensors in the host's memory.
+        loader: an iterable of batches that can be iterated repeatedly.
+        on_host: whether its batches hold tensors in host memory.
     """
 
     loader: Iterable[Any]
@@ -127,25 +127,25 @@ class Feed:
     def batches(
         self, example: Batch, device: torch.device, supervised: bool = False
     ) -> Iterator[Batch]:
-        """Batches on the device without end, each moved there by a plain `.to(device)`.
+        """Endless batches, each moved to the device by a plain `.to(device)`.
 
-        A batch of other shapes, layouts or constants than the example's, as a last short one, is
-        passed over: steps are steps of one signature.
+        Batches with other shapes, layouts or constants than the example, such as a short last one,
+        are skipped, so that all steps have one signature.
 
         Args:
-            example: what batches must look like; its targets and its device do not matter.
-            device: where they go.
+            example: a batch with the required signature; its targets and device are ignored.
+            device: device of the returned batches.
             supervised: whether batches are pairs of inputs and targets.
 
         Returns:
-            An iterator that raises `UsageError` where from the first to the last batch of the
-            loader none is like the example.
+            An iterator that raises `UsageError` if a whole pass over the loader has no batch like
+            the example.
         """
         return _Batches(self.loader, example, device, supervised)
 
 
 class _Batches(Iterator[Batch]):
-    """See `Feed.batches`. No generator: its frame would hold on to the batch that it gave last."""
+    """See `Feed.batches`. Not a generator, whose frame would keep the last batch alive."""
 
     def __init__(
         self, loader: Iterable[Any], example: Batch, device: torch.device, supervised: bool
@@ -169,8 +169,8 @@ class _Batches(Iterator[Batch]):
     def _begin(self) -> None:
         if not self._found:
             raise UsageError(
-                "the loader gave no batch of the shapes of its first one from its start to its "
-                "end: every step needs one"
+                "a whole pass over the loader gave no batch with the shapes of its first one: "
+                "every step needs such a batch"
             )
         self._source, self._found = iter(self._loader), False
 
@@ -185,7 +185,7 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two calls with these arguments have one signature, wherever their tensors are."""
+    """Whether two sets of arguments have the same signature, ignoring devices."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

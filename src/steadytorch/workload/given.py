@@ -1,4 +1,4 @@
-"""What callers pass as a workload, checked before anything is run."""
+"""Checking what callers pass as a workload, before anything is run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from steadytorch.workload.workload import Workload
 
 
 def workload_of(given: Any) -> Workload:
-    """The workload that a caller passed: a `Workload`, or a pair `(model, inputs)`.
+    """Converts a `Workload` or a pair `(model, inputs)` to a checked `Workload`.
 
     Raises:
-        UsageError: it is neither, or one of its tensors holds no values.
+        UsageError: `given` is neither, or one of its tensors holds no values.
     """
     if isinstance(given, Workload):
         return with_values(given)
     if isinstance(given, tuple | list) and len(given) == 2 and callable(given[0]):
         return with_values(Workload(*given))
-    raise UsageError(f"{_described(given)} is no workload: pass {_instead(given)}")
+    raise UsageError(f"{_described(given)} is not a workload: pass {_instead(given)}")
 
 
 def _described(given: Any) -> str:
@@ -44,10 +44,10 @@ def _instead(given: Any) -> str:
 
 
 def with_values(workload: Workload) -> Workload:
-    """The workload itself, if all its tensors hold values.
+    """Returns the workload if all its tensors hold values.
 
     Raises:
-        UsageError: one does not; the message names it and what to do.
+        UsageError: a tensor holds no values; the message names it and what to do.
     """
     for name, tensor in _tensors_of(workload):
         if (reason := _no_values(tensor)) is not None:
@@ -68,14 +68,14 @@ def _tensors_of(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _no_values(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be computed with, and what to do; None where it can."""
+    """Why a tensor holds no values and what to do; None if it holds values."""
     if isinstance(tensor, FakeTensor):
-        return "is a fake tensor, which holds no values: make it outside FakeTensorMode"
+        return "is a fake tensor, which holds no values: create it outside FakeTensorMode"
     if is_lazy(tensor):
-        return "is not initialised yet: call the model once before"
+        return "is not initialised yet: call the model once first"
     if tensor.device.type == "meta":
         return (
-            "is on the meta device, which holds no values: make it on a real device, or load "
+            "is on the meta device, which holds no values: create it on a real device, or load "
             "values into model.to_empty(device='cpu')"
         )
     return None

@@ -1,4 +1,4 @@
-"""From what a user types to a `Workload`: a name, a factory, and the inputs to measure it with."""
+"""Loading a `Workload` from the user's text: a model name or a factory, and inputs."""
 
 from __future__ import annotations
 
@@ -37,35 +37,34 @@ def load_workload(
     train: bool = False,
     seed: int = 0,
 ) -> Workload:
-    """Resolves a workload by name or by factory; nothing is downloaded, weights are random.
+    """Loads a workload by name or by factory. Named models get random weights, without downloads.
 
     Args:
         spec: a bundled name (`resnet50`), `torchvision:NAME`, `timm:NAME`, `transformers:NAME` (a
             model type, or a directory with a config.json), `path/to/file.py:factory` or
             `package.module:factory`. A factory returns a `Workload` or `(model, inputs)`.
         batch: samples per call, one by default. A factory gets it as the keyword `batch`.
-        inputs: replaces all positional inputs, each given as `64x3x224x224` or
-            `64x3x224x224:float32`; the dtype is by default that of the input it replaces. Floats
-            are standard normal; integers are below the size of the model's first embedding.
-        device: where the model and the inputs are moved, such as `cpu` or `cuda:1`.
-        train: a training step in place of inference: cross-entropy against fixed random targets,
-            SGD with momentum. A factory brings its own through `Workload.training`.
-        seed: of weights, inputs and targets; the caller's random state is left as it was.
+        inputs: replacements for all positional inputs, as `64x3x224x224` or
+            `64x3x224x224:float32`. The default dtype is that of the replaced input. Floats are
+            standard normal; integers are below the size of the model's first embedding.
+        device: device of the model and the inputs, such as `cpu` or `cuda:1`.
+        train: whether to build a training step: cross-entropy against fixed random targets, SGD
+            with momentum. A factory provides its own with `Workload.training`.
+        seed: seed of weights, inputs and targets; the caller's random state is restored.
 
     Returns:
-        The workload, in eval mode unless `train`; what a factory returns keeps its mode.
+        The workload, in eval mode unless `train`. A factory's model keeps its mode.
 
     Raises:
-        UsageError: unknown name, broken factory, malformed input, or options that exclude each
-            other.
-        UnsupportedError: a library that the name needs is not installed, there is no such device,
-            or the model is larger than memory.
+        UsageError: unknown name, broken factory, malformed input, or conflicting options.
+        UnsupportedError: a required library is not installed, the device does not exist, or the
+            model is larger than memory.
     """
     if batch is not None and batch < 1:
         raise UsageError(f"batch size must be at least 1, got {batch}")
     if batch is not None and inputs:
         raise UsageError(
-            "batch and input exclude each other: write the batch size as the first size of each "
+            "batch and input cannot be combined: write the batch size as the first size of each "
             f"input, such as {batch}x3x224x224"
         )
     if not -(2**63) <= seed < 2**64:
@@ -81,15 +80,15 @@ def load_workload(
         if train:
             if spec.startswith("transformers:"):
                 raise UsageError(
-                    f"{spec} has no task to train: write a factory that returns "
-                    "Workload.training(model, inputs, loss, optimizer), and name it file.py:factory"
+                    f"{spec} has no training task: write a factory that returns "
+                    "Workload.training(model, inputs, loss, optimizer), and pass file.py:factory"
                 )
             workload = supervised(workload, generator)
         return workload.to(target)
 
 
 def _is_factory(spec: str) -> bool:
-    """Whether the spec names a function rather than a model; raises where it names neither."""
+    """Whether the spec names a factory rather than a model; raises if it names neither."""
     if spec in bundled.names():
         return False
     left, colon, _ = spec.partition(":")
@@ -100,9 +99,8 @@ def _is_factory(spec: str) -> bool:
     prefixed = [f"{prefix}:{spec}" for prefix in sources.PREFIXES]
     hint = sources.did_you_mean(spec, [*bundled.names(), *sources.PREFIXES])
     raise UsageError(
-        f"unknown workload {spec!r}{hint}; bundled are "
-        f"{', '.join(bundled.names())}; others are named {', '.join(prefixed)}, "
-        "path/to/file.py:factory or package.module:factory"
+        f"unknown workload {spec!r}{hint}: use a bundled name ({', '.join(bundled.names())}), "
+        f"{', '.join(prefixed)}, path/to/file.py:factory or package.module:factory"
     )
 
 
@@ -114,7 +112,7 @@ def _named(spec: str, batch: int | None, generator: torch.Generator) -> Workload
             inputs = bundled.example_inputs(spec, samples, generator)
         except (RuntimeError, TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
-            raise UsageError(f"a batch of {samples} cannot be made: {reason}") from error
+            raise UsageError(f"a batch of {samples} cannot be created: {reason}") from error
         return Workload(model, inputs, name=spec)
     prefix, _, name = spec.partition(":")
     return sources.load(prefix, name, batch or 1, generator)
@@ -130,29 +128,29 @@ def _device(name: str) -> torch.device:
         raise UsageError(_UNKNOWN_DEVICE.format(name))
     if (device.index or 0) >= counts[device.type]:
         raise UnsupportedError(
-            f"no device {name} on this machine: PyTorch {torch.__version__} sees "
-            f"{counts[device.type]} {device.type} devices; use another one, such as cpu"
+            f"device {name} not found: PyTorch {torch.__version__} sees {counts[device.type]} "
+            f"{device.type} devices; use another one, such as cpu"
         )
     return device
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds torch inside and restores the caller's generators after."""
+    """Seeds torch within the block and restores the caller's generators afterwards."""
     if device.type == "cuda" or torch.cuda.is_initialized():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             yield
         return
     with torch.random.fork_rng(devices=()):
-        # torch.manual_seed would also leave a seed behind for CUDA to pick up when it starts.
+        # torch.manual_seed would also set the seed that CUDA takes when it initialises.
         torch.default_generator.manual_seed(seed)
         yield
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """One input as the user typed it; no dtype means that of the input it replaces."""
+    """One input as typed by the user; without a dtype it has that of the input it replaces."""
 
     text: str
     shape: tuple[int, ...]
@@ -163,21 +161,21 @@ class _Layout:
         match = _INPUT.fullmatch(text.strip())
         if match is None:
             raise UsageError(
-                f"input {text!r} is not a shape: write sizes of at least 1 joined by x, and a "
-                "dtype if wanted, such as 64x3x224x224 or 8x128:int64"
+                f"input {text!r} is not a shape: write sizes of at least 1 joined by x and an "
+                "optional dtype, such as 64x3x224x224 or 8x128:int64"
             )
         shape, dtype = match.groups()
         if dtype is not None and dtype not in _DTYPES:
             hint = sources.did_you_mean(dtype, _DTYPES)
             raise UsageError(
-                f"input {text!r} has an unknown dtype {dtype!r}{hint}; "
-                f"known are {', '.join(_DTYPES)}"
+                f"input {text!r} has an unknown dtype {dtype!r}{hint}: "
+                f"choose one of {', '.join(_DTYPES)}"
             )
         sizes = tuple(int(size) for size in shape.split("x"))
         return cls(text, sizes, None if dtype is None else _DTYPES[dtype])
 
     def draw(self, dtype: torch.dtype, bound: int, generator: torch.Generator) -> torch.Tensor:
-        """A tensor of this shape; integers are below `bound` and within their type."""
+        """A random tensor of this shape; integers are below `bound` and within their type."""
         try:
             if dtype.is_floating_point or dtype.is_complex:
                 drawn_as = dtype if dtype.itemsize > 4 else torch.float32
@@ -185,21 +183,21 @@ class _Layout:
             largest = 1 if dtype == torch.bool else torch.iinfo(dtype).max
             drawn = torch.randint(min(bound, largest + 1), self.shape, generator=generator)
             return drawn.to(dtype)
-        except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits, too
+        except (RuntimeError, TypeError, OverflowError) as error:  # includes sizes over 64 bits
             reason = str(error).partition("\n")[0]
-            raise UsageError(f"input {self.text!r} cannot be made: {reason}") from error
+            raise UsageError(f"input {self.text!r} cannot be created: {reason}") from error
 
 
 def _with_inputs(
     workload: Workload, layouts: Sequence[_Layout], generator: torch.Generator
 ) -> Workload:
-    """The workload with its positional inputs replaced, where the user named any."""
+    """The workload with its positional inputs replaced, if the user gave any."""
     if not layouts:
         return workload
     if workload.feed is not None:
         raise UsageError(
-            f"input {layouts[0].text!r}: the inputs of {workload.name} are the batches of its "
-            "loader; change the loader, or leave the input out"
+            f"input {layouts[0].text!r} cannot be used: {workload.name} takes its inputs from a "
+            "loader; change the loader, or omit the input"
         )
     bound = _vocabulary(workload.module)
     replaced = []
@@ -214,7 +212,7 @@ def _with_inputs(
 
 
 def _vocabulary(module: nn.Module | None) -> int:
-    """How many values an integer input may take: the first embedding's, else two."""
+    """Number of values for integer inputs: the size of the first embedding, else two."""
     for part in module.modules() if module is not None else ():
         if isinstance(part, nn.Embedding):
             return part.num_embeddings

@@ -1,4 +1,4 @@
-"""Custom operators of a script, registered anew in a worker process."""
+"""Registering a script's custom operators in a worker process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOVE = "move its registration to a module that a worker process can import with
 
 
 def of_scripts(is_importable: Callable[[str], bool]) -> list[CustomOpDef]:
-    """The operators that a worker process cannot import.
+    """Custom operators that a worker process cannot import.
 
     Args:
-        is_importable: whether a worker can import the module of a name.
+        is_importable: whether a worker can import a module, by name.
     """
     return [each for each in list(OPDEFS.values()) if not is_importable(_home(each))]
 
@@ -31,10 +31,10 @@ def of_scripts(is_importable: Callable[[str], bool]) -> list[CustomOpDef]:
 def reduced(
     operator: CustomOpDef | OpOverload | OpOverloadPacket, is_importable: Callable[[str], bool]
 ) -> tuple[Any, ...]:
-    """How to pickle an operator: by name where a worker can import it, else by its functions.
+    """Pickle reduction of an operator: by name if a worker can import it, else by its functions.
 
     Raises:
-        UsageError: it has rules for tensor subclasses, as operators made of Triton kernels do.
+        UsageError: the operator has rules for tensor subclasses, as Triton operators have.
     """
     if isinstance(operator, OpOverload):
         return getattr, (operator.overloadpacket, operator._overloadname)
@@ -57,7 +57,7 @@ def reduced(
 
 
 def explained(error: BaseException) -> BaseException:
-    """The error, or a clearer one where an operator is not registered in this process."""
+    """The error, or a clearer one if it says that an operator is not registered here."""
     found = _MISSING.search(str(error)) if isinstance(error, AttributeError) else None
     if found is None:
         return error
@@ -66,9 +66,9 @@ def explained(error: BaseException) -> BaseException:
 
 
 def load_libraries(paths: set[str]) -> None:
-    """Loads libraries of operators that this process has not loaded yet.
+    """Loads operator libraries that this process has not loaded yet.
 
-    A library that cannot be loaded is left out: a call that needs it names the missing operator.
+    Libraries that fail to load are skipped; a call that needs one names the missing operator.
     """
     for path in sorted(paths - torch.ops.loaded_libraries):
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def _home(operator: CustomOpDef) -> str:
 
 
 def _kernel(kept: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that was registered, out of PyTorch's wrapper around it."""
+    """The registered function, taken out of PyTorch's wrapper."""
     wrapper = inspect.unwrap(kept)
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
     return cells["fn"].cell_contents

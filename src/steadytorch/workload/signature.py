@@ -1,4 +1,4 @@
-"""The one form in which inputs enter keys and plans: shapes, dtypes, strides and devices."""
+"""Signatures: the form of inputs in keys and plans (shapes, dtypes, strides and devices)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from steadytorch.errors import UsageError
 from steadytorch.results.signature import Leaf, Signature
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""What a leaf of the arguments may be beside a tensor."""
+"""Types that leaves of the arguments may have besides tensors."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Applies `function` to each tensor in nested containers and returns the same structure.
 
-    What most models take and return goes a short way, transparent to Dynamo: PyTorch's own takes
-    tens of microseconds for a few nested containers.
+    Common containers take a fast path that Dynamo can trace. PyTorch's pytree takes tens of
+    microseconds for a few nested containers.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -36,7 +36,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it is a `torch.Size`, which PyTorch's pytree gives back as a plain tuple."""
+    """Whether a value is a `torch.Size`, which PyTorch's pytree would turn into a plain tuple."""
     return isinstance(value, torch.Size)
 
 
@@ -46,7 +46,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that mean something: of dimensions longer than 1, and none of an empty tensor."""
+    """The relevant strides: those of dimensions longer than 1; none for an empty tensor."""
     if tensor.layout != torch.strided or not tensor.numel():
         return ()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -57,12 +57,12 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
     """The signature of a call.
 
     Args:
-        inputs: positional arguments, nested at will.
+        inputs: positional arguments with any nesting.
         kwargs: keyword arguments; their order does not matter.
 
     Raises:
-        UsageError: a leaf is neither a tensor nor a plain constant, so that two calls could not be
-            told apart.
+        UsageError: a leaf is neither a tensor nor a plain constant, so two calls could not be
+            distinguished.
     """
     arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
     leaves, structure = pytree.tree_flatten_with_path(arguments)

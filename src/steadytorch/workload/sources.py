@@ -1,6 +1,6 @@
-"""Models of other libraries, by prefix: random weights, inputs by the model's own description.
+"""Models of other libraries by prefix, with random weights and inputs from the model's config.
 
-Nothing here reaches for the network. The libraries are imported when they are named, not before.
+Nothing is downloaded. A library is imported only when a model of it is loaded.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from steadytorch.workload.workload import Workload
 
 _TOKENS = 128
 _IMAGE_SIZE = 224
-_FACTORY = "write a factory that returns (model, inputs), and name it file.py:factory"
+_FACTORY = "write a factory that returns (model, inputs), and pass file.py:factory"
 
 
 def load(prefix: str, name: str, batch: int, generator: torch.Generator) -> Workload:
-    """An inference workload on the CPU, named `prefix:name`, its model in eval mode.
+    """Loads an inference workload on the CPU, named `prefix:name`, with its model in eval mode.
 
     Weights come from torch's global generator, inputs from `generator`.
 
     Args:
         prefix: one of `PREFIXES`.
-        name: of the model, in the library's own words.
+        name: the library's name of the model.
         batch: samples per call.
         generator: CPU generator of the inputs.
 
     Raises:
-        UsageError: no such model, or none that can be run by its name alone.
+        UsageError: the model does not exist, or needs inputs that its name does not determine.
         UnsupportedError: the library is not installed, or the model is larger than memory.
     """
     if not name:
-        raise UsageError(f"{prefix}: names no model: write {prefix}:NAME")
+        raise UsageError(f"{prefix}: lacks a model name: use {prefix}:NAME")
     return PREFIXES[prefix](name, batch, generator)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Follows an unknown word in a sentence: near matches in brackets, or nothing."""
+    """Near matches of an unknown word as " (did you mean ...?)", or ""."""
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -62,7 +62,7 @@ def _library(name: str) -> ModuleType:
         else:
             message = f"{root} cannot be imported: {_first_line(error)}"
         raise UnsupportedError(message) from error
-    except Exception as error:  # such as operators compiled for another build of PyTorch
+    except Exception as error:  # for example, operators built for another PyTorch
         raise UnsupportedError(f"{name} cannot be imported: {_first_line(error)}") from error
 
 
@@ -73,7 +73,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _building(spec: str) -> Iterator[None]:
-    """Turns what a library raises for a model it cannot make into one line."""
+    """Converts a library's exceptions to a `UsageError` of one line."""
     try:
         yield
     except Exception as error:
@@ -81,7 +81,7 @@ def _building(spec: str) -> Iterator[None]:
 
 
 def _images(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:
-    """Standard normal values in the element type of the model's weights."""
+    """Standard normal values in the dtype of the model's weights."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return torch.randn(shape, generator=generator).to(next(dtypes, torch.float32))
 
@@ -95,19 +95,19 @@ def _torchvision(name: str, batch: int, generator: torch.Generator) -> Workload:
     kind = kinds[name].removeprefix("torchvision.models.").partition(".")[0]
     if kind in ("detection", "optical_flow"):
         what = kind.replace("_", " ")
-        raise UsageError(f"{spec} is for {what} and takes more than images: {_FACTORY}")
+        raise UsageError(f"{spec} is for {what} and needs more than images: {_FACTORY}")
     options: dict[str, Any] = {"weights": None}
     shape: tuple[int, ...] = (3, _IMAGE_SIZE, _IMAGE_SIZE)
     if kind == "segmentation":
-        options["weights_backbone"] = None  # by default a pretrained one is downloaded
+        options["weights_backbone"] = None  # the default downloads pretrained weights
         shape = (3, 520, 520)
     elif kind == "video":
-        size = _IMAGE_SIZE if name.startswith("mvit") else 112  # mvit is built for one size
+        size = _IMAGE_SIZE if name.startswith("mvit") else 112  # mvit supports only this size
         shape = (3, 16, size, size)
     elif name.removeprefix("quantized_") == "inception_v3":
         shape = (3, 299, 299)
     if name.endswith(("inception_v3", "googlenet")):
-        options["init_weights"] = False  # theirs takes a minute, and warns
+        options["init_weights"] = False  # the default takes a minute and warns
     with _building(spec):
         model = models.get_model(name, **options).eval()
     return Workload(model, _images((batch, *shape), generator, model), name=spec)
@@ -118,7 +118,7 @@ def _timm(name: str, batch: int, generator: torch.Generator) -> Workload:
     timm = _library("timm")
     if "/" in name or ":" in name:
         raise UsageError(
-            f"{spec} is on a hub, and steady never downloads: use the name of the architecture, "
+            f"{spec} is on a hub, but steady never downloads: use the name of the architecture, "
             f"or {_FACTORY}"
         )
     if not timm.is_model(name):
@@ -134,7 +134,7 @@ def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload
     directory = Path(name)
     local = directory.is_dir()
     if local and not (directory / "config.json").is_file():
-        raise UsageError(f"no config.json in the directory {name!r} of transformers:{name}")
+        raise UsageError(f"the directory {name!r} has no config.json: transformers needs one")
     spec = f"transformers:{directory.resolve().name if local else name}"
     if not local:
         _check_model_type(name)
@@ -159,7 +159,7 @@ def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload
         return _text(spec, model, config, batch, generator)
     if main == "pixel_values" and not getattr(config, "is_encoder_decoder", False):
         return Workload(model, _images((batch, *_pixels(config)), generator, model), name=spec)
-    raise UsageError(f"{spec} takes more than one input, or neither text nor images: {_FACTORY}")
+    raise UsageError(f"{spec} needs more than one input, or neither text nor images: {_FACTORY}")
 
 
 def _check_model_type(name: str) -> None:
@@ -168,8 +168,8 @@ def _check_model_type(name: str) -> None:
     if name not in known:
         raise UsageError(
             f"transformers has no model type {name!r}{did_you_mean(name, known)}; steady never "
-            "downloads, so a name on the hub is not enough: use a model type such as bert, a "
-            f"directory with a config.json, or {_FACTORY}"
+            "downloads from the hub: use a model type such as bert, a directory with a "
+            f"config.json, or {_FACTORY}"
         )
 
 
@@ -187,7 +187,7 @@ def _text(
 
 
 def _pixels(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width that a vision model's configuration asks for."""
+    """Channels, height and width from a vision model's configuration."""
     channels = getattr(config, "num_channels", None) or 3
     size = getattr(config, "image_size", None) or _IMAGE_SIZE
     if isinstance(size, dict):
@@ -197,7 +197,7 @@ def _pixels(config: Any) -> tuple[int, int, int]:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A configuration and those nested in it."""
+    """A configuration and all configurations nested in it."""
     yield config
     for value in vars(config).values():
         if isinstance(value, _library("transformers").PretrainedConfig):
@@ -206,7 +206,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """No look-up on the hub inside: some configurations name parts to be found there."""
+    """Disables hub access within the block, since some configurations refer to parts on the hub."""
     constants: Any = _library("huggingface_hub.constants")
     found = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
@@ -217,7 +217,7 @@ def _offline() -> Iterator[None]:
 
 
 def _weight_bytes(build: Callable[[], nn.Module]) -> int:
-    """Size of the weights, from a build that allocates none; 0 where that does not work."""
+    """Size of the weights in bytes, from a build on the meta device; 0 if that fails."""
     try:
         with torch.device("meta"):
             return sum(p.numel() * p.element_size() for p in build().parameters())
@@ -229,8 +229,8 @@ def _check_memory(spec: str, needed: int) -> None:
     free = psutil.virtual_memory().available
     if needed > free:
         raise UnsupportedError(
-            f"{spec} has {needed / 2**30:.0f} GiB of weights, and {free / 2**30:.0f} GiB of memory "
-            "are free: name a directory with the config.json of a smaller one"
+            f"{spec} has {needed / 2**30:.0f} GiB of weights, but only {free / 2**30:.0f} GiB of "
+            "memory is free: pass a directory with the config.json of a smaller model"
         )
 
 

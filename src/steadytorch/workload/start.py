@@ -1,7 +1,6 @@
-"""Where a training workload stands, kept so that it can begin there again.
+"""Saving and restoring the state of a training workload.
 
-Every step moves the weights. What is to be compared, or timed again and again, has to start from
-the same ones.
+Each step changes the weights. Steps that are compared or timed must start from the same ones.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from steadytorch.workload.workload import TrainingStep, Workload
+from steadytorch.workload.workload import Workload
 
 
 def with_optimizer(workload: Workload) -> Workload:
-    """The same training workload with its optimizer made, its state where the weights are.
+    """The same training workload with its optimizer created and its state on the model's device.
 
     Args:
-        workload: one that trains; others are returned as they are.
+        workload: a training workload; others are returned unchanged.
     """
     if workload.training_step is None:
         return workload
-    loss, optimizer = workload.training_step.loss, workload.training_step.optimizer
+    optimizer = workload.training_step.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(workload.untouched.parameters())
     elif optimizer.state:
-        # `Workload.to` moves the weights alone; loading moves the state to where they are.
+        # `Workload.to` moves only the weights; loading the state moves it to their device.
         optimizer.load_state_dict(optimizer.state_dict())
-    return replace(workload, training_step=TrainingStep(loss, optimizer))
+    return replace(workload, training_step=replace(workload.training_step, optimizer=optimizer))
 
 
 def optimizer_of(workload: Workload) -> torch.optim.Optimizer:
-    """The optimizer of what `with_optimizer` returned."""
+    """The optimizer of a workload from `with_optimizer`."""
     assert workload.training_step is not None
     optimizer = workload.training_step.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -41,14 +40,14 @@ def optimizer_of(workload: Workload) -> torch.optim.Optimizer:
 
 
 def modules_of(workload: Workload) -> dict[str, nn.Module]:
-    """The modules of a step by the prefix of their names: the model's "", the loss's "loss:"."""
+    """The modules of a step by name prefix: "" for the model, "loss:" for the loss."""
     loss = None if workload.training_step is None else workload.training_step.loss
     pairs = (("", workload.untouched), ("loss:", loss))
     return {prefix: module for prefix, module in pairs if isinstance(module, nn.Module)}
 
 
 def parameters_of(workload: Workload) -> dict[str, Tensor]:
-    """What a step may update, each tensor once: parameters of model, loss and optimizer, by name.
+    """The parameters of model, loss and optimizer by name, each tensor once.
 
     Args:
         workload: as returned by `with_optimizer`.
@@ -65,7 +64,7 @@ def parameters_of(workload: Workload) -> dict[str, Tensor]:
 
 
 def buffers_of(workload: Workload) -> dict[str, Tensor]:
-    """The buffers of model and loss, as they are registered now, by name."""
+    """The currently registered buffers of model and loss, by name."""
     return {
         prefix + name: buffer
         for prefix, module in modules_of(workload).items()
@@ -74,10 +73,9 @@ def buffers_of(workload: Workload) -> dict[str, Tensor]:
 
 
 class Start:
-    """Weights, buffers and optimizer of a training workload, copied to the host's memory.
+    """Weights, buffers and optimizer state of a training workload, copied to host memory.
 
-    Plain attributes of modules, and random numbers, are not part of it. Of inference nothing is
-    kept: it moves nothing.
+    Plain attributes of modules and random states are not included. For inference nothing is copied.
 
     Args:
         workload: as returned by `with_optimizer`.
@@ -93,9 +91,9 @@ class Start:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back, in place; gradients are dropped.
+        """Restores everything in place and drops gradients.
 
-        Only a buffer that the model has replaced by one of another form is replaced again.
+        A buffer is replaced only if its shape or dtype has changed.
         """
         if not self._workload.is_training:
             return
@@ -109,7 +107,7 @@ class Start:
                 found.copy_(kept)
             else:
                 self._replace(name, kept.to(device, copy=True))
-        # What it is given becomes the optimizer's own.
+        # The optimizer keeps the loaded state, so give it a copy.
         optimizer_of(self._workload).load_state_dict(copy.deepcopy(self._state))
 
     def _replace(self, name: str, buffer: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The training step given to models that come without one: cross-entropy on random targets, SGD."""
+"""The default training step for named models: cross-entropy on random targets, SGD."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn import functional
 from steadytorch.errors import UsageError
 from steadytorch.workload.workload import Workload
 
-# Small, so that random targets do not drive random weights to overflow over thousands of steps.
+# Small, so that weights do not overflow in thousands of steps towards random targets.
 sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 class CrossEntropy(nn.Module):
     """Cross-entropy of a model's output against fixed targets.
 
-    A module with a buffer, so that `Workload.to` moves the targets along with the model.
+    A module with a buffer, so that `Workload.to` moves the targets with the model.
 
     Args:
         targets: int64 class indices, one per sample (N,), per pixel (N, H, W) or per token (N, T).
@@ -46,36 +46,37 @@ def logits_of(output: Any) -> torch.Tensor:
     """The class scores in an output: itself, its `logits`, its `out`, or its first element.
 
     Raises:
-        TypeError: there is no tensor where one is looked for.
+        TypeError: the output holds no class scores in any of these places.
     """
     if isinstance(output, Mapping):
         output = output.get("logits", output.get("out"))
     elif isinstance(output, tuple | list):  # auxiliary classifiers follow the main one
         output = getattr(output, "logits", output[0] if output else None)
     if not isinstance(output, torch.Tensor):
-        raise TypeError(f"no class scores in an output of type {type(output).__name__}")
+        raise TypeError(f"an output of type {type(output).__name__} holds no class scores")
     return output
 
 
 def supervised(workload: Workload, generator: torch.Generator) -> Workload:
-    """A training workload for a model that maps its inputs to class scores.
+    """Builds a training workload for a model that maps its inputs to class scores.
 
     Args:
-        workload: an inference workload on the CPU. Integer inputs are taken for tokens, with scores
-            of shape (N, T, classes); others for images or clips, with scores (N, classes, ...).
+        workload: an inference workload on the CPU. Integer inputs are treated as tokens, with
+            scores of shape (N, T, classes); others as images or clips, with scores
+            (N, classes, ...).
         generator: CPU generator of the targets.
 
     Returns:
-        Its model in train mode, with `CrossEntropy` and SGD.
+        A workload with the model in train mode, `CrossEntropy` and SGD.
 
     Raises:
-        UsageError: the model cannot be run on its inputs, or does not return class scores.
+        UsageError: the model fails on its inputs, or does not return class scores.
     """
     model, inputs = workload.model, workload.inputs
     classes_last = not inputs[0].is_floating_point()
     model.eval()
     try:
-        # Shapes do not depend on the number of samples, and one is quick.
+        # One sample is enough: the other sizes do not depend on the batch.
         with torch.no_grad():
             logits = logits_of(model(*(value[:1] for value in inputs), **workload.kwargs))
         sizes = logits.shape[1:-1] if classes_last else logits.shape[2:]

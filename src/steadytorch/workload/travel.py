@@ -1,4 +1,4 @@
-"""A workload on its way to another process, its model defined in a script or notebook included."""
+"""Serialising workloads for worker processes, including models from scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAVING = Lock()
 def save(workload: Workload, path: Path) -> None:
     """Writes a workload so that `load` can open it in a process that cannot import its model.
 
-    Custom operators of the script travel along, since models also call them by name alone.
+    The script's custom operators are saved too, because models may call them by name.
 
     Raises:
-        Exception: it holds what cannot be pickled, such as an open file; the pickler says what.
+        Exception: the workload holds an object that cannot be pickled, such as an open file.
     """
     with _SAVING, _by_value():
         own = list(filter(_can_pickle, operators.of_scripts(_is_importable)))
@@ -42,18 +42,18 @@ def save(workload: Workload, path: Path) -> None:
 
 
 def load(path: Path) -> Workload:
-    """Opens what `save` wrote, which runs code: only for files this program has just written.
+    """Opens a file written by `save` in a worker. Runs code: only for files just written here.
 
-    For a worker process: code that came by value is given a module of its name in `sys.modules`,
-    `__main__` included, because `torch.compile` looks up the globals of inlined functions there.
+    Code pickled by value gets a module of its name in `sys.modules`, even for `__main__`, because
+    `torch.compile` looks up the globals of inlined functions there.
     """
     return torch.load(path, weights_only=False, pickle_module=_Pickle)[1]
 
 
 def modules_of(workload: Workload) -> list[str]:
-    """Names of the modules that `load` will import for the layers of the model, sorted.
+    """Names of the modules that `load` will import for the model's layers, sorted.
 
-    A process that waits for its workload can import them meanwhile: a model library takes seconds.
+    Workers import them ahead, since importing a model library takes seconds.
     """
     layers = () if workload.module is None else workload.module.modules()
     named = {type(layer).__module__ for layer in layers}
@@ -62,11 +62,11 @@ def modules_of(workload: Workload) -> list[str]:
 
 
 class _Home(types.ModuleType):
-    """The module of code that came by value."""
+    """A module for code that was pickled by value."""
 
 
 def _home(name: str) -> types.ModuleType | None:
-    """The module for code that came by value, made if need be; None where it can be imported."""
+    """The module for code pickled by value, created if missing; None if it can be imported."""
     module = sys.modules.get(name)
     if isinstance(module, _Home):
         return module
@@ -77,17 +77,17 @@ def _home(name: str) -> types.ModuleType | None:
 
 
 def find_anew(name: str) -> ModuleSpec | None:
-    """What an import of a top-level module would find if it were not imported yet."""
+    """The spec that a first import of a top-level module would find, ignoring `sys.modules`."""
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     return next((spec for f in finders if (spec := f.find_spec(name, None))), None)
 
 
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
-    """Within the block, code that a worker process cannot import is pickled by value.
+    """Within the block, code that a worker cannot import is pickled by value.
 
-    That is the script itself in a process that it spawned (`__mp_main__`), and modules that were
-    made by hand or loaded from a file.
+    This covers the script in a process that it spawned (`__mp_main__`), and modules created in
+    memory or loaded from a file.
     """
     before = cloudpickle.list_registry_pickle_by_value()
     try:
@@ -99,7 +99,7 @@ def _by_value() -> Iterator[None]:
 
 
 _importable: dict[str, bool] = {}
-"""Top-level modules met while a workload is saved: whether a worker process can import them."""
+"""Whether a worker can import a top-level module; a cache for one call of `save`."""
 
 
 def _is_importable(name: str) -> bool:
@@ -110,10 +110,10 @@ def _is_importable(name: str) -> bool:
 
 
 def _take_along(name: str) -> None:
-    """Has a module's code pickled by value if a worker process cannot import it.
+    """Registers a module for pickling by value if a worker cannot import it.
 
     Raises:
-        UsageError: it is compiled code.
+        UsageError: the module is compiled code.
     """
     module = sys.modules.get(name)
     if name == "__main__" or not isinstance(module, types.ModuleType) or _is_importable(name):
@@ -152,16 +152,16 @@ def _make_module(name: str, contents: dict[str, Any]) -> types.ModuleType:
 
 
 class _Libraries:
-    """Loads, where it is unpickled, the libraries of operators that this process has loaded."""
+    """When unpickled, loads the operator libraries that the pickling process had loaded."""
 
     def __reduce__(self) -> Any:
         return operators.load_libraries, (set(torch.ops.loaded_libraries),)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles by value what a worker process cannot import.
+    """Pickles by value code that a worker process cannot import.
 
-    Modules whose type is their own, as `torch.backends.cudnn` is, are pickled by name.
+    Modules of a custom type, such as `torch.backends.cudnn`, are pickled by name.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -181,7 +181,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _can_pickle(operator: CustomOpDef) -> bool:
-    """Whether an operator can travel: the workload may well do without one that cannot."""
+    """Whether an operator can be pickled; others are skipped, as the workload may not use them."""
     try:
         _Pickler(io.BytesIO()).dump(operator)
     except Exception:
@@ -190,7 +190,7 @@ def _can_pickle(operator: CustomOpDef) -> bool:
 
 
 class _Cloudpickle:
-    """What `torch.save` needs of a pickle module."""
+    """The pickle module passed to `torch.save`."""
 
     Pickler = _Pickler
     dumps = staticmethod(cloudpickle.dumps)
@@ -205,6 +205,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickle:
-    """What `torch.load` needs of a pickle module."""
+    """The pickle module passed to `torch.load`."""
 
     Unpickler = _Unpickler

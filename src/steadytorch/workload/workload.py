@@ -1,4 +1,4 @@
-"""What to run: a model, its inputs, and how one step of it is taken."""
+"""`Workload`: a model, its inputs, and how to take one step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from steadytorch.workload.feed import (
     first_batch,
 )
 from steadytorch.workload.signature import map_tensors, signature, tensors_of
+from steadytorch.workload.step import EagerStep
+from steadytorch.workload.update import Update
 
 Loss = Callable[[Any], torch.Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -32,34 +34,38 @@ class TrainingStep:
     """The rest of a training step: from the model's output to updated weights.
 
     Attributes:
-        loss: maps the model's output to a scalar tensor. Targets are closed over; with a loader it
-            is a `Targeted`, which holds those of the first batch.
+        loss: maps the model's output to a scalar tensor, closing over the targets. With a loader it
+            is a `Targeted` with the targets of the first batch.
         optimizer: an optimizer over the model's parameters, or a factory that makes one from them.
+        update: makes the `Update` that takes the optimizer's step; None for the optimizer's own.
+        captured: wraps the eager step in one that replays CUDA graphs; None to run it eagerly.
     """
 
     loss: Loss
     optimizer: torch.optim.Optimizer | OptimizerFactory
+    update: Callable[[torch.optim.Optimizer], Update] | None = None
+    captured: Callable[[EagerStep], Callable[..., torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and the inputs it is to be measured with.
+    """A model with the inputs to run it on.
 
-    Use it as `Workload(model, inputs)` for inference, `Workload.training(...)` for training, and
-    `Workload.from_loader(...)` for either where each step is to take its own batch.
+    Use `Workload(model, inputs)` for inference, `Workload.training(...)` for training, and
+    `Workload.from_loader(...)` for either with a new batch per step.
 
     Attributes:
         model: an `nn.Module`, or any callable.
-        inputs: positional arguments. A lone tensor becomes a tuple of one, a mapping `kwargs`.
+        inputs: positional arguments. A single tensor becomes a tuple of one, a mapping `kwargs`.
         kwargs: keyword arguments.
-        name: what results call it; the model's class by default.
+        name: name in results; by default the model's class.
         training_step: loss and optimizer; None for inference.
-        feed: gives each step a batch of its own; None where all work on `inputs`. With it `inputs`
+        feed: source of a new batch per step; None if all steps use `inputs`. With a feed, `inputs`
             are the first batch, on the model's device.
-        untouched: the model before any transform, when `model` is a transformed one.
+        untouched: the model before any transform, if `model` is transformed.
 
     Raises:
-        UsageError: the model cannot be called, or has no parameters to make an optimizer from.
+        UsageError: the model is not callable, or an optimizer factory needs an `nn.Module`.
     """
 
     model: Any
@@ -92,7 +98,7 @@ class Workload:
         if not isinstance(self.training_step.optimizer, torch.optim.Optimizer):
             raise UsageError(
                 f"an optimizer cannot be made for a {type(self.untouched).__name__}: pass an "
-                "nn.Module as the model, or an optimizer in place of a factory"
+                "nn.Module as the model, or an optimizer instead of a factory"
             )
 
     def _set(self, attribute: str, value: Any) -> None:
@@ -106,6 +112,7 @@ class Workload:
         loss: Loss,
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         *,
+        targets: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> Workload:
@@ -114,12 +121,15 @@ class Workload:
         Args:
             model: the module to train; steps update its weights.
             inputs: positional arguments, as for an inference workload.
-            loss: maps the model's output to a scalar tensor.
+            loss: maps the model's output, and the targets if there are any, to a scalar tensor.
             optimizer: an optimizer over `model.parameters()`, or a factory of one.
+            targets: further arguments of the loss: a tensor, or a tuple of them.
             kwargs: keyword arguments of the model.
-            name: what results call it.
+            name: name in results.
         """
-        return cls(model, inputs, kwargs or {}, name, TrainingStep(loss, optimizer))
+        given = targets if isinstance(targets, tuple) else (targets,)
+        step = TrainingStep(Targeted(loss, *given) if given else loss, optimizer)
+        return cls(model, inputs, kwargs or {}, name, step)
 
     @classmethod
     def from_loader(
@@ -133,23 +143,23 @@ class Workload:
     ) -> Workload:
         """A workload whose steps take the next batch of a loader, move it to the model and run it.
 
-        When the loader ends it is begun anew. Batches of other shapes than the first, as a last
-        short one, are passed over. The loader is begun here too, for its first batch.
+        The loader restarts when it ends. Batches of other shapes than the first, such as a short
+        last one, are skipped. The first batch is also taken here.
 
         Args:
             model: the module to run, or to train with a loss and an optimizer.
-            loader: what can be iterated over again, such as a DataLoader. Its batches are the
-                model's arguments in any form that `inputs` may have; for training pairs of these
-                and the targets.
+            loader: an iterable that can be iterated repeatedly, such as a DataLoader. Its batches
+                are the model's arguments in any form that `inputs` may have; for training, pairs
+                of these and the targets.
             loss: maps the model's output and a batch's targets to a scalar tensor.
             optimizer: an optimizer over `model.parameters()`, or a factory of one.
-            name: what results call it.
+            name: name in results.
 
         Raises:
-            UsageError: no loader, no batch, or a loss without an optimizer.
+            UsageError: the loader is invalid or empty, or only one of loss and optimizer is given.
         """
         if (loss is None) is not (optimizer is None):
-            raise UsageError("a training step needs both a loss and an optimizer, got one of them")
+            raise UsageError("training needs both a loss and an optimizer, got only one of them")
         batch = first_batch(loader, supervised=loss is not None)
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(batch))
         step = None
@@ -170,7 +180,7 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs: the device of the first parameter, else of the first input, else CPU."""
+        """The device of the first parameter, else of the first input, else CPU."""
         found: list[torch.device] = []
         if self.module is not None and (first := next(self.module.parameters(), None)) is not None:
             found.append(first.device)
@@ -180,7 +190,7 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The element type it computes in: that of the first floating-point parameter or input."""
+        """The dtype of the first floating-point parameter, else of the first such input."""
         found: list[torch.dtype] = []
         if self.module is not None:
             found.extend(p.dtype for p in self.module.parameters() if p.is_floating_point())
@@ -192,11 +202,11 @@ class Workload:
         return found[0] if found else torch.float32
 
     def signature(self) -> Signature:
-        """Shapes, dtypes, strides and devices of the inputs; see `signature.Signature`."""
+        """The shapes, dtypes, strides and devices of the inputs."""
         return signature(self.inputs, self.kwargs)
 
     def with_model(self, model: Any, inputs: tuple[Any, ...] | None = None) -> Workload:
-        """The same workload through another callable, which must accept the original inputs too."""
+        """The same workload with another callable, which must accept the original inputs too."""
         return replace(self, model=model, inputs=self.inputs if inputs is None else inputs)
 
     def to(self, device: str | torch.device) -> Workload:
@@ -218,9 +228,9 @@ class Workload:
         """A callable that takes one step: an inference call, or a whole training step.
 
         Returns:
-            A function of no arguments; it returns the model's output (inference, without recording
-            gradients) or the detached loss (training). The optimizer is made once, here, and the
-            loader of a `feed` is begun once, at the first step.
+            A function without arguments. It returns the model's output (inference, without
+            gradients) or the detached loss (training). The optimizer is created here; the loader
+            of a `feed` is started at the first step.
         """
         model, following = self.model, self._batches()
         if self.training_step is None:
@@ -238,22 +248,25 @@ class Workload:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self.untouched.parameters())
 
-        def train() -> torch.Tensor:
-            inputs, kwargs, targets = following()
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model(*inputs, **kwargs), *targets)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+        update = self.training_step.update
+        eager = EagerStep(
+            model, loss_of, optimizer, update=None if update is None else update(optimizer)
+        )
+        captured = self.training_step.captured
+        step = eager if captured is None else captured(eager)
 
+        def train() -> torch.Tensor:
+            return step(*following())
+
+        vars(train).update(step=step)
         return train
 
     def _batches(self) -> Callable[[], Batch]:
-        """Gives what each step works on."""
+        """A function that returns the next batch."""
         own = Batch(self.inputs, dict(self.kwargs))
         if self.feed is None:
             if holds_containers((*self.inputs, *self.kwargs.values())):
-                # A model may write to them, and what one step writes is not the next one's input.
+                # A model may write to its containers; the next step must not see that.
                 return lambda: Batch(*Lent((own.inputs, own.kwargs)).arguments)
             return lambda: own
         return self.feed.batches(own, self.device, self.is_training).__next__
@@ -262,7 +275,7 @@ class Workload:
 def without_gradients(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Makes a call that records no gradients: `torch.no_grad` at an eighth of its time."""
+    """Calls without recording gradients, like `torch.no_grad` but at an eighth of its cost."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     _set_grad_enabled(False)

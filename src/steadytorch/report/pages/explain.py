@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from steadytorch.explain.regime import REGIMES
 from steadytorch.quantities import size
+from steadytorch.rates.regime import REGIMES
 from steadytorch.report import explain
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.plots import BLUE, COLOURS, GREY, Plot, Table, figure, table

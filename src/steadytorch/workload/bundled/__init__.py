@@ -1,7 +1,7 @@
-"""Bundled workload architectures: exactly as published, random weights, nothing to download.
+"""Bundled workload architectures: exactly as published, with random weights and no downloads.
 
-The table below is the one place that lists them. Importing this module does not import torch, so
-names can be listed, completed and checked at once; the architecture is imported when it is built.
+The table below is the only list of them. Importing this module does not import torch, so names can
+be listed and completed quickly. An architecture is imported when it is built.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Bundled:
     """One bundled architecture and the inputs it is published for.
 
     Attributes:
-        name: what the user types.
-        module: file of this package that defines it.
-        builder: function of that file; takes no arguments and returns the model.
+        name: name on the command line.
+        module: module of this package that defines it.
+        builder: function of that module that takes no arguments and returns the model.
         summary: one line for listings.
         sample_shape: shape of one input sample, without the batch dimension.
         vocabulary: for token inputs, the number of token ids; None where the input is an image.
@@ -93,7 +93,7 @@ BUNDLED: dict[str, Bundled] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the bundled architectures, in the order in which to list them."""
+    """Return the names of the bundled architectures in listing order."""
     return tuple(BUNDLED)
 
 
@@ -131,7 +131,7 @@ def example_inputs(name: str, batch: int, generator: torch.Generator) -> tuple[t
 
     entry = BUNDLED[name]
     if batch < 1:
-        raise UsageError(f"batch size must be at least 1, got {batch}: ask for one sample or more")
+        raise UsageError(f"batch size must be at least 1, got {batch}")
     shape = (batch, *entry.sample_shape)
     if entry.vocabulary is not None:
         return (torch.randint(entry.vocabulary, shape, generator=generator),)

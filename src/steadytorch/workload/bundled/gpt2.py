@@ -16,7 +16,7 @@ class GPT2(nn.Module):
 
     Args:
         vocabulary: number of token ids.
-        context: most tokens per sequence; one learned position each.
+        context: maximum tokens per sequence; each has a learned position.
         layers: transformer blocks.
         width: features per token; divisible by `heads`.
         heads: attention heads per block.
@@ -44,7 +44,7 @@ class GPT2(nn.Module):
             )
         )
         self.norm = nn.LayerNorm(width, eps=eps)
-        # Built on "meta" because its own weight would be thrown away at once for the tied one.
+        # Built on "meta" because its weight is replaced by the tied one.
         self.head = nn.Linear(width, vocabulary, bias=False, device="meta")
         self.head.weight = self.tokens.weight
         self._initialize(layers)
@@ -57,8 +57,8 @@ class GPT2(nn.Module):
             elif isinstance(module, nn.Linear) and module is not self.head:
                 nn.init.normal_(module.weight, std=std)
                 nn.init.zeros_(module.bias)
-        # Each block adds two branches to the stream: their last weights are scaled down so that its
-        # variance does not grow with depth.
+        # Each block adds two branches to the residual stream. Scale their last weights down, so
+        # that the variance does not grow with depth.
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5)

@@ -1,7 +1,7 @@
 """MobileNetV3-Large for 1000 classes.
 
-Howard et al., "Searching for MobileNetV3" (2019), table 1. Squeeze-and-excite as there: squeezed to
-a quarter of the expansion, gated by a hard sigmoid.
+Howard et al., "Searching for MobileNetV3" (2019), table 1. As in the paper, squeeze-and-excite
+squeezes to a quarter of the expansion and gates with a hard sigmoid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LARGE = (
 
 
 def _round_to_8(channels: float) -> int:
-    """Nearest multiple of 8, never more than a tenth below what was asked for."""
+    """Nearest multiple of 8, at most 10 % below `channels`."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
@@ -56,7 +56,7 @@ def _round_to_8(channels: float) -> int:
 def _convolution(
     inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1
 ) -> list[nn.Module]:
-    """Convolution that keeps the size up to its stride, then batch normalisation."""
+    """Convolution with "same" padding, then batch normalisation."""
     return [
         nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01),

@@ -15,7 +15,7 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Convolution that keeps the size up to its stride, then batch normalisation."""
+    """Convolution with "same" padding, then batch normalisation."""
     return [
         nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
         nn.BatchNorm2d(outputs),
@@ -61,7 +61,7 @@ class ResNet(nn.Module):
 
     Args:
         branch: builds the residual branch of a block from (inputs, width, stride).
-        expansion: channels that a block gives out per unit of its stage's width.
+        expansion: output channels of a block per unit of its stage's width.
         depths: blocks per stage.
     """
 

@@ -18,7 +18,7 @@ class SelfAttention(nn.Module):
     Args:
         width: features per token; divisible by `heads`.
         heads: attention heads.
-        causal: whether a token sees only itself and those before it.
+        causal: whether a token attends only to itself and earlier ones.
         dropout: rate applied to the attention weights in training.
     """
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
         heads: attention heads.
         eps: constant of the layer normalisations.
         gelu: the exact function, or its tanh approximation.
-        causal: whether a token sees only itself and those before it.
+        causal: whether a token attends only to itself and earlier ones.
         dropout: rate in training, on the attention weights and on the output of each branch.
     """
 

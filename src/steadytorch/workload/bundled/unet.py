@@ -67,8 +67,8 @@ class UNet(nn.Module):
             channels = width
         self.pool = nn.MaxPool2d(2)
         self.expanding = nn.ModuleList()
-        # `lost`: how much smaller the level below gives its map back than it got it, in its own
-        # pixels. The up-convolution doubles that, and half of it falls on each side of the skip.
+        # `lost`: pixels that the level below removes from its map. The up-convolution doubles
+        # them, and each side of the skip loses half of that.
         lost = 4
         for width in reversed(widths[:-1]):
             self.expanding.append(ExpandingStep(width, margin=lost))
@@ -91,7 +91,7 @@ class UNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map images (N, 1, H, W) to class scores (N, 2, H - 184, W - 184).
 
-        H and W have to be even before each of the four poolings: 188, 204, 220, ..., 572, ...
+        H and W must be even before each of the four poolings: 188, 204, 220, ..., 572, ...
         """
         skips: list[Tensor] = []
         x = self.contracting[0](images)

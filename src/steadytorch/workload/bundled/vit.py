@@ -67,8 +67,8 @@ class VisionTransformer(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        # The recipe for fine-tuning zeroes the class token and the head. Here that would make every
-        # output zero, and any numerical error of a candidate invisible.
+        # The fine-tuning recipe zeroes the class token and the head. That would make all outputs
+        # zero and hide numerical errors of candidates.
         _truncated_normal_(self.class_token, 0.02)
         _truncated_normal_(self.encoder.positions, 0.02)
         for module in self.modules():
@@ -90,10 +90,10 @@ class VisionTransformer(nn.Module):
 
 @torch.no_grad()
 def _truncated_normal_(tensor: Tensor, std: float) -> None:
-    """Fill in place from a normal distribution cut off at two deviations.
+    """Fill in place from a normal distribution truncated at two standard deviations.
 
-    By inverting the distribution function: several times faster than `nn.init.trunc_normal_`, which
-    would take most of the time to build the model.
+    Inverts the distribution function, which is several times faster than `nn.init.trunc_normal_`.
+    That function would take most of the time to build the model.
     """
     bound = math.erf(math.sqrt(2))
     tensor.uniform_(-bound, bound).erfinv_().mul_(std * math.sqrt(2))

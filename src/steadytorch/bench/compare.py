@@ -1,0 +1,248 @@
+"""Comparing A with B live, in interleaved pairs of blocks. For saved results see `saved`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from steadytorch.bench.measure import HANDLER, start
+from steadytorch.bench.saved import compare_files
+from steadytorch.bench.series import Series
+from steadytorch.bench.sustained_runs import dwells
+from steadytorch.bench.worker import save_payload
+from steadytorch.device.facts import resolve_device
+from steadytorch.errors import UsageError
+from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim
+from steadytorch.measure.race import compare as race_pairs
+from steadytorch.process.folder import shared_folder
+from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.results.candidate import Candidate
+from steadytorch.results.compare import CompareResult, Dwell, Effect, Side
+from steadytorch.workload.given import workload_of
+from steadytorch.workload.workload import Workload
+
+METRICS = ("latency", "period")
+LONG_NS = 150e6
+"""Iteration time from which a block has three iterations instead of seven."""
+
+
+_T = TypeVar("_T")
+Contender = tuple[Workload, Candidate, str]
+"""A workload, the transforms to run it with, and its name."""
+
+
+def compare(
+    a: Workload | tuple[Any, Any] | str | Path,
+    b: Workload | tuple[Any, Any] | str | Path,
+    *,
+    candidates: tuple[Candidate, Candidate] = ((), ()),
+    processes: int = 1,
+    metric: str = "latency",
+    device: str | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> CompareResult:
+    """Compares two workloads, or two results saved by `steady measure --json`.
+
+    Workloads are timed live; see `compare_live`. Saved results are compared by the medians of their
+    processes, and the other arguments do not apply to them.
+
+    Args:
+        a: a workload, its `(model, inputs)`, or the path of a saved result.
+        b: the same kind as `a`; the verdict is about `b`.
+        candidates: transforms to run each workload with; empty for untouched.
+        processes: fresh pairs of processes; three or more support a claim for the machine.
+        metric: `latency` or `period`.
+        device: where to run; None for A's device.
+        seed: seed of the block order.
+        progress: called with progress messages.
+
+    Raises:
+        UsageError: only one of them is saved, a workload fails before anything was timed, a file
+            holds no measurement, the files come from different machines, or an argument is wrong.
+    """
+    if not isinstance(a, str | Path) and not isinstance(b, str | Path):
+        one, other = workload_of(a), workload_of(b)
+        return compare_live(
+            (one, candidates[0], one.name),
+            (other, candidates[1], other.name),
+            processes=processes,
+            metric=metric,
+            device=device,
+            seed=seed,
+            progress=progress,
+        )
+    if not isinstance(a, str | Path) or not isinstance(b, str | Path):
+        raise UsageError(
+            "cannot compare a saved result with a live workload: pass two files or two workloads"
+        )
+    if (candidates, processes, metric, device, seed) != (((), ()), 1, "latency", None, 0):
+        raise UsageError(
+            "candidates, processes, metric, device and seed apply only to live comparisons: omit "
+            "them for saved results"
+        )
+    return compare_files(a, b)[0]
+
+
+def compare_live(
+    a: Contender,
+    b: Contender,
+    *,
+    processes: int = 1,
+    metric: str = "latency",
+    device: str | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> CompareResult:
+    """Times two workloads against each other in live workers, block by block in random order.
+
+    Ctrl-C ends the comparison early and keeps the pairs taken so far.
+
+    Args:
+        a: the first workload.
+        b: the second workload.
+        processes: fresh pairs of workers; three or more support a claim for the machine.
+        metric: `latency` or `period`.
+        device: where to run; None for A's device.
+        seed: seed of the block order.
+        progress: called with progress messages.
+
+    Raises:
+        UsageError: a workload fails before anything was timed, or an argument is wrong.
+        KeyboardInterrupt: interrupted by the user before the first pair.
+    """
+    if processes < 1:
+        raise UsageError(f"cannot compare in {processes} processes: give 1 or more")
+    if metric not in METRICS:
+        raise UsageError(f"unknown metric {metric!r}: choose one of {', '.join(METRICS)}")
+    target = resolve_device(device or str(a[0].device))
+    rng, done, ended = Random(seed), list[_Taken](), None
+    with shared_folder() as one, shared_folder() as other:
+        folders = (one, other)
+        for folder, (workload, _, _) in zip(folders, (a, b), strict=True):
+            save_payload(workload, folder)
+        while len(done) < processes and ended is None:
+            progress(f"pair of processes {len(done) + 1} of {processes}")
+            taken = _one_pair(folders, (a, b), target, metric, rng, alone=not done)
+            done.append(taken)
+            ended = taken.ended
+    if not any(taken.pairs for taken in done):
+        raise UsageError(str(ended)) if isinstance(ended, _Fails) else KeyboardInterrupt
+    times = np.concatenate([np.reshape(taken.pairs, (-1, 2)) for taken in done])
+    return CompareResult.of(
+        _combined(done),
+        a=Side(a[2], float(np.median(times[:, 0]))),
+        b=Side(b[2], float(np.median(times[:, 1]))),
+        metric=metric,
+        note=f"stopped early: {ended}" if isinstance(ended, _Fails) else _too_few(processes),
+        samples=tuple(tuple(taken.pairs) for taken in done),
+        failed=str(ended) if isinstance(ended, _Fails) else None,
+        interrupted=isinstance(ended, KeyboardInterrupt),
+        dwells=done[0].dwells,
+    )
+
+
+def _too_few(processes: int) -> str:
+    """Note that the number of process pairs supports no verdict; "" if it does."""
+    if processes == 1 or processes >= LEAST_PROCESSES:
+        return ""
+    return (
+        f"{processes} pairs of processes are too few for a verdict: use 1 for a verdict about "
+        f"these processes, or {LEAST_PROCESSES} or more for the machine"
+    )
+
+
+class _Fails(Exception):  # noqa: N818 - a workload's failure as a message
+    """One of the two workloads failed."""
+
+
+class _Taken(NamedTuple):
+    """Samples of one pair of processes, and the exception that ended it early."""
+
+    pairs: list[tuple[float, float]]
+    ended: _Fails | KeyboardInterrupt | None
+    dwells: tuple[Dwell, ...] = ()
+
+
+def _one_pair(
+    folders: Sequence[Path],
+    sides: Sequence[Contender],
+    device: str,
+    metric: str,
+    rng: Random,
+    alone: bool,
+) -> _Taken:
+    """Takes pairs until a look decides. With `alone`, then runs `dwells` on CUDA."""
+    times: tuple[list[float], list[float]] = ([], [])
+    workers: list[Worker] = []
+    ended, found = None, ()
+    try:
+        workers.extend(Worker(HANDLER, folder, "side") for folder in folders)
+        set_ups = [_of(sides[i], start, workers[i], device, sides[i][1]) for i in range(2)]
+        longest = max(set_up.warm_up.iteration_ns for set_up in set_ups)
+        count = 3 if longest >= LONG_NS else 7
+        deadline_s = 60.0 + 40e-9 * count * longest
+
+        def block(i: int) -> float:
+            ask = partial(workers[i].call, metric=metric, count=count)
+            times[i].append(float(np.median(_of(sides[i], ask, "block", deadline_s))))
+            return times[i][-1]
+
+        def series(i: int, seconds: float) -> Series:
+            ask = partial(workers[i].call, metric=metric, seconds=seconds, whole=True)
+            return msgspec.convert(_of(sides[i], ask, "series", deadline_s + seconds), Series)
+
+        race_pairs(partial(block, 0), partial(block, 1), rng=rng)
+        if alone and device.startswith("cuda"):
+            found = dwells(series, rng)
+    except (_Fails, KeyboardInterrupt) as reason:
+        ended = reason
+    finally:
+        for worker in workers:
+            worker.kill()
+    # If interrupted within a pair, one side has an extra block.
+    return _Taken(list(zip(*times, strict=False)), ended, found)
+
+
+def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
+    """Calls a worker and names its side if it fails."""
+    try:
+        return ask(*arguments)
+    except WorkerFault as fault:
+        raise _Fails(f"the workload {side[2]} fails: {fault.reason}") from fault
+
+
+def _combined(done: Sequence[_Taken]) -> Effect:
+    """The effect from one process pair, or from several as replicates."""
+    whole = [judge(taken.pairs) for taken in done if taken.ended is None]
+    judgements = whole or [judge(taken.pairs) for taken in done]
+    pairs = sum(judgement.pairs for judgement in judgements)
+    if len(judgements) == 1:
+        only = judgements[0]
+        return Effect(
+            estimate=only.estimate,
+            low=only.low,
+            high=only.high,
+            verdict=only.verdict,
+            claim="process",
+            pairs=pairs,
+            processes=1,
+            mde=only.mde,
+        )
+    claim = machine_claim([j.estimate for j in judgements if j.estimate is not None])
+    return Effect(
+        estimate=claim.estimate,
+        low=claim.low,
+        high=claim.high,
+        verdict=claim.verdict,
+        claim=claim.claim,
+        pairs=pairs,
+        processes=claim.processes,
+        mde=claim.mde,
+    )

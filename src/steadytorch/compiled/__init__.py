@@ -1,0 +1,1 @@
+"""Code compiled ahead of time: packages, bundles and how `compile` takes them."""

@@ -1,0 +1,1 @@
+"""Findings: what a rule may report, and the helpers that rules share."""

@@ -1,0 +1,685 @@
+"""Whole training steps as CUDA graphs.
+
+The first steps of each input signature run eagerly: they are steps of the training, and warm the
+code up. The next one is recorded, which runs nothing, and replayed. So recording moves no weights,
+statistics or random numbers.
+
+Before each replay the host compares everything that a graph has fixed with what it was: addresses
+of parameters, buffers and optimizer state, hyper-parameters, modes. Learning rates and inputs are
+copied to where the graph reads them. Whatever cannot be replayed runs as the same step, eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import LBFGS, SparseAdam
+
+from steadytorch.graphs.checks import Snapshot, synchronisations
+from steadytorch.graphs.recording import first_cause, recording
+from steadytorch.graphs.static_buffers import feeder, static_inputs
+from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.step import EagerStep
+from steadytorch.workload.update import FUSED, hyper_parameters, move_counters
+
+BACKWARD, UPDATE, STEP = "backward", "update", "step"
+"""What is recorded: forward, loss and backward; these, and the update as a second graph; both as
+one graph."""
+SCOPES = (BACKWARD, UPDATE, STEP)
+WARM_UP = 3
+"""Eager steps before the first recording. PyTorch's own recipe takes as many: libraries choose
+their algorithms and allocate workspaces meanwhile."""
+WARM_UP_AGAIN = 2
+"""Eager steps of each further signature."""
+MOST_SIGNATURES = 16
+"""Graphs kept; the least recently used goes."""
+MOST_ANEW = 3
+"""Recordings for changed hyper-parameters, or moved tensors, after which there are no more."""
+
+WARMING = "warming up"
+OTHER_DEVICE = "an input is not on the GPU of the model"
+OUTER_GRAPH = "called while a CUDA graph is recorded"
+NO_GRAD = "gradients are switched off"
+DROPPED = "the optimizer's state is not complete"
+CHANGING = "hyper-parameters other than the learning rate change from step to step"
+MOVING = "parameters, buffers or groups are replaced again and again"
+MOVED = "parameters, buffers or groups were replaced"
+CHANGED = "hyper-parameters other than the learning rate changed"
+OUTSIDE = "parameters that the optimizer does not hold require gradients"
+AUTOCAST = "called under autocast"
+KEEPS_STATE = "the model or the loss keeps Python state between its calls"
+
+
+class CapturedStep:
+    """A training step that replays CUDA graphs where it can, and runs eagerly where it cannot.
+
+    Args:
+        step: the step itself; eager calls and recordings run it.
+        scope: what is recorded, one of `SCOPES`.
+        modules: the model and the loss, as far as they are modules: what a step may write to.
+        valid: why nothing may be replayed now; None if it may. Asked before each replay.
+        check: whether each new graph is compared with the eager step once, before it serves.
+
+    Attributes:
+        step: as given.
+        replays: micro-batches that were replayed.
+        eager: reason to the number of micro-batches that ran eagerly.
+        graphs: recordings made.
+        update_reason: why updates run eagerly although they were to be recorded; None if they do
+            not.
+    """
+
+    def __init__(
+        self,
+        step: EagerStep,
+        scope: str = STEP,
+        modules: Sequence[nn.Module] = (),
+        valid: Callable[[], str | None] = lambda: None,
+        check: bool = False,
+    ) -> None:
+        self.step, self._scope, self._modules = step, scope, tuple(modules)
+        self._valid, self._check = valid, check
+        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Stream | None = None
+        self._fixed: _Fixed | None = None
+        self._anew = 0
+        self._stepped = False
+        self._off: str | None = None
+        self.replays, self.graphs = 0, 0
+        self.eager: Counter[str] = Counter()
+        self.update_reason = self._no_update_graph()
+
+    def __call__(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Takes one micro-batch; see `EagerStep`.
+
+        Returns:
+            Its loss, detached, in memory of its own.
+        """
+        given = (inputs, dict(kwargs), targets)
+        reason = self._off or self._obstacle(given)
+        if reason is not None:
+            return self._eagerly(reason, given)
+        key = _described(given)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(WARM_UP_AGAIN if self.graphs else WARM_UP)
+            while len(self._entries) > MOST_SIGNATURES:
+                self._entries.popitem(last=False)[1].reset()
+        self._entries.move_to_end(key)
+        if entry.warm_up > 0:
+            return self._warming(entry, given)
+        if entry.refused is not None:
+            return self._eagerly(entry.refused, given)
+        return self._served(entry, given)
+
+    def run_eagerly(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Takes one micro-batch without graphs, by the code that they were recorded from."""
+        return self._run((inputs, dict(kwargs), targets))
+
+    def reason(self) -> str:
+        """Why steps run eagerly: the most frequent reason but warming up."""
+        others = Counter({k: n for k, n in self.eager.items() if k != WARMING})
+        return others.most_common(1)[0][0] if others else WARMING
+
+    def close(self) -> None:
+        """Frees the graphs; steps run eagerly from then on."""
+        self._off = "closed"
+        self._forget()
+
+    # -- eager steps ------------------------------------------------------------------------------
+
+    def _eagerly(self, reason: str, given: tuple[Any, ...]) -> Tensor:
+        self.eager[reason] += 1
+        return self._run(given)
+
+    def _run(self, given: tuple[Any, ...]) -> Tensor:
+        """The eager step, with learning rates as graphs have them once there are graphs."""
+        loss = self.step.backward(*given)
+        self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        step = self.step
+        step.turn += 1
+        if step.turn == step.accumulate:
+            step.turn = 0
+            step.advance(self._rates())
+            self._stepped = True
+
+    def _rates(self) -> list[Tensor] | None:
+        """The learning rates as the recorded update reads them; None where it stays eager."""
+        if self._scope == BACKWARD or self.update_reason is not None:
+            return None
+        if self._fixed is None:
+            self._fixed = _Fixed(self.step, self._modules)
+        return self._fixed.refreshed_rates()
+
+    def _warming(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
+        """An eager step of a new signature, on the stream that will record.
+
+        The last one is watched: for calls that wait for the GPU, and for Python state.
+        """
+        is_last = entry.warm_up == 1
+        before = self._python_state() if is_last else None
+        self.eager[WARMING] += 1
+        with self._beside():
+            with synchronisations(is_last) as found:
+                loss = self.step.backward(*given)
+            with synchronisations(is_last and self._updates()) as in_update:
+                self._advance()
+        entry.warm_up -= 1
+        if in_update:
+            self.update_reason = in_update[0]
+        if found:
+            entry.refused = found[0]
+        elif is_last and before != self._python_state():
+            entry.refused = KEEPS_STATE
+        return loss
+
+    def _python_state(self) -> list[Any]:
+        modules = [module for tree in self._modules for module in tree.modules()]
+        return [_plain(vars(holder)) for holder in (*modules, self.step.optimizer)]
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Runs on the stream that records, in order with the caller's."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    # -- replays ----------------------------------------------------------------------------------
+
+    def _served(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
+        first, last = self.step.turn == 0, self.step.turn == self.step.accumulate - 1
+        reason = self._prepared(entry, first)
+        if reason is not None:
+            return self._eagerly(reason, given)
+        try:
+            made = self._recorded(entry, given, first, last)
+        except Exception as error:
+            reason = self._refused(entry, f"cannot be recorded: {first_cause(error)}")
+            return self._eagerly(reason, given)
+        if made and self._check:
+            return self._compared(entry, given, first, last)
+        return self._replayed(entry, given, first, last)
+
+    def _refused(self, entry: _Entry, reason: str) -> str:
+        """Gives up on what could not be recorded: the update first, then the signature."""
+        self._recover(entry)
+        if self._updates():
+            self.update_reason = reason
+            self._drop_updates()
+        else:
+            entry.refused = reason
+        return reason
+
+    def _prepared(self, entry: _Entry, first: bool) -> str | None:
+        """Sees that all that graphs have fixed is in place; a reason where it is not."""
+        fixed = self._fixed = self._fixed or _Fixed(self.step, self._modules)
+        if fixed.moved():
+            self._forget()
+            self._anew += 1
+            if self._anew > MOST_ANEW:
+                self._off = MOVING
+            return MOVED
+        if fixed.outside:
+            return OUTSIDE
+        if not first and entry.first is None:
+            return WARMING
+        if not first and entry.lacks_gradients(self.step.parameters()):
+            return "other parameters have gradients than in its graph"
+        return self._prepared_update(fixed) if self._updates() else None
+
+    def _prepared_update(self, fixed: _Fixed) -> str | None:
+        if fixed.changed():
+            self._anew += 1
+            if self._anew > MOST_ANEW:
+                self.update_reason = CHANGING
+            self._drop_updates()
+            fixed.remember()
+            self._stepped = False  # the eager update makes the state that the new values need
+            return CHANGED
+        if not self._stepped or not fixed.adopted():
+            return DROPPED
+        if fixed.counts:
+            self.update_reason = "the optimizer counts its steps in Python"
+            return self.update_reason
+        fixed.refreshed_rates()
+        return None
+
+    def _recorded(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> bool:
+        """Records what this micro-batch needs and is not recorded yet; says whether it did."""
+        made = False
+        if entry.feed is None:
+            entry.static = static_inputs((given[0], given[2]), given[1])
+            entry.feed = feeder(entry.static)
+        whole = self._is_whole()
+        if first and entry.first is None:
+            entry.first = self._record(entry, update=whole)
+            entry.gradients = [p.grad for p in self.step.parameters()]
+            made = True
+        if not first and entry.more is None:
+            self._place_gradients(entry, keep=True)
+            entry.more = self._record(entry, update=False)
+            made = True
+        if last and not whole and self._updates() and entry.update is None:
+            self._place_gradients(entry, keep=not first)
+            entry.update = self._record(entry, update=True, backward=False)
+            made = True
+        return made
+
+    def _is_whole(self) -> bool:
+        return self._scope == STEP and self.step.accumulate == 1 and self._updates()
+
+    def _updates(self) -> bool:
+        return self._scope != BACKWARD and self.update_reason is None
+
+    def _record(self, entry: _Entry, update: bool, backward: bool = True) -> _Graph:
+        assert entry.static is not None
+        assert self._fixed is not None
+        (inputs, targets), kwargs = entry.static.args, entry.static.kwargs
+        step, rates = self.step, self._fixed.rates
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        # PyTorch refuses a pool whose last graph is gone.
+        if self._pool is None or not any(other.has_graphs() for other in self._entries.values()):
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, loss = torch.cuda.CUDAGraph(), None
+        turn, norm, state = step.turn, step.norm, self._fixed.state_names()
+        hooks, torch_optimizer._global_optimizer_post_hooks = (
+            torch_optimizer._global_optimizer_post_hooks,
+            OrderedDict(),
+        )
+        try:
+            with recording(graph, self._pool, self._stream):
+                if backward:
+                    loss = step.backward(inputs, kwargs, targets)
+                if update:
+                    step.advance(rates)
+            recorded = _Graph(graph, loss, step.norm if update else None)
+            if self._fixed.state_names() != state:
+                self._fixed.drop_new_state(state)
+                raise RuntimeError("the optimizer would make its state within the graph")
+        finally:
+            torch_optimizer._global_optimizer_post_hooks = hooks
+            step.turn, step.norm = turn, norm
+        self.graphs += 1
+        return recorded
+
+    def _replayed(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
+        assert entry.feed is not None
+        step = self.step
+        current = torch.cuda.current_stream()
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+        entry.feed((given[0], given[2]), given[1])
+        if not first:
+            self._place_gradients(entry, keep=True)
+        graph = entry.first if first else entry.more
+        assert graph is not None
+        assert graph.loss is not None
+        graph.graph.replay()
+        self._place_gradients(entry)
+        loss = graph.loss.clone()
+        step.turn += 1
+        if last:
+            step.turn = 0
+            if self._is_whole():
+                step.norm = graph.norm
+                self._announce()
+            elif entry.update is not None and self._updates():
+                entry.update.graph.replay()
+                step.norm = entry.update.norm
+                self._announce()
+            else:
+                step.advance()
+        self.replays += 1
+        return loss
+
+    def _announce(self) -> None:
+        """Tells autograd and PyTorch's global hooks that an update has written to the weights."""
+        increment_version(self.step.parameters())
+        for hook in torch_optimizer._global_optimizer_post_hooks.values():
+            hook(self.step.optimizer, (), {})
+
+    def _place_gradients(self, entry: _Entry, keep: bool = False) -> None:
+        """Has parameters hold the gradients that this entry's graphs write and read.
+
+        Args:
+            entry: whose gradients.
+            keep: whether what parameters hold now is to be there: gradients of micro-batches that
+                ran eagerly, or with another signature.
+        """
+        for parameter, gradient in zip(self.step.parameters(), entry.gradients, strict=True):
+            held = parameter.grad
+            if held is gradient:
+                continue
+            if gradient is None:
+                if not keep:
+                    parameter.grad = None
+                continue
+            if keep and held is not None:
+                gradient.copy_(held)
+            elif keep:
+                gradient.zero_()
+            parameter.grad = gradient
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def _compared(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
+        """The first replay of new graphs, compared with the eager step from the same state."""
+        assert self._fixed is not None
+        turn = self.step.turn
+        held = (
+            []
+            if first
+            else [(p, None if p.grad is None else p.grad.clone()) for p in self.step.parameters()]
+        )
+
+        def again() -> None:
+            self.step.turn = turn
+            for parameter, gradient in held:
+                parameter.grad = None if gradient is None else gradient.clone()
+
+        try:
+            before = Snapshot(self._fixed.tensors())
+            runs = []
+            for run in (self._run, self._run, None):
+                again()
+                loss = self._replayed(entry, given, first, last) if run is None else run(given)
+                grads = [p.grad for p in self.step.parameters()]
+                runs.append(before.taken(loss, grads, self._fixed.tensors()))
+                before.restore()
+                if self._updates():
+                    self._fixed.adopted()
+            fault = before.disagreement(*runs)
+        except torch.OutOfMemoryError:
+            fault = "no memory to compare its graph with the eager step"
+        again()
+        self.replays -= 1
+        if fault is not None:
+            self._recover(entry)
+            entry.refused = fault
+            return self._eagerly(fault, given)
+        return self._replayed(entry, given, first, last)
+
+    # -- what stands in the way -------------------------------------------------------------------
+
+    def _obstacle(self, given: tuple[Any, ...]) -> str | None:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return NO_GRAD
+        if torch.cuda.is_current_stream_capturing():
+            return OUTER_GRAPH
+        if torch.is_autocast_enabled("cuda"):
+            return AUTOCAST
+        if any(not tensor.is_cuda for tensor in tensors_of(given)):
+            return OTHER_DEVICE
+        if (reason := self._valid()) is not None:
+            return reason
+        return self._hooks()
+
+    def _hooks(self) -> str | None:
+        for parameter in self.step.parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return "gradients of parameters have hooks"
+        return None
+
+    def _no_update_graph(self) -> str | None:
+        """Why the update of this optimizer cannot be recorded; None if it may be tried."""
+        optimizer = self.step.optimizer
+        if isinstance(optimizer, (LBFGS, SparseAdam)):
+            return f"{type(optimizer).__name__} cannot be recorded"
+        if self.step.scaler is not None:
+            return "a GradScaler decides on the host whether the optimizer steps"
+        fused = self.step.update.implementation == FUSED
+        if not all(fused or g.get("fused") or "capturable" in g for g in optimizer.param_groups):
+            return f"{type(optimizer).__name__} cannot read its learning rate from the GPU"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "the optimizer has hooks"
+        if torch_optimizer._global_optimizer_pre_hooks:
+            return "all optimizers have hooks"
+        return None
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        if self._entries:
+            torch.cuda.synchronize()
+        for entry in self._entries.values():
+            entry.reset()
+        self._entries.clear()
+        self._fixed, self._pool = None, None
+
+    def _drop_updates(self) -> None:
+        torch.cuda.synchronize()
+        for entry in self._entries.values():
+            entry.update = None
+            if self._scope == STEP and self.step.accumulate == 1:
+                entry.first = None
+
+    def _recover(self, entry: _Entry) -> None:
+        """After a recording that failed: nothing of it may stay on the parameters."""
+        if self.step.turn == 0:
+            for parameter in self.step.parameters():
+                parameter.grad = None
+        entry.reset()
+        self._pool = None
+
+
+class _Graph:
+    """A recorded graph with what it leaves: the loss, and the norm of the gradients."""
+
+    __slots__ = ("graph", "loss", "norm")
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, loss: Tensor | None, norm: Tensor | None
+    ) -> None:
+        self.graph, self.loss, self.norm = graph, loss, norm
+
+
+class _Entry:
+    """The graphs of one input signature."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
+        self.refused: str | None = None
+        self.static: Any = None
+        self.feed: Any = None
+        self.gradients: list[Tensor | None] = []
+        self.first: _Graph | None = None
+        self.more: _Graph | None = None
+        self.update: _Graph | None = None
+
+    def lacks_gradients(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a parameter holds a gradient that the graphs of this entry know nothing of."""
+        known = self.gradients or [None] * len(parameters)
+        return bool(self.gradients) and any(
+            gradient is None and parameter.grad is not None
+            for parameter, gradient in zip(parameters, known, strict=True)
+        )
+
+    def has_graphs(self) -> bool:
+        """Whether any of its graphs is alive."""
+        return any(graph is not None for graph in (self.first, self.more, self.update))
+
+    def reset(self) -> None:
+        """Frees the graphs and their memory."""
+        self.first = self.more = self.update = None
+        self.static = self.feed = None
+        self.gradients = []
+
+
+class _Fixed:
+    """Everything outside of a graph that it has fixed: addresses, hyper-parameters, state.
+
+    Args:
+        step: whose optimizer counts.
+        modules: whose parameters and buffers count.
+    """
+
+    def __init__(self, step: EagerStep, modules: Sequence[nn.Module]) -> None:
+        self._step, self._modules = step, modules
+        self._optimizer = step.optimizer
+        self._groups = self._optimizer.param_groups
+        self._held = self._tensors()
+        self._addresses = [tensor.data_ptr() for tensor in self._held]
+        self._trains = [tensor.requires_grad for tensor in self._held]
+        self.rates = step.update.own_rates()
+        self._numbers: list[Any] = [group["lr"] for group in self._groups]
+        self._slots: list[tuple[Any, dict[str, Any], str, Tensor]] = []
+        self._hyper = self._hyper_now()
+        self.counts = False
+        updated = {id(parameter) for parameter in step.parameters()}
+        self.outside = any(
+            parameter.requires_grad and id(parameter) not in updated
+            for module in modules
+            for parameter in module.parameters()
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        held = [tensor for module in self._modules for tensor in module.parameters()]
+        held += [tensor for module in self._modules for tensor in module.buffers()]
+        known = {id(tensor) for tensor in held}
+        return held + [p for p in self._step.parameters() if id(p) not in known]
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step writes to: parameters, buffers and the optimizer's state."""
+        state = [
+            value
+            for values in self._optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
+        return [*self._held, *state]
+
+    def moved(self) -> bool:
+        """Whether a tensor lies elsewhere, or is another, or groups changed."""
+        now = self._tensors()
+        return (
+            len(now) != len(self._held)
+            or any(one is not other for one, other in zip(now, self._held, strict=True))
+            or [tensor.data_ptr() for tensor in now] != self._addresses
+            or [tensor.requires_grad for tensor in now] != self._trains
+            or len(self._optimizer.param_groups) != len(self._groups)
+        )
+
+    def adopted(self) -> bool:
+        """Puts the optimizer's state where graphs read it; False where there is none to put.
+
+        `load_state_dict` replaces the state: its values are copied into the tensors that graphs
+        know, which take their place.
+        """
+        state = self._optimizer.state
+        if not self._slots:
+            return self._remember_state()
+        for parameter, kept, name, tensor in self._slots:
+            now = state.get(parameter)
+            if now is None or not isinstance(now.get(name), Tensor):
+                return False
+            if now is kept and now[name] is tensor:
+                continue
+            if now[name] is not tensor:
+                tensor.copy_(now[name])
+                now[name] = tensor
+        self._slots = [(p, state[p], name, tensor) for p, _, name, tensor in self._slots]
+        return True
+
+    def _remember_state(self) -> bool:
+        move_counters(self._optimizer)
+        state = self._optimizer.state
+        self.counts = any(
+            isinstance(value, (int, float)) for held in state.values() for value in held.values()
+        )
+        if state and any(p.grad is not None and p not in state for p in self._step.parameters()):
+            return False
+        self._slots = [
+            (parameter, held, name, value)
+            for parameter, held in state.items()
+            for name, value in held.items()
+            if isinstance(value, Tensor)
+        ]
+        return True
+
+    def state_names(self) -> dict[Any, frozenset[str]]:
+        """Which state the optimizer has for which parameter."""
+        state = self._optimizer.state
+        return {parameter: frozenset(_present(held)) for parameter, held in state.items()}
+
+    def drop_new_state(self, before: Mapping[Any, frozenset[str]]) -> None:
+        """Removes state that a recording has made: its values were never computed."""
+        for parameter, held in list(self._optimizer.state.items()):
+            known = before.get(parameter, frozenset())
+            for name in _present(held) - known:
+                del held[name]
+            if not known:
+                del self._optimizer.state[parameter]
+
+    def _hyper_now(self) -> list[Any]:
+        return [hyper_parameters(group, ("lr",)) for group in self._optimizer.param_groups]
+
+    def changed(self) -> bool:
+        """Whether a hyper-parameter other than the learning rate is another."""
+        return self._hyper_now() != self._hyper
+
+    def remember(self) -> None:
+        """Takes the hyper-parameters as they are now for those of the graphs."""
+        self._hyper = self._hyper_now()
+
+    def refreshed_rates(self) -> list[Tensor]:
+        """The learning rates, brought to what the groups hold; returns where graphs read them."""
+        for i, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                self.rates[i].copy_(rate)
+                self._numbers[i] = None
+            elif rate != self._numbers[i]:
+                self.rates[i].fill_(rate)
+                self._numbers[i] = rate
+        return self.rates
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, dict):
+        return (dict, *((key, _described(item)) for key, item in value.items()))
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_described, value))
+    return type(value), value
+
+
+def _plain(attributes: Mapping[str, Any]) -> list[Any]:
+    """Attributes by value where they are plain, else by identity and number of items."""
+    return [
+        (name, value if isinstance(value, (bool, int, float, str)) else (id(value), _size(value)))
+        for name, value in attributes.items()
+        if not name.startswith("__")
+    ]
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list | set | tuple) else 0
+
+
+def _present(held: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in held.items() if value is not None}

@@ -1,0 +1,1 @@
+"""The ledger: where the time of each step went, and why steps differ in length."""

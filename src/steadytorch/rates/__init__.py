@@ -1,0 +1,1 @@
+"""Rates: the work of operators and kernels, held against the limits of the device."""

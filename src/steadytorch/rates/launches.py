@@ -1,0 +1,200 @@
+"""Join GPU events with the host call and the operator that launched them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from steadytorch.ledger.ledger import Ledger
+from steadytorch.rates.operator_work import WRAPPERS, Work, work_of
+from steadytorch.traces.events import Category, Trace
+from steadytorch.traces.intervals import innermost, parents, self_times
+from steadytorch.traces.steps import gpu_rows, launch_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """The operators of a trace and their nesting.
+
+    Attributes:
+        trace: the trace.
+        parent: row of the calling operator for every row of the trace, int64; -1 if there is none,
+            and for rows that are not operators.
+    """
+
+    trace: Trace
+    parent: np.ndarray
+
+    def at(self, threads: np.ndarray, moments: np.ndarray) -> np.ndarray:
+        """The innermost operator open on each thread at each time; -1 if there is none."""
+        found = np.full(len(moments), -1, dtype=np.int64)
+        for rows in _by_thread(self.trace):
+            mine = np.flatnonzero(threads == self.trace.events.thread[rows[0]])
+            if len(mine):
+                start, end = self.trace.events.start_ns[rows], self.trace.events.end_ns[rows]
+                places = innermost(start, end, moments[mine])
+                found[mine] = np.where(places >= 0, rows[places], -1)
+        return found
+
+    def own_ns(self) -> np.ndarray:
+        """Time of each operator without the operators it called; int64, by row."""
+        own = np.zeros(len(self.trace.events), dtype=np.int64)
+        for rows in _by_thread(self.trace):
+            events = self.trace.events
+            places, spans = self_times(events.start_ns[rows], events.end_ns[rows])
+            np.add.at(own, rows[places], spans.end - spans.start)
+        return own
+
+    @cached_property
+    def works(self) -> tuple[np.ndarray, tuple[Work, ...]]:
+        """Index of each row's work, -1 if unknown; and the distinct works."""
+        events = self.trace.events
+        rows = events.of(Category.CPU_OP)
+        pairs, which = np.unique(
+            np.stack([events.name[rows], events.inputs[rows]]), axis=1, return_inverse=True
+        )
+        found: list[Work] = []
+        index = np.full(pairs.shape[1], -1, dtype=np.int64)
+        for place, (name, inputs) in enumerate(pairs.T):
+            recorded = self.trace.inputs[inputs] if inputs >= 0 else None
+            work = work_of(self.trace.names[name], recorded)
+            if work is not None:
+                index[place] = len(found)
+                found.append(work)
+        by_row = np.full(len(events), -1, dtype=np.int64)
+        by_row[rows] = index[which.reshape(-1)]
+        return by_row, tuple(found)
+
+    @cached_property
+    def charged(self) -> np.ndarray:
+        """The operator with known work that each operator belongs to: itself or a caller.
+
+        int64, by row; -1 if the work is unknown. If a wrapper calls an operator whose work is known
+        too, that operator alone has the work.
+        """
+        known = self.works[0] >= 0
+        wraps = self.named(WRAPPERS)
+        covers = np.zeros(len(known), dtype=bool)
+        above = self.parent[known]
+        while len(above := np.unique(above[above >= 0])):
+            above = above[~covers[above]]
+            covers[above] = True
+            above = self.parent[above]
+        return self.nearest(known & ~(wraps & covers))
+
+    def nearest(self, wanted: np.ndarray) -> np.ndarray:
+        """The first wanted operator among each row, its caller, and so on; -1 if there is none.
+
+        Args:
+            wanted: by row of the trace, bool.
+        """
+        found = np.arange(len(wanted))
+        found[self.trace.events.category != Category.CPU_OP] = -1
+        while (pending := (found >= 0) & ~wanted[found]).any():
+            found = np.where(pending, self.parent[found], found)
+        return found
+
+    def named(self, names: Collection[str]) -> np.ndarray:
+        """Mask of the rows that are operators with these names."""
+        places = [place for place, name in enumerate(self.trace.names) if name in names]
+        events = self.trace.events
+        return np.isin(events.name, places) & (events.category == Category.CPU_OP)
+
+
+@lru_cache(maxsize=1)
+def operators_of(trace: Trace) -> Operators:
+    """Operators of a trace; the last result is cached."""
+    parent = np.full(len(trace.events), -1, dtype=np.int64)
+    for rows in _by_thread(trace):
+        places = parents(trace.events.start_ns[rows], trace.events.end_ns[rows])
+        parent[rows] = np.where(places >= 0, rows[places], -1)
+    return Operators(trace, parent)
+
+
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """GPU events of a ledger's steps. Arrays have shape (events,), in order of start.
+
+    Attributes:
+        trace: the trace.
+        ledger: ledger that defines the steps and the device.
+        rows: rows of `trace.events`.
+        call: row of the call that launched each; -1 if there is none.
+        operator: row of the innermost operator around that call; -1 if there is none.
+    """
+
+    trace: Trace
+    ledger: Ledger
+    rows: np.ndarray
+    call: np.ndarray
+    operator: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, at least 1."""
+        return max(1, len(self.ledger.steps))
+
+    @cached_property
+    def start_ns(self) -> np.ndarray:
+        """Start of each event, int64."""
+        return self.trace.events.start_ns[self.rows]
+
+    @cached_property
+    def end_ns(self) -> np.ndarray:
+        """End of each event, int64."""
+        return self.trace.events.end_ns[self.rows]
+
+    @cached_property
+    def length_ns(self) -> np.ndarray:
+        """Length of each event, int64."""
+        return self.end_ns - self.start_ns
+
+    def of(self, *categories: Category) -> np.ndarray:
+        """Mask of the events in these categories."""
+        return np.isin(self.trace.events.category[self.rows], categories)
+
+    def named(self, tells: Callable[[str], bool]) -> np.ndarray:
+        """Mask of the events whose names satisfy a test."""
+        return self._satisfy(tells, self.rows)
+
+    def called(self, tells: Callable[[str], bool]) -> np.ndarray:
+        """Mask of the events launched by calls whose names satisfy a test."""
+        return self._satisfy(tells, self.call) & (self.call >= 0)
+
+    def _satisfy(self, tells: Callable[[str], bool], rows: np.ndarray) -> np.ndarray:
+        wanted = np.zeros(len(self.trace.names), dtype=bool)
+        names = self.trace.events.name[rows]
+        for index in np.unique(names):
+            wanted[index] = tells(self.trace.names[index])
+        return wanted[names]
+
+
+@lru_cache(maxsize=1)
+def launches_of(trace: Trace, ledger: Ledger) -> Launches:
+    """Join the GPU events of a ledger's steps and device; the last result is cached."""
+    events = trace.events
+    rows = gpu_rows(trace, ledger.device)
+    if ledger.steps:
+        first, last = ledger.steps[0].start_ns, ledger.steps[-1].end_ns
+        rows = rows[(events.start_ns[rows] >= first) & (events.start_ns[rows] < last)]
+    call = launch_rows(trace, rows)
+    # Use the middle: in whole microseconds, the ends of a call touch its neighbours.
+    middle = (events.start_ns[call] + events.end_ns[call]) // 2
+    operator = operators_of(trace).at(events.thread[call], middle)
+    operator[call < 0] = -1
+    return Launches(trace, ledger, rows, call, operator)
+
+
+def _by_thread(trace: Trace) -> list[np.ndarray]:
+    """Rows of operators with a duration, for each thread, in order."""
+    events = trace.events
+    rows = events.of(Category.CPU_OP)
+    rows = rows[events.end_ns[rows] > events.start_ns[rows]]
+    order = np.argsort(events.thread[rows], kind="stable")
+    rows = rows[order]
+    if not len(rows):
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(events.thread[rows])) + 1)

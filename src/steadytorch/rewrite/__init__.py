@@ -1,0 +1,1 @@
+"""Tools to copy, trace and rewrite a model, shared by transforms."""

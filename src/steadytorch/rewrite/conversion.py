@@ -1,0 +1,91 @@
+"""Converts the tensors in arguments and outputs, in a way that Dynamo can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from steadytorch.workload.containers import Convert, Lent, holds_containers
+from steadytorch.workload.signature import map_tensors
+from steadytorch.workload.workload import Workload
+
+HalfName = Literal["bf16", "fp16"]
+HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Converting(nn.Module):
+    """A model that converts its arguments at every call; callers pass the original inputs.
+
+    If the inner model writes to a list or dict argument, the values are converted back and written
+    to the caller's object.
+
+    Args:
+        inner: the model.
+        convert: converts each tensor argument.
+        back: converts each tensor that the model returns or writes to a container.
+    """
+
+    def __init__(self, inner: nn.Module, convert: Convert, back: Convert | None = None) -> None:
+        super().__init__()
+        self.inner, self.convert, self.back = inner, convert, back
+        self.training = inner.training
+        self._lend: Callable[..., Any] = Lent
+        self._give_back: Callable[..., Any] = Lent.give_back
+
+    def lend_uncompiled(self) -> None:
+        """Hide containers from the compiler.
+
+        They are tracked by identity, and guards on identity would recompile at every call.
+        """
+        self._lend = torch.compiler.disable(Lent)
+        self._give_back = torch.compiler.disable(Lent.give_back)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the inner model on converted arguments."""
+        if holds_containers((*args, *kwargs.values())):
+            lent = self._lend((args, kwargs), self.convert)
+            return self._give_back(lent, _called(self.inner, lent.arguments), self.back)
+        result = _called(self.inner, map_tensors(self.convert, (args, kwargs)))
+        return result if self.back is None else map_tensors(self.back, result)
+
+
+def _called(model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = arguments
+    return model(*args, **kwargs)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert the dtype and keep the strides, even with gaps or overlaps."""
+    return _as_strided(tensor.to(dtype), tensor)
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor and keep its strides, even with gaps or overlaps."""
+    return _as_strided(tensor.clone(), tensor)
+
+
+def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `values` with the strides of `like`, copied only if they differ."""
+    if like.layout != torch.strided or values.stride() == like.stride():
+        return values
+    # Store an expanded dimension once.
+    narrow, base = values, like
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0 and like.shape[dim] > 1:
+            narrow, base = narrow.narrow(dim, 0, 1), base.narrow(dim, 0, 1)
+    made = torch.empty_strided(base.shape, base.stride(), dtype=values.dtype, device=values.device)
+    return made.copy_(narrow).expand(like.shape)
+
+
+def own_dtype(workload: Workload) -> torch.dtype:
+    """Return the dtype of the untouched workload, before any transform."""
+    return replace(workload, model=workload.untouched).dtype
+
+
+def own_device(workload: Workload) -> torch.device:
+    """Return the device of the untouched workload, before any transform."""
+    return replace(workload, model=workload.untouched).device

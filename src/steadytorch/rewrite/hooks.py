@@ -1,0 +1,40 @@
+"""Finds hooks, per module and global, that a replacement of the model might not call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+ON_ALL = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
+"""PyTorch's registries of global module hooks; read only."""
+GRAPH_LACKS = "the model has hooks, which the traced graph would not call"
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+"""Attributes in which a module keeps its own forward and backward hooks."""
+
+_OWN = "steadytorch."
+
+
+def hooks_on_all() -> tuple[Any, ...]:
+    """Return the global hooks, which run around every module of the process.
+
+    This package's own are left out: they only observe, and need not see a graph's layers
+    (`benchmark_mode` counts the convolutions that PyTorch runs).
+    """
+    return tuple(
+        hook
+        for registry in ON_ALL
+        for hook in registry.values()
+        if not str(getattr(hook, "__module__", "")).startswith(_OWN)
+    )
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return a module's own forward hooks; a scripted module may lack the attributes."""
+    return [hook for name in FORWARD for hook in vars(module).get(name, {}).values()]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a forward hook, own or global, may see or replace a module's inputs or outputs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or hooks_on_all())

@@ -1,0 +1,123 @@
+"""Find steps that wait for a CPU core, or lose cores to other virtual machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from steadytorch.findings.figures import duration, many, percent
+from steadytorch.findings.finding import Case, Finding, Verdict
+from steadytorch.findings.samples import Samples, samples_of, unrecorded
+from steadytorch.measure.causes import CONTEXT_SWITCH, CPU_STEAL
+
+NAME = "cpu-contention"
+LEAST_WAIT = 0.01
+"""Minimum share of time ready to run without a core: twice the tie threshold of `steady tune`.
+Interrupts and kernel threads take some time on any machine."""
+LEAST_LATE = 0.005
+"""Minimum share of time in outliers that a lost core explains: the tie threshold of `steady
+tune`."""
+LEAST_OUTLIERS = 3
+"""Minimum outliers with that cause; one or two in a series happen on any machine."""
+LEAST_STEAL = 0.05
+"""Minimum stolen share of all cores' time. The process may use only some cores, so less says
+little."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """Three signs of contention as shares of the time; None where not recorded.
+
+    Attributes:
+        wait: time of the measured thread ready to run without a core.
+        late: excess time of outliers attributed to a lost core.
+        steal: time of all cores that other virtual machines took.
+        places: indices of these outliers.
+    """
+
+    wait: float | None
+    late: float
+    steal: float | None
+    places: np.ndarray
+
+    @property
+    def found(self) -> bool:
+        """Whether any share exceeds that of a quiet machine."""
+        return (
+            (self.wait or 0.0) >= LEAST_WAIT
+            or (self.late >= LEAST_LATE and len(self.places) >= LEAST_OUTLIERS)
+            or (self.steal or 0.0) >= LEAST_STEAL
+        )
+
+    @property
+    def share(self) -> float:
+        """Estimated cost: the largest of the three, since they see the same time."""
+        return max(self.wait or 0.0, self.late, self.steal or 0.0)
+
+
+def rule(case: Case) -> Verdict:
+    """Report time lost for want of a core.
+
+    Context switches happen on every machine, and their number proves nothing. Run-queue time is the
+    kernel's own account ("Scheduler Statistics", Linux documentation, the second field of
+    /proc/<pid>/schedstat). It counts only where a host delay delays the step; a GPU-bound step has
+    only its outliers.
+    """
+    samples = samples_of(case)
+    if samples is None:
+        return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
+    load = _load(samples)
+    if not load.found:
+        if load.wait is None and samples.host_bound:
+            return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
+        return ()
+    mean = float(samples.durations_ns.mean()) / samples.group
+    cost = round(load.share * mean)
+    return (
+        Finding(
+            id=NAME,
+            source="hardware contention",
+            title=f"CPU cores are contended: {percent(load.share)} of the time is lost "
+            f"({duration(cost)} of an average step of {duration(mean)})",
+            evidence=_lines(samples, load),
+            cost_ns=cost,
+            recoverable_ns=(0, cost),
+            variance_share=samples.variance_share(load.places),
+            confidence="high" if (load.wait or 0.0) >= LEAST_WAIT else "medium",
+            fix="Stop or move other programs on these cores, or give the process its own "
+            "(taskset, cpuset, a container's CPU request). Use fewer threads than cores, data "
+            "loading workers included.",
+            transforms=() if samples.on_gpu else ("threads",),
+            check="run `steady explain WORKLOAD` again while `uptime` shows a load below the "
+            "number of cores",
+            false_alarm="the other load ran only during this measurement.",
+        ),
+    )
+
+
+def _load(samples: Samples) -> _Load:
+    elapsed, cpus = samples.elapsed_ns, samples.recording.cpus
+    places = samples.caused_by(CONTEXT_SWITCH, CPU_STEAL)
+    wait, steal = samples.rate("wait_ns"), samples.rate("steal_ns")
+    waited = wait if samples.host_bound else None
+    stolen = min(1.0, steal / cpus) if steal is not None and cpus else None
+    return _Load(waited, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
+
+
+def _lines(samples: Samples, load: _Load) -> tuple[str, ...]:
+    lines = []
+    if load.wait:
+        lines.append(f"ready to run without a core for {percent(load.wait)} of the time")
+    if len(load.places):
+        worst = float(samples.durations_ns[load.places].max() / samples.median_ns)
+        lines.append(
+            f"{many(len(load.places), 'outlier')} among "
+            f"{many(len(samples.durations_ns), 'sample')} coincide with a lost core; the slowest "
+            f"takes {worst:.1f} times the median"
+        )
+    if load.steal:
+        lines.append(f"other virtual machines took {percent(load.steal)} of all cores' time")
+    if switches := samples.rate("involuntary_switches"):
+        lines.append(f"preempted {1e9 * switches:.0f} times a second")
+    return tuple(lines)

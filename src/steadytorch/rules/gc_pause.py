@@ -1,0 +1,109 @@
+"""Find pauses of Python's garbage collector in steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from steadytorch.device.recording import Recording
+from steadytorch.findings.figures import duration, many, percent, variance_of
+from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
+from steadytorch.findings.gpu_events import step_ns
+from steadytorch.findings.samples import RECORD, Samples, samples_of
+from steadytorch.measure.causes import GARBAGE_COLLECTION
+
+NAME = "gc-pause"
+LEAST_SHARE = 0.005
+"""Minimum share of the time: the tie threshold of `steady tune`. Collections of the youngest
+generation happen constantly and cost less."""
+LEAST_VARIANCE = 0.05
+"""Minimum share of the variance, for collections that stand out as outliers."""
+
+_SLICE = {"gpu": "idle_gc", "cpu": "cpu_gc"}
+
+
+def rule(case: Case) -> Verdict:
+    """Report pauses of the collector, as announced by `gc.callbacks` (Python documentation).
+
+    Unprofiled samples come first, since a profiler creates objects of its own; the trace is the
+    fallback. Collections that a GPU-bound step hides cost nothing.
+    """
+    samples = samples_of(case)
+    if samples is not None:
+        return _in_samples(samples)
+    if case.ledger is not None and (cost := round(case.ledger.mean(_SLICE[case.ledger.kind]))):
+        return _in_trace(case, cost)
+    return Abstention(NAME, "garbage collections were not recorded", RECORD)
+
+
+def _in_samples(samples: Samples) -> Verdict:
+    recording = samples.recording
+    starts = np.asarray(recording.gc_start_ns, dtype=np.int64)
+    announced = np.asarray(recording.gc_duration_ns, dtype=np.int64)
+    began = samples.starts_ns[0]
+    within = (starts >= began) & (starts <= began + samples.elapsed_ns)
+    lengths = _running(recording, starts, announced)
+    spent = int(lengths[within].sum())
+    share = spent / samples.elapsed_ns
+    places = samples.caused_by(GARBAGE_COLLECTION)
+    varies = samples.variance_share(places)
+    own = 2 * spent >= int(announced[within].sum())  # at least half is not waiting for a core
+    stands_out = varies is not None and varies >= LEAST_VARIANCE
+    if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
+        return ()
+    step = samples.median_ns / samples.group
+    cost = round(spent / samples.steps if samples.host_bound else samples.excess_ns(places))
+    by_generation = Counter(np.asarray(recording.gc_generation, dtype=np.int64)[within].tolist())
+    counts = ", ".join(
+        f"{count} of generation {generation}" for generation, count in sorted(by_generation.items())
+    )
+    evidence = [
+        f"{many(int(within.sum()), 'collection')} in {many(samples.steps, 'step')}: {counts}",
+        f"the longest took {duration(int(lengths[within].max()))}; the median step takes "
+        f"{duration(step)}",
+    ]
+    if len(places):
+        evidence.append(f"{many(len(places), 'outlier')} during a collection")
+    return (_finding((), evidence, cost, share, varies),)
+
+
+def _running(recording: Recording, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Running time of the collections, without waits for a core."""
+    if recording.wait_ns is None:
+        return lengths
+    at, waited = (
+        np.asarray(column, dtype=np.int64) for column in (recording.at_ns, recording.wait_ns)
+    )
+    meanwhile = np.interp(starts + lengths, at, waited) - np.interp(starts, at, waited)
+    return lengths - np.minimum(lengths, meanwhile.astype(np.int64))
+
+
+def _in_trace(case: Case, cost: int) -> Verdict:
+    if case.ledger is None or (share := cost / step_ns(case.ledger)) < LEAST_SHARE:
+        return ()
+    name = _SLICE[case.ledger.kind]
+    evidence = [f"collections take {duration(cost)} of a step in the trace"]
+    return (_finding((name,), evidence, cost, share, variance_of(case, name)),)
+
+
+def _finding(
+    slices: tuple[str, ...], evidence: list[str], cost: int, share: float, varies: float | None
+) -> Finding:
+    return Finding(
+        id=NAME,
+        source="synchronisation",
+        title=f"Python's garbage collector takes {percent(share)} of the time: "
+        f"{duration(cost)} a step",
+        evidence=tuple(evidence),
+        slices=slices,
+        cost_ns=cost,
+        recoverable_ns=(0, cost),
+        variance_share=varies,
+        confidence="high",
+        fix="Call gc.collect() and gc.freeze() once after set-up, so that collections skip "
+        "long-lived objects. Or call gc.disable() and collect between steps. Remove reference "
+        "cycles that each step creates.",
+        check="run `steady explain WORKLOAD` again with gc.freeze() after set-up",
+        false_alarm="only the test creates the collected objects (logging, metrics).",
+    )

@@ -1,0 +1,200 @@
+"""Find matrix products that could use tensor cores and do not."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from steadytorch.findings.figures import percent
+from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
+from steadytorch.findings.gpu_events import CHECK, PROFILE, gpu_launches, longest, spent_per_step
+from steadytorch.rates.device_rates import Rates
+from steadytorch.rates.launches import Launches, operators_of
+from steadytorch.rates.operator_work import MATRIX
+from steadytorch.rates.products import UNCOUNTED
+from steadytorch.traces.events import Category
+from steadytorch.traces.kernel_names import is_double, is_generated, is_product, uses_tensor_cores
+from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
+
+NAME = "tensor-cores-unused"
+WITH_TENSOR_CORES = (7, 0)
+WITH_TF32 = (8, 0)
+"""Minimum compute capabilities (CUDA C++ Programming Guide, "Compute capabilities", technical
+specifications)."""
+LEAST_SHARE = 0.1
+"""Minimum share of kernel time in products without tensor cores, if other kernels use them."""
+LEAST_SHARE_OF_NONE = 0.02
+"""The same if no kernel uses them."""
+SPEED_UP = 8.0
+"""Assumed maximum speed-up by tensor cores if rates were not measured: V100 125 against 15.7
+TFLOP/s, A100 156 (TF32) against 19.5 (NVIDIA's white papers of these architectures)."""
+MULTIPLE = 8
+"""Sizes in 16 bits for which all libraries have tensor core kernels are multiples of this
+(NVIDIA Deep Learning Performance, "Matrix multiplication background", tensor core requirements)."""
+
+ELIGIBLE = (MATRIX | UNCOUNTED) - {
+    *("aten::mv", "aten::addmv", "aten::dot"),
+    *("aten::_int_mm", "aten::_scaled_mm"),  # exist for tensor cores
+}
+_NO_PRODUCT_OF_MATRICES = re.compile(
+    r"gemv|depthwise|dwconv|dot_kernel|splitKreduce", re.IGNORECASE
+)
+
+
+def rule(case: Case) -> Verdict:
+    """Report convolutions, matrix products and attention whose kernels use no tensor cores.
+
+    Source: the profiler's TensorBoard plug-in (Kineto, `tb_plugin`), which advises on tensor cores
+    from compute capability 7.0 on if eligible operators run and none uses them; PyTorch
+    "Performance Tuning Guide", use tensor cores; PyTorch notes on CUDA semantics, TF32.
+    """
+    seen = gpu_launches(case, NAME)
+    if isinstance(seen, Abstention):
+        return seen
+    capability = capability_of(case)
+    if capability is None:
+        return Abstention(NAME, "the trace does not name its GPU", PROFILE)
+    if capability < WITH_TENSOR_CORES:
+        return ()
+    eligible, owner = _eligible(seen)
+    using = eligible & seen.named(uses_tensor_cores)
+    unused = eligible & ~_of_same(owner, using) & _could(seen)
+    kinds = _element_types(seen, np.where(unused, owner, -1))
+    unused &= kinds != "float64"
+    busy = max(1, spent_per_step(seen, seen.of(Category.KERNEL)))
+    cost = spent_per_step(seen, unused)
+    could, used = spent_per_step(seen, eligible), spent_per_step(seen, using)
+    if cost <= (LEAST_SHARE if used else LEAST_SHARE_OF_NONE) * busy:
+        return ()
+    single = unused & ~np.isin(kinds, ("float16", "bfloat16"))
+    in_single = spent_per_step(seen, single)
+    hi = round(cost * (1 - 1 / _speed_up(case.rates)))
+    shares = percent(cost / busy)
+    return (
+        Finding(
+            id=NAME,
+            source="compiler",
+            title="convolutions, matrix products and attention without tensor cores take "
+            f"{shares} of kernel time",
+            evidence=(
+                *map(str, longest(seen, unused)),
+                f"operators that could use tensor cores take {percent(could / busy)} of kernel "
+                f"time, kernels that use them {percent(used / busy)}",
+                *_reasons(seen, unused & ~single, owner, in_single / max(1, cost), capability),
+            ),
+            slices=("gpu_kernel",),
+            cost_ns=cost,
+            recoverable_ns=(0, hi),
+            confidence="high" if not used else "medium",
+            fix=_fix(capability, in_single > cost / 2),
+            transforms=_transforms(case, capability, in_single > cost / 2),
+            check=CHECK,
+            false_alarm="results need float32 precision, or libraries use tensor cores in "
+            "kernels whose names do not show it.",
+        ),
+    )
+
+
+def capability_of(case: Case) -> tuple[int, int] | None:
+    """Compute capability of the GPU from the trace, else from the device; None if unknown."""
+    wanted = case.ledger.device if case.ledger else 0
+    devices = case.trace.devices if case.trace else ()
+    for device in sorted(devices, key=lambda one: one.get("id") != wanted):
+        major, minor = device.get("computeMajor"), device.get("computeMinor", 0)
+        if isinstance(major, int) and isinstance(minor, int):
+            return major, minor
+    told = case.facts.compute_capability if case.facts else None
+    if told is None:
+        return None
+    major, _, minor = told.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
+    """Mask of product kernels, and each one's operator; -1 if only its name shows a product."""
+    operators = operators_of(seen.trace)
+    nearest = operators.nearest(operators.named(ELIGIBLE))
+    owner = np.where(seen.operator >= 0, nearest[seen.operator], -1)
+    alone = (seen.operator < 0) & seen.named(is_product)
+    return seen.of(Category.KERNEL) & ((owner >= 0) | alone), owner
+
+
+def _of_same(owner: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Chosen events, and all other events of their operators (preparation and finishing)."""
+    return chosen | np.isin(owner, np.unique(owner[chosen & (owner >= 0)]))
+
+
+def _could(seen: Launches) -> np.ndarray:
+    """Mask of kernels that tensor cores might speed up and that do not use them."""
+    neither = seen.named(lambda name: is_generated(name) or is_double(name))
+    return ~neither & ~seen.named(lambda name: _NO_PRODUCT_OF_MATRICES.search(name) is not None)
+
+
+def _element_types(seen: Launches, owner: np.ndarray) -> np.ndarray:
+    """Element type of each owner's first floating-point input; empty if unknown."""
+    found = np.full(len(owner), "", dtype="<U10")
+    inputs = np.where(owner >= 0, seen.trace.events.inputs[owner], -1)
+    for index in np.unique(inputs[inputs >= 0]):
+        given = Operands(seen.trace.inputs[index])
+        types = [DTYPES.get(given.kind(place), "") for place in given.tensors()]
+        found[inputs == index] = next(filter(None, types), "")
+    return found
+
+
+def _reasons(
+    seen: Launches, half: np.ndarray, owner: np.ndarray, single: float, capability: tuple[int, int]
+) -> list[str]:
+    lines = []
+    if single > 0:
+        tf32 = ", without TF32" if capability >= WITH_TF32 else ""
+        lines.append(f"{percent(single)} of that time is in float32 or an unknown type{tf32}")
+    odd: Counter[str] = Counter()
+    for row in np.unique(owner[half & (owner >= 0)]).tolist():
+        if (shapes := _odd_shapes(seen, row)) is not None:
+            odd[f"{seen.trace.name_of(row)} {shapes}"] += 1
+    for what, count in odd.most_common(2):
+        lines.append(f"sizes that are not multiples of {MULTIPLE}: {what} ({count})")
+    return lines
+
+
+def _odd_shapes(seen: Launches, row: int) -> str | None:
+    """Shapes of a 16-bit product if its inner sizes are not multiples of 8; else None."""
+    given = Operands(seen.trace.inputs_of(row) or {})
+    try:
+        shapes = [
+            given.shape(place) for place in given.tensors()[:3] if len(given.shape(place)) > 1
+        ]
+    except NotRecordedError:
+        return None
+    channels = [shape[1 if len(shape) > 3 else len(shape) - 1] for shape in shapes]
+    if not any(size % MULTIPLE for size in channels):
+        return None
+    return " x ".join(str(list(shape)) for shape in shapes)
+
+
+def _speed_up(rates: Rates | None) -> float:
+    measured = rates.matrix_flops_per_s if rates else {}
+    slow = measured.get("float32")
+    fast = max((measured.get(kind, 0.0) for kind in ("tf32", "bfloat16", "float16")), default=0.0)
+    return max(1.0, fast / slow) if slow and fast else SPEED_UP
+
+
+def _fix(capability: tuple[int, int], single: bool) -> str:
+    if not single:
+        return (
+            f"Pad channels and features to multiples of {MULTIPLE}, for 16-bit tensor core kernels."
+        )
+    tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
+    return "Compute in 16 bits: torch.autocast, or weights in bfloat16 or float16" + (
+        f"{tf32}." if capability >= WITH_TF32 else "."
+    )
+
+
+def _transforms(case: Case, capability: tuple[int, int], single: bool) -> tuple[str, ...]:
+    if not single:
+        return ()
+    training = case.workload is not None and case.workload.is_training
+    names = ["tf32"] if capability >= WITH_TF32 else []
+    return (*names, "autocast", *(() if training else ("cast_weights",)))

@@ -1,0 +1,234 @@
+"""The whole training step of a plan: one callable for the user's loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steadytorch import transforms
+from steadytorch.errors import UsageError
+from steadytorch.graphs.step import CapturedStep
+from steadytorch.quantities import counted
+from steadytorch.results.candidate import Candidate
+from steadytorch.runtime.trained import CHANGED, TrainedModule
+from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.base import NotApplicable
+from steadytorch.transforms.optimizer import OptimizerStep
+from steadytorch.transforms.step_graph import StepGraph
+from steadytorch.workload.feed import arguments
+from steadytorch.workload.step import EagerStep
+from steadytorch.workload.update import Update
+from steadytorch.workload.workload import TrainingStep, Workload
+
+NO_GRAPH = "the plan records no step"
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step did so far.
+
+    Attributes:
+        plan: id of the plan.
+        micro_batches: calls.
+        replays: calls that replayed CUDA graphs.
+        eager: reason to the number of calls that ran eagerly.
+        update: why updates run eagerly although the plan records them; None if they do not.
+        optimizer: how the optimizer's step is taken, and why not as the plan has it, if so.
+        saved_per_step_ns: what a step was measured to take less than the untouched one.
+        break_even_steps: steps after which the plan's set-up is paid back; None if not known.
+        model: what became of the model's calls that ran eagerly.
+    """
+
+    plan: str
+    micro_batches: int
+    replays: int
+    eager: dict[str, int]
+    update: str | None
+    optimizer: str
+    saved_per_step_ns: float
+    break_even_steps: int | None
+    model: str
+
+    def __str__(self) -> str:
+        lines = [f"{counted(self.micro_batches, 'call')}: {self.replays} replayed"]
+        lines += [f"  {count} eager: {reason}" for reason, count in self.eager.items()]
+        if self.update is not None:
+            lines.append(f"  updates eager: {self.update}")
+        lines.append(f"  optimizer: {self.optimizer}")
+        if self.replays and self.saved_per_step_ns:
+            saved = self.replays * self.saved_per_step_ns * 1e-9
+            lines.append(f"  {saved:.3g} s saved by plan {self.plan}{self._paid_back()}")
+        return "\n".join(lines)
+
+    def _paid_back(self) -> str:
+        if self.break_even_steps is None:
+            return ""
+        if self.replays >= self.break_even_steps:
+            return ", set-up paid back"
+        return f", set-up paid back at {counted(self.break_even_steps, 'step')}"
+
+
+class TunedStep:
+    """One training step as a plan has it: forward, loss, backward, clipping, update.
+
+    `step(inputs, *targets)` takes one micro-batch and returns its loss, a detached scalar of its
+    own. It raises where the same step raises eagerly, and nowhere else: what cannot be replayed
+    runs eagerly on the same parameters and the same optimizer, and is counted with its reason.
+    Learning rates may change at any step. Gradients are dropped at the first micro-batch of each
+    update; model and optimizer stay the caller's, their `state_dict` included.
+
+    Args:
+        fast: the model, served by the plan.
+        model: the untouched one.
+        optimizer: over its parameters.
+        loss: maps the model's output and the targets to a scalar tensor.
+        candidate: of the plan.
+        clip: largest norm of all gradients together; None leaves them as they are.
+        accumulate: micro-batches per update.
+        scaler: a `torch.amp.GradScaler`; None for none.
+
+    Raises:
+        UsageError: an argument is wrong, or the optimizer holds no parameter of the model.
+    """
+
+    def __init__(
+        self,
+        fast: TrainedModule,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[..., Tensor],
+        candidate: Candidate,
+        *,
+        plan: str = "",
+        saved_per_step_ns: float = 0.0,
+        break_even_steps: int | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+        scaler: Any = None,
+    ) -> None:
+        _check(model, optimizer, loss, clip, accumulate)
+        self._fast, self._model = fast, model
+        self._plan, self._saved, self._break_even = plan, saved_per_step_ns, break_even_steps
+        workload = Workload(model, (), training_step=TrainingStep(loss, optimizer))
+        device = workload.device
+        parts = [transforms.create(spec) for spec in candidate]
+        update, self._update_text = _update(parts, workload, optimizer, fast.is_off)
+        self._eager = EagerStep(
+            fast, loss, optimizer, update=update, clip=clip, accumulate=accumulate, scaler=scaler
+        )
+        self._weights = Weights(model, contents=False)
+        self._weights.remember()
+        self._mode = model.training
+        graph = next((part for part in parts if isinstance(part, StepGraph)), None)
+        self._captured: CapturedStep | None = None
+        self._counts: Counter[str] = Counter()
+        self._reason = fast.is_off or NO_GRAPH
+        if graph is not None and device.type == "cuda" and fast.is_off is None:
+            modules = [model, *([loss] if isinstance(loss, nn.Module) else [])]
+            scope = graph.parameters.scope
+            self._captured = CapturedStep(self._eager, scope, modules, self._invalid, check=True)
+
+    def __call__(self, inputs: Any, *targets: Any) -> Tensor:
+        """Takes one micro-batch.
+
+        Args:
+            inputs: of the model: a tensor, a tuple of positional arguments, or a mapping of keyword
+                arguments.
+            targets: further arguments of the loss.
+
+        Returns:
+            The loss of the micro-batch, detached; reading it waits for the GPU.
+
+        Raises:
+            Exception: whatever the model, the loss or the optimizer raises.
+        """
+        args, kwargs = arguments(inputs)
+        if self._captured is not None:
+            return self._captured(args, kwargs, targets)
+        self._counts[self._reason] += 1
+        return self._eager(args, kwargs, targets)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the gradients before the last clipping, on the device; None without."""
+        norm = self._eager.norm
+        return None if norm is None else norm.detach().clone()
+
+    def report(self) -> StepReport:
+        """What was replayed and what ran eagerly, with reasons and gains."""
+        captured = self._captured
+        eager = self._counts if captured is None else captured.eager
+        replays = 0 if captured is None else captured.replays
+        return StepReport(
+            plan=self._plan,
+            micro_batches=replays + sum(eager.values()),
+            replays=replays,
+            eager=dict(eager),
+            update=None if captured is None else captured.update_reason,
+            optimizer=self._update_text,
+            saved_per_step_ns=self._saved,
+            break_even_steps=self._break_even,
+            model=str(self._fast.report()),
+        )
+
+    def close(self) -> None:
+        """Frees the graphs; steps run eagerly from then on."""
+        if self._captured is not None:
+            self._captured.close()
+
+    def _invalid(self) -> str | None:
+        if (off := self._fast.is_off) is not None:
+            return off
+        if self._model.training is not self._mode or self._weights.changed():
+            return CHANGED
+        return None
+
+
+def _update(
+    parts: list[Any], workload: Workload, optimizer: Optimizer, off: str | None
+) -> tuple[Update | None, str]:
+    """How the optimizer's step is taken, and that in words."""
+    wanted = next((part for part in parts if isinstance(part, OptimizerStep)), None)
+    if wanted is None:
+        return None, "its own step"
+    if off is not None:
+        return None, f"its own step: {off}"
+    from steadytorch.device.facts import load_facts
+
+    answer = wanted.applies_to(workload, load_facts(str(workload.device)))
+    if isinstance(answer, NotApplicable):
+        return None, f"its own step: {answer.reason}"
+    parameters = wanted.parameters
+    text = f"{parameters.implementation}{', groups merged' if parameters.merge else ''}"
+    return Update(optimizer, parameters.implementation, parameters.merge), text
+
+
+def _check(model: Any, optimizer: Any, loss: Any, clip: Any, accumulate: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"step takes an optimizer, got {type(optimizer).__name__}: pass a torch.optim.Optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "step cannot take LBFGS, which needs a closure: call plan.apply(model) in your own loop"
+        )
+    if not callable(loss):
+        raise UsageError(
+            f"step takes a loss of output and targets, got {type(loss).__name__}: pass a function"
+        )
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(parameter) in updated for parameter in model.parameters()):
+        raise UsageError(
+            "the optimizer holds no parameter of the model: make it from model.parameters()"
+        )
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+        raise UsageError(f"clip must be a norm above 0, got {clip!r}: leave it out to clip nothing")
+    if type(accumulate) is not int or accumulate < 1:
+        raise UsageError(
+            f"accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}"
+        )

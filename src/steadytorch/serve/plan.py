@@ -1,0 +1,224 @@
+"""Plans: a record that can be applied to a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from steadytorch.ambient import ambient
+from steadytorch.compiled.bundle import compiles, source
+from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.errors import PlanError, UsageError
+from steadytorch.plan.files import clean, read_file
+from steadytorch.plan.fingerprint import differing_fields, make_key, told, trained_fingerprint
+from steadytorch.plan.record import PlanRecord
+from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
+from steadytorch.runtime.entries import Options, parse_verify_every
+from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.settings import is_switched_off
+from steadytorch.runtime.standin import Function, as_module
+from steadytorch.runtime.step import TunedStep
+from steadytorch.runtime.trained import TrainedModule
+from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
+from steadytorch.workload.workload import Workload
+
+
+class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan. Loading one runs no code; its transforms come from a closed list."""
+
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        alias_outputs: bool = False,
+        bundle: bool = False,
+        verify_every: int | None = None,
+    ) -> TunedModule:
+        """Returns a module that serves this plan, with the call signature of `model`.
+
+        For a training plan, call the module instead of `model` in your own loop. Gradients reach
+        the model's weights, and the rest of the step stays as it is.
+
+        If the plan does not fit (another model, device, library version or setting), the module
+        runs `model` untouched and gives the reason in the log and in `report()`. With the
+        environment variable `STEADYTORCH_MODE=off`, every plan runs untouched.
+
+        Args:
+            model: the untouched model, on its device. A callable that is not an `nn.Module` runs
+                untouched.
+            alias_outputs: whether outputs may be buffers that the next call overwrites. Saves a
+                copy if a CUDA graph serves.
+            bundle: whether to load the plan's compiled code, if it was kept. This code runs: see
+                `plan.bundle` for what is accepted.
+            verify_every: compares every N-th call of a signature with `model`, and demotes the plan
+                if the answers differ. None for no checks.
+
+        Raises:
+            UsageError: `model` is not callable or already tuned, or `verify_every` is not a
+                positive integer.
+        """
+        if isinstance(model, TunedModule):
+            raise UsageError(
+                "apply takes the untouched model, got a tuned one: pass model.__wrapped__; "
+                "optimize(model) serves several plans at once"
+            )
+        resolve = partial(self.resolve, bundle=bundle)
+        trains = self.trains is not None
+        options = Options(
+            alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
+        )
+        serving = TrainedModule if trains else TunedModule
+        return serving(as_module(model), resolve, self._misfit, options)
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., torch.Tensor],
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        scaler: Any = None,
+    ) -> TunedStep:
+        """The whole training step of this plan: one callable for the caller's loop.
+
+        `step(inputs, *targets)` runs forward, `loss(output, *targets)`, backward, clipping and the
+        optimizer, and returns the loss. Where the plan does not fit, the same step runs eagerly.
+
+        Args:
+            model: the untouched model, on the device it is to run on.
+            optimizer: over its parameters; it stays the caller's, learning rates included.
+            loss: maps the model's output and the targets to a scalar tensor.
+            clip: largest norm of all gradients together; None leaves them as they are.
+            accumulate: micro-batches per update; each call takes one.
+            scaler: a `torch.amp.GradScaler`; None for none.
+
+        Raises:
+            UsageError: the plan is for inference, or an argument is wrong.
+        """
+        if self.trains is None:
+            raise UsageError(
+                f"plan {self.id} is for inference and has no step: tune Workload.training(...)"
+            )
+        fast = self.apply(model)
+        assert isinstance(fast, TrainedModule)
+        return TunedStep(
+            fast,
+            fast.__wrapped__,
+            optimizer,
+            loss,
+            self.candidate,
+            plan=self.id,
+            saved_per_step_ns=self.origin.saved_ns,
+            break_even_steps=self.evidence.break_even_calls,
+            clip=clip,
+            accumulate=accumulate,
+            scaler=scaler,
+        )
+
+    def batches(
+        self, loader: Iterable[BatchT], device: str | torch.device | None = None
+    ) -> Iterable[BatchT]:
+        """Returns the batches of a loader on a device, for the module from `apply`.
+
+        Batches are prefetched if `prefetch` is among the plan's transforms. Otherwise, and with
+        `STEADYTORCH_MODE=off`, each batch is moved when it is requested.
+
+        Args:
+            loader: any iterable; each iteration over the result starts it again.
+            device: the target device; None for the current CUDA device, or the CPU without CUDA.
+
+        Raises:
+            UnsupportedError: this machine lacks the device.
+            UsageError: the device type is unknown.
+        """
+        target = torch.device(resolve_device("auto" if device is None else str(device)))
+        prefetches = any(spec.name == Prefetch.name for spec in self.candidate)
+        ahead = prefetches and not is_switched_off()
+        return (Prefetched if ahead else Delivered)(loader, target)
+
+    @property
+    def origin(self) -> Origin:
+        """The plan's id and measured gain, for reports."""
+        baseline, winner = self.evidence.baseline, self.evidence.winner
+        return Origin(
+            self.id,
+            max(0.0, baseline.median_ns - winner.median_ns),
+            self.evidence.break_even_calls,
+            self.key.tolerance,
+        )
+
+    def resolve(self, arrival: Arrival, bundle: bool = False) -> Resolution:
+        """Resolves inputs of the plan's signature to its candidate, other inputs to None."""
+        if arrival.signature != self.signature:
+            return Resolution(None)
+        return self.resolution(bundle)
+
+    def resolution(self, bundle: bool = False) -> Resolution:
+        """The resolution for the plan's inputs, with its compiled code if `bundle`."""
+        prebuilt = source(self) if bundle and compiles(self) else None
+        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
+
+    def _misfit(self, model: nn.Module) -> str | None:
+        try:
+            reason = self._why_not(model)
+        except Exception as error:  # a plan file may hold anything; the caller goes on
+            reason = f"a plan could not be checked against this environment: {error}"
+        return None if reason is None else clean(reason)
+
+    def overreach(self) -> str | None:
+        """Returns why the transforms are unknown or exceed the key's precision, or None."""
+        try:
+            precision = precision_of(self.candidate)
+        except Exception as error:  # a plan file may hold anything
+            return f"a plan could not be checked against this environment: {clean(error)}"
+        if precision in ALLOWED.get(self.key.precision, ()):
+            return None
+        asked = self.key.precision
+        return f"plan {self.id} allows precision {asked}, but its transforms need {precision}"
+
+    def _why_not(self, model: nn.Module) -> str | None:
+        if isinstance(model, Function):
+            return model.reason
+        if (overreach := self.overreach()) is not None:
+            return overreach
+        workload = Workload(model)
+        here = make_key(
+            workload,
+            self.signature,
+            load_facts(str(workload.device)),
+            objective=self.key.objective,
+            precision=self.key.precision,
+            tolerance=self.key.tolerance,
+            max_memory_bytes=self.key.max_memory_bytes,
+            ambient=ambient(),
+        )
+        # The loader belongs to the caller, so it always fits.
+        here = msgspec.structs.replace(here, loader=self.key.loader)
+        if self.trains is not None:  # as do the loss and the optimizer
+            same = trained_fingerprint(model) == self.trains
+            here = msgspec.structs.replace(here, workload=self.key.workload) if same else here
+        if not (differences := differing_fields(self.key, here)):
+            return None
+        return f"plan {self.id} does not fit here: {told(differences)}"
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads a plan file, without running any code.
+
+    Raises:
+        PlanError: `path` is not a path, or the file is missing, damaged, not a plan, or of another
+            schema.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise PlanError(f"load_plan takes the path of a plan file, got {path!r}")
+    _, plan = read_file(Path(path), Plan)
+    return msgspec.structs.replace(plan, path=str(path))

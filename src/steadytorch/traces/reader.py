@@ -1,0 +1,163 @@
+"""Read traces of PyTorch's profiler, from 2020 on, into columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from steadytorch.errors import TraceError
+from steadytorch.traces.byte_blocks import BLOCK, Limits, blocks_of, json_blocks, opened
+from steadytorch.traces.columns import Gathered
+from steadytorch.traces.decimals import LARGEST_NS
+from steadytorch.traces.events import Category, Events, Trace
+from steadytorch.traces.json_stream import EventStream
+
+UNIX_NS = 10**18
+"""Later times are unix times (2001 and after); earlier ones count from an event of the machine."""
+
+GAP_NS = 10**9
+"""A time at or before zero is missing if the first positive time is at least this much later:
+the profiler writes zero if the GPU's activity record had no time."""
+
+_SWITCHES = {"record_shapes": "shapes", "with_stack": "stacks", "profile_memory": "memory"}
+"""Top-level keys that show which recording switches were on."""
+
+_LEFT_OUT = {
+    "malformed": "omitted {} malformed elements",
+    "zero_timestamp": "omitted {} events without a time (zero)",
+    "duration": "set {} negative or absurd durations to 0",
+    "arguments": "ignored the unreadable arguments of {} events",
+}
+
+
+def read_trace(path: str | os.PathLike[str], limits: Limits | None = None) -> Trace:
+    """Read the trace in a file, `.json` or gzipped (detected by content).
+
+    Args:
+        path: a regular file.
+        limits: limits beyond which a trace is refused; the defaults allow 4 GiB of JSON.
+
+    Raises:
+        TraceError: the file is missing, not a regular file, not JSON, cut short, damaged, beyond
+            the limits, or has no event of PyTorch's profiler.
+    """
+    name = os.path.basename(os.fspath(path))
+    with opened(path) as file:
+        return _read(blocks_of(file), name, limits or Limits())
+
+
+def parse_trace(data: bytes, source: str, limits: Limits | None = None) -> Trace:
+    """Read the trace in these bytes, gzipped or not.
+
+    Args:
+        data: content of a trace file.
+        source: name for errors and for `Trace.source`.
+        limits: as for `read_trace`.
+
+    Raises:
+        TraceError: as for `read_trace`.
+    """
+    blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+    return _read(blocks, source, limits or Limits())
+
+
+def _read(blocks: Iterator[bytes], source: str, limits: Limits) -> Trace:
+    stream = EventStream(json_blocks(blocks, limits), limits.top_bytes)
+    gathered = Gathered()
+    try:
+        for events in stream:
+            gathered.add(events)
+            if gathered.rows > limits.events:
+                raise TraceError(
+                    f"more than {limits.events:,} events, the limit: profile fewer steps "
+                    "(torch.profiler.schedule(active=...))"
+                )
+    except TraceError as error:
+        raise TraceError(f"{source}: {error}", error.offset) from None
+    gathered.irregular["malformed"] += stream.malformed
+    return _trace(gathered, stream, source)
+
+
+def _trace(gathered: Gathered, stream: EventStream, source: str) -> Trace:
+    columns = gathered.finish()
+    if not (columns["category"] != Category.OTHER).any():
+        raise TraceError(_none_here(source, gathered.rows))
+    gathered.irregular["zero_timestamp"] += _without_missing_times(columns)
+    origin = _from_zero(columns, _value(stream.top, "baseTimeNanoseconds", int) or 0)
+    irregular = {kind: count for kind, count in gathered.irregular.items() if count}
+    return Trace(
+        events=Events(**columns),
+        names=tuple(gathered.names),
+        threads=tuple(gathered.threads.values),
+        inputs=tuple(gathered.inputs.values),
+        details=tuple(gathered.details.values),
+        origin_ns=origin,
+        devices=tuple(_value(stream.top, "deviceProperties", list[dict[str, Any]]) or ()),
+        recorded=frozenset(gathered.recorded.union(_switched_on(stream.top, gathered))),
+        source=source,
+        notes=tuple(_notes(irregular, stream.mended)),
+        irregular=irregular,
+    )
+
+
+def _none_here(source: str, rows: int) -> str:
+    what = f"its {rows:,} events come from another tool" if rows else "it holds no events"
+    return (
+        f"{source}: not a trace of PyTorch's profiler: {what}; record steps with torch.profiler "
+        "and write them with export_chrome_trace"
+    )
+
+
+def _select(columns: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    # One column at a time, so that only one exists twice.
+    for name in columns:
+        columns[name] = columns[name][rows]
+
+
+def _without_missing_times(columns: dict[str, np.ndarray]) -> int:
+    """Omit the rows with a missing time; return their number."""
+    starts = columns["start_ns"]
+    late = starts > 0
+    if late.all() or not late.any() or starts[late].min() < GAP_NS:
+        return 0
+    _select(columns, np.flatnonzero(late))
+    return int(len(late) - late.sum())
+
+
+def _from_zero(columns: dict[str, np.ndarray], base_ns: int) -> int | None:
+    """Sort the rows and shift times to start at zero; return the unix time of zero if known."""
+    starts, ends = columns["start_ns"], columns["end_ns"]
+    _select(columns, np.lexsort((starts - ends, starts)))
+    first = int(columns["start_ns"][0])
+    for name in ("start_ns", "end_ns"):
+        columns[name] -= first
+    origin = first if first >= UNIX_NS else first + base_ns
+    return origin if UNIX_NS <= origin < LARGEST_NS else None
+
+
+def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
+    """A top-level value; None if it is missing or of another type."""
+    try:
+        return msgspec.json.decode(top[key], type=kind)
+    except (KeyError, ValueError, RecursionError):
+        return None
+
+
+def _switched_on(top: Mapping[str, msgspec.Raw], gathered: Gathered) -> Iterator[str]:
+    """Recording switches shown by the top-level keys and the events."""
+    if gathered.inputs.values:
+        yield "shapes"
+    for key, what in _SWITCHES.items():
+        if _value(top, key, int):
+            yield what
+
+
+def _notes(irregular: Mapping[str, int], mended: Mapping[str, int]) -> Iterator[str]:
+    for kind, count in irregular.items():
+        yield _LEFT_OUT[kind].format(f"{count:,}")
+    if mended:
+        yield f"the file was not valid JSON; repaired: {', '.join(mended)}"

@@ -1,0 +1,1 @@
+"""Verification of training steps against the untouched step."""

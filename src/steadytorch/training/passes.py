@@ -1,0 +1,193 @@
+"""The parts of a training step: its passes, their errors, and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from steadytorch.runtime.agreement import norm, together, wrong_size
+from steadytorch.verification.verdict import GRADIENTS, OutputError
+from steadytorch.verification.verify import (
+    REPEATABLE,
+    Arguments,
+    Value,
+    call,
+    copied,
+    nesting,
+    output_error,
+    values_of,
+)
+from steadytorch.workload.start import Start, buffers_of, optimizer_of, parameters_of
+from steadytorch.workload.workload import Workload
+
+OUTPUTS, LOSS, BUFFERS = "outputs", "loss", "buffers"
+BLEND = 0.25
+"""Share of each weight taken from its flipped tensor on every other input set. It exceeds the
+rounding of any class, so that a candidate that copied weights shows an error."""
+SMALL = 1e-2
+"""Tensors with a norm below this share of the total are judged against this share. This covers
+gradients that are zero apart from rounding, such as those of a bias before a batch norm."""
+
+
+class Passes(NamedTuple):
+    """Results of one forward and backward pass.
+
+    Attributes:
+        returned: values that the model returned; tensors are not copied.
+        outputs: copies of these values.
+        nesting: nesting of the returned value.
+        loss: the scalar loss.
+        gradients: gradients by parameter, not copied; None if there is none.
+        moved: change of each floating-point buffer.
+        counted: values of the other buffers afterwards.
+    """
+
+    returned: list[Value]
+    outputs: list[Value]
+    nesting: list[str]
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    moved: dict[str, Tensor]
+    counted: dict[str, Tensor]
+
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite."""
+        held = [self.loss, *(g for g in self.gradients.values() if g is not None)]
+        return all(bool(tensor.isfinite().all()) for tensor in held)
+
+
+@torch.no_grad()
+def begin(workload: Workload, start: Start, number: int) -> None:
+    """Restores the start and seeds the generators; for odd input sets also changes the weights.
+
+    The weights are blended with their flipped tensors (`BLEND`). The seed is the number of the
+    input set, so that steps that draw alike draw the same random numbers.
+    """
+    start.restore()
+    torch.manual_seed(number)
+    if number % 2:
+        for tensor in parameters_of(workload).values():
+            if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.copy_((1 - BLEND) * tensor + BLEND * tensor.flip(0))
+
+
+def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool = True) -> Passes:
+    """Runs forward and backward once from the current weights.
+
+    Args:
+        workload: the untouched workload, as returned by `with_optimizer`.
+        model: the model to call instead of the workload's.
+        arguments: arguments of the call.
+        backward: False for only the forward pass, without gradients.
+    """
+    assert workload.training_step is not None
+    parameters = parameters_of(workload)
+    before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    returned = call(model, arguments)
+    outputs = copied(returned)
+    loss = workload.training_step.loss(returned.result)
+    if backward:
+        loss.backward()
+    after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
+    moving = {n for n, b in after.items() if b.is_floating_point() and n in before}
+    return Passes(
+        returned=[v.detach() if isinstance(v, Tensor) else v for v in values_of(returned)],
+        outputs=outputs,
+        nesting=nesting(returned),
+        loss=loss.detach().clone(),
+        gradients={name: _dense(p.grad) for name, p in parameters.items()},
+        moved={name: after[name] - before[name] for name in sorted(moving)},
+        counted={name: after[name].clone() for name in sorted(after.keys() - moving)},
+    )
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def errors_of(found: Passes, right: Mapping[str, Any]) -> dict[str, OutputError]:
+    """Errors of passes against the reference, by part of the step.
+
+    Args:
+        found: passes of a candidate or of the untouched workload.
+        right: the parts in higher precision: `outputs`, a list; `loss`; `gradients` and `buffers`
+            (their change), by name.
+    """
+    return {
+        OUTPUTS: output_error(found.outputs, right[OUTPUTS]),
+        LOSS: output_error([found.loss], [right[LOSS]]),
+        GRADIENTS: _error_of_all(_present(found.gradients), _present(right[GRADIENTS])),
+        BUFFERS: _error_of_all(found.moved, right[BUFFERS]),
+    }
+
+
+def size_fault(found: Passes, right: Mapping[str, Any]) -> str | None:
+    """Which gradient or buffer change has the wrong size, as text; None if there is none."""
+    expected = _present(right[GRADIENTS])
+    if (wrong := wrong_size(_present(found.gradients), expected)) is not None:
+        return "the gradient of {} is {:.2g} times as large as it should be".format(*wrong)
+    if (wrong := wrong_size(found.moved, right[BUFFERS])) is not None:
+        return "buffer {} moves {:.2g} times as far as it should".format(*wrong)
+    return None
+
+
+def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def _error_of_all(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> OutputError:
+    """The relative error of all tensors together, and the largest of a single one."""
+    sizes = {name: norm(tensor) for name, tensor in right.items()}
+    off = {name: norm(_difference(found[name], tensor)) for name, tensor in right.items()}
+    whole, off_whole = together(sizes.values()), together(off.values())
+    if not whole:
+        return OutputError(off_whole, off_whole)
+    single = [off[name] / max(size, SMALL * whole) for name, size in sizes.items()]
+    return OutputError(off_whole / whole, max(single))
+
+
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float64)
+    return one.to(wide) - other.to(wide)
+
+
+def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -> str | None:
+    """Why a whole step does not make the update that its gradients imply; None if it does.
+
+    Takes the step, then gives its gradients to the untouched optimizer from the same weights and
+    state.
+
+    Args:
+        workload: the untouched workload, as returned by `with_optimizer`.
+        step: the step of a candidate, or the workload's own.
+        start: state from which the step starts; restored at the end.
+    """
+    start.restore()
+    parameters = parameters_of(workload)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    step()
+    after = {name: p.detach().clone() for name, p in parameters.items()}
+    gradients = {name: p.grad for name, p in parameters.items()}
+    start.restore()
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+    optimizer_of(workload).step()
+    fault = None
+    for name, parameter in parameters.items():
+        due = norm(parameter.detach() - before[name])
+        if not norm(after[name] - parameter.detach()) <= REPEATABLE * due:
+            stays = torch.equal(after[name], before[name])
+            what = (
+                "leaves {} unchanged"
+                if stays
+                else "updates {} differently than its gradient requires"
+            )
+            fault = f"the step {what.format(name)}"
+            break
+    start.restore()
+    return fault

@@ -1,0 +1,190 @@
+"""Training steps that draw random numbers: whether two ways to take them draw alike.
+
+Dropout on other memory layouts, in another precision or in compiled code draws other numbers from
+one seed, and is as right. So the steps are compared as distributions: many passes with one batch
+and different seeds, each summarised by a few figures. A mask that channels share shows in how the
+gradients of neighbours correlate, another rate in how far gradients vary, and another mask in the
+backward pass in the slope of the loss along its gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steadytorch.runtime.agreement import TOLERANCES
+from steadytorch.training.passes import Passes, begin, passes
+from steadytorch.verification.verify import Arguments
+from steadytorch.workload.start import Start, parameters_of
+from steadytorch.workload.workload import Workload
+
+SEEDS = 64
+FEWEST_SEEDS = 24
+SECONDS = 15.0
+"""Longest time for the passes of one sample, from `FEWEST_SEEDS` on."""
+FIRST_SEED = 1000
+STEP = 0.01
+"""Change of the loss, relative, along the gradient: well above rounding to bf16, and small enough
+for the slope to be about the gradient's."""
+LEAST_MARGIN = 0.02
+"""Medians no further apart than this, relative, are no difference in any class."""
+_NAN = torch.tensor(float("nan"))
+SAME_NUMBERS = "draws the same random numbers at each call"
+NOT_ADVANCED = "does not advance the caller's random number generator"
+
+
+def summaries(
+    workload: Workload, model: Any, arguments: Arguments, start: Start, first_seed: int = FIRST_SEED
+) -> Tensor:
+    """Passes with one batch from one state, a seed each.
+
+    Returns:
+        One row a pass, float64 on the CPU, NaN where a pass has no such figure. The columns: the
+        loss; the slope of the loss along the gradient, by differences with the same seed, over what
+        the gradient says; then for each gradient its norm, and of its difference from the pass
+        before the norm and the correlation of neighbours along the first and the last dimension.
+    """
+    begin(workload, start, 0)
+    rows: list[list[Tensor]] = []
+    before: list[Tensor] = []
+    began = time.perf_counter()
+    for seed in range(first_seed, first_seed + SEEDS):
+        torch.manual_seed(seed)
+        found = passes(workload, model, arguments)
+        gradients = [g.detach() for g in found.gradients.values() if g is not None]
+        slope = _slope(workload, model, arguments, found, seed)
+        row = [found.loss.float(), slope]
+        for number, gradient in enumerate(gradients):
+            row.append(gradient.float().norm())
+            row += _neighbours(gradient - before[number]) if before else [_NAN] * 3
+        rows.append([value.detach().cpu().reshape(()) for value in row])
+        before = [] if before else [gradient.clone() for gradient in gradients]
+        if len(rows) >= FEWEST_SEEDS and time.perf_counter() - began > SECONDS:
+            break
+    start.restore()
+    return torch.stack([torch.stack(row) for row in rows]).double()
+
+
+@torch.no_grad()
+def _slope(
+    workload: Workload, model: Any, arguments: Arguments, found: Passes, seed: int
+) -> Tensor:
+    """The loss's change along its own gradient over what the gradient says it is.
+
+    Both losses are of the same masks as the gradient: one where the backward pass uses another
+    mask, or another rate, is not 1.
+    """
+    held = parameters_of(workload)
+    pairs = [(held[name], g) for name, g in found.gradients.items() if g is not None]
+    square = sum((g.float().norm() ** 2 for _, g in pairs), torch.zeros(()))
+    if not bool(square > 0):
+        return _NAN
+    length = float(STEP * found.loss.abs() / square)
+    losses = []
+    kept = [parameter.detach().clone() for parameter, _ in pairs]
+    for sign in (1, -1):
+        for (parameter, gradient), original in zip(pairs, kept, strict=True):
+            parameter.copy_(original + sign * length * gradient)
+        torch.manual_seed(seed)
+        with torch.enable_grad():
+            losses.append(passes(workload, model, arguments, backward=False).loss)
+    for (parameter, _), original in zip(pairs, kept, strict=True):
+        parameter.copy_(original)
+    return (losses[0] - losses[1]).float().cpu() / (2 * length * square.cpu())
+
+
+def _neighbours(moved: Tensor) -> list[Tensor]:
+    """The norm of a tensor, and how its neighbours along first and last dimension correlate."""
+    wide = moved.float()
+    square = (wide**2).sum()
+    found = [square.sqrt()]
+    for dim in (0, -1):
+        if wide.dim() and wide.shape[dim] > 1 and bool(square > 0):
+            size = wide.shape[dim]
+            one, other = wide.narrow(dim, 0, size - 1), wide.narrow(dim, 1, size - 1)
+            found.append((one * other).sum() / square)
+        else:
+            found.append(_NAN)
+    return found
+
+
+def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str]:
+    """How likely two samples of `summaries` are to come from one distribution.
+
+    Each figure is compared by the rank-sum test of Mann and Whitney (1947), and the least p-value
+    is multiplied by the number of figures (Bonferroni). A figure whose medians are no further apart
+    than the class rounds is none.
+
+    Args:
+        found: of a candidate.
+        right: of the untouched workload.
+        precision: the candidate's class; what it rounds is no difference.
+
+    Returns:
+        The p-value, and in words what differs.
+    """
+    from scipy.stats import mannwhitneyu
+
+    least, differs, count = 1.0, "", 0
+    margin = max(LEAST_MARGIN, TOLERANCES.get(precision, 0.0))
+    for column in range(right.shape[1]):
+        one, other = (sample[:, column] for sample in (found, right))
+        one, other = one[~one.isnan()].numpy(), other[~other.isnan()].numpy()
+        if not (len(one) and len(other)):
+            continue
+        if not np.isfinite(one).all():
+            return 0.0, "whether loss and gradients are finite"
+        count += 1
+        kind = _kind(column)
+        scale = 1.0 if kind in _RELATIVE else abs(float(np.median(other)))
+        if abs(float(np.median(one) - np.median(other))) <= margin * scale:
+            continue
+        p_value = float(mannwhitneyu(one, other).pvalue)
+        if p_value < least:
+            least, differs = p_value, kind
+    return min(1.0, least * max(count, 1)), differs
+
+
+_SLOPE = "the slope of the loss along its gradient"
+_CORRELATION = "how neighbouring gradients correlate"
+_RELATIVE = (_SLOPE, _CORRELATION)
+
+
+def _kind(column: int) -> str:
+    """What a column of `summaries` holds, in words."""
+    if column < 2:
+        return ("the loss", _SLOPE)[column]
+    words = ("the size of gradients", "how far gradients vary", _CORRELATION, _CORRELATION)
+    return words[(column - 2) % 4]
+
+
+def drawing_fault(workload: Workload, model: Any, arguments: Arguments, start: Start) -> str | None:
+    """Whether calls draw new numbers from the caller's generator; why not, None if they do."""
+    begin(workload, start, 0)
+    torch.manual_seed(FIRST_SEED)
+    first = _flat(passes(workload, model, arguments))
+    after = _states(workload.device)
+    again = _flat(passes(workload, model, arguments))
+    further = _states(workload.device)
+    torch.manual_seed(FIRST_SEED)
+    begun = _states(workload.device)
+    start.restore()
+    if torch.equal(first, again):
+        return SAME_NUMBERS
+    advances = [not all(map(torch.equal, a, b)) for a, b in ((begun, after), (after, further))]
+    return None if all(advances) else NOT_ADVANCED
+
+
+def _flat(found: Passes) -> Tensor:
+    gradients = [g.detach().reshape(-1).float() for g in found.gradients.values() if g is not None]
+    return torch.cat([found.loss.reshape(1).float(), *gradients])
+
+
+def _states(device: torch.device) -> Sequence[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

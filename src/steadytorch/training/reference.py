@@ -1,0 +1,313 @@
+"""The reference for training candidates: the untouched step, with error bounds by precision class.
+
+The bounds depend on the workload. In a network with kinks (ReLU, max-pooling), gradients jump when
+rounding moves a value across one, and batch normalisation spreads the effect. Between equally good
+float32 programs, gradients of a ResNet-50 differ by percents, those of a vision transformer by
+millionths. Therefore the untouched step is also run with noise: weights, inputs and layer outputs
+are perturbed by a precision class's rounding. The resulting errors are those that rounding explains
+(an empirical backward error analysis), and they bound the candidates of that class.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from steadytorch.errors import first_line
+from steadytorch.runtime.state import Draws
+from steadytorch.training.passes import (
+    BUFFERS,
+    GRADIENTS,
+    LOSS,
+    OUTPUTS,
+    Passes,
+    begin,
+    errors_of,
+    optimizer_fault,
+    passes,
+)
+from steadytorch.training.random_steps import summaries
+from steadytorch.verification.verdict import (
+    STEP_FACTOR,
+    UNREPEATABLE,
+    OutputError,
+    Reference,
+    worst,
+)
+from steadytorch.verification.verify import (
+    INPUT_SETS,
+    REPEATABLE,
+    Arguments,
+    fresh_inputs,
+    widening,
+    without_tf32,
+)
+from steadytorch.workload.signature import map_tensors, tensors_of
+from steadytorch.workload.start import Start, modules_of, parameters_of
+from steadytorch.workload.workload import TrainingStep, Workload
+
+ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Relative noise per precision class: the unit roundoff."""
+OWN_ROUNDING = {
+    torch.float64: 2.0**-49,
+    torch.float32: 2.0**-20,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+"""Relative noise of class `same`, by dtype.
+
+For float32 and float64: 16 unit roundoffs, the typical error of summing a few hundred terms one by
+one. It grows with the square root of their number (Higham and Mary, "A new approach to
+probabilistic rounding error analysis", 2019). 16-bit products are summed in float32 and rounded
+once."""
+_NOT_FINITE = "cannot be verified: loss or gradients of the untouched workload are not finite"
+
+Parts = dict[str, OutputError]
+
+
+def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[str, Any], Reference]:
+    """Takes the untouched step at its own precision, at a higher one, and with noise.
+
+    Args:
+        workload: the untouched workload, as returned by `with_optimizer`.
+        seed: seed of inputs and noise.
+        start: state from which each pass starts; restored at the end.
+
+    Returns:
+        The data for comparing candidates, to be saved for the workers; and the summary for the
+        parent.
+    """
+    before = Draws(workload.device)
+    sets, own, unfit = _own(workload, seed, start)
+    torch.manual_seed(0)
+    draws = _draws(workload, start, sets[0])
+    again = _from(workload, start, 0, sets[0])
+    higher = _higher(workload, start, sets, draws)
+    right = [_right(found, workload) for found in higher.runs]
+    errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
+    explained = _explained(workload, seed, start, sets, right, errors)
+    noise = errors_of(again, _right(own[0], workload))
+    repeats = _repeats(
+        noise, explained["same"], lambda: errors_of(higher.take(0, sets[0]), right[0])
+    )
+    finite = all(found.is_finite() for found in own)
+    fault = optimizer_fault(workload, workload.step_function(), start)
+    data = {
+        "sets": [tensors_of(arguments) for arguments in sets],
+        "right": right,
+        "own": [found.outputs for found in own],
+        "nesting": [found.nesting for found in own],
+        "counted": [found.counted for found in own],
+        "fault": _NOT_FINITE if not finite else None if repeats else UNREPEATABLE,
+        "steps": fault is None,
+        "explained": {
+            name: {part: (error.relative_l2, error.relative_max) for part, error in parts.items()}
+            for name, parts in explained.items()
+        },
+        "draws": summaries(workload, workload.model, sets[0], start) if draws else None,
+    }
+    before.undo()
+    notes = [
+        unfit,
+        higher.problem,
+        f"rounding alone moves gradients by {explained['same'][GRADIENTS].relative_l2:.0e}",
+        "" if fault is None else "updates were not compared: the optimizer is not repeatable",
+    ]
+    return data, Reference(
+        error=worst(worst(parts.values()) for parts in errors),
+        precision=higher.precision,
+        repeatable=repeats,
+        fresh=not unfit,
+        note="; ".join(filter(None, notes)),
+        explained=explained,
+        draws=draws,
+    )
+
+
+def _draws(workload: Workload, start: Start, arguments: Arguments) -> bool:
+    """Whether a step draws random numbers."""
+    begin(workload, start, 0)
+    drawn = Draws(workload.device)
+    passes(workload, workload.model, arguments)
+    return drawn.happened()
+
+
+def _own(workload: Workload, seed: int, start: Start) -> tuple[list[Arguments], list[Passes], str]:
+    """Input sets, the untouched passes on them, and why the inputs are not random, or ""."""
+    sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
+    try:
+        return sets, [_from(workload, start, i, given) for i, given in enumerate(sets)], ""
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        note = f"random inputs do not fit ({first_line(error, 120)}), used the given ones"
+        sets = [(workload.inputs, dict(workload.kwargs))] * 2
+        return sets, [_from(workload, start, i, given) for i, given in enumerate(sets)], note
+
+
+def _from(workload: Workload, start: Start, number: int, arguments: Arguments) -> Passes:
+    begin(workload, start, number)
+    return passes(workload, workload.model, arguments)
+
+
+class _Higher(NamedTuple):
+    """Passes at a higher precision per input set, a function for more, and why not float64."""
+
+    runs: list[Passes]
+    take: Callable[[int, Arguments], Passes]
+    precision: str
+    problem: str
+
+
+def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: bool) -> _Higher:
+    without_tf32()
+    if draws:  # float64 would draw other numbers
+        take = partial(_from, workload, start)
+        runs = [take(i, given) for i, given in enumerate(sets)]
+        return _Higher(runs, take, "float32", "the step draws random numbers")
+    take, precision, problem = partial(_widened, workload, start), "float64", ""
+    try:
+        runs = [take(i, given) for i, given in enumerate(sets)]
+    except (RuntimeError, TypeError, ValueError) as error:
+        take, precision = partial(_from, workload, start), "float32"
+        problem = f"float64 cannot run ({first_line(error, 120)})"
+        runs = [take(i, given) for i, given in enumerate(sets)]
+    return _Higher(runs, take, precision, problem)
+
+
+def _repeats(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
+    """Whether the workload is deterministic up to rounding.
+
+    As for inference, a random workload is as far from its reference as from itself. Only noise in
+    the reference distinguishes it from an imprecise workload.
+
+    Args:
+        noise: difference of two passes at the workload's own precision.
+        explained: errors that rounding explains.
+        precise: returns the difference of two passes at the higher precision.
+    """
+    if not any(error.relative_l2 for error in noise.values()):
+        return True
+    if any(e.relative_l2 > STEP_FACTOR * explained[part].relative_l2 for part, e in noise.items()):
+        return False
+    found = precise()
+    return all(found[part].relative_l2 <= REPEATABLE for part in (OUTPUTS, GRADIENTS))
+
+
+def _widened(workload: Workload, start: Start, number: int, arguments: Arguments) -> Passes:
+    """Passes of a copy in float64.
+
+    Raises:
+        RuntimeError: float64 fails, or the loss reads the weights of the original model.
+    """
+    assert workload.training_step is not None
+    widen = widening(torch.float64)
+    begin(workload, start, number)
+    step = workload.training_step
+    model, loss, optimizer = copy.deepcopy((workload.untouched, step.loss, step.optimizer))
+    copied = replace(
+        workload, model=model, untouched=model, training_step=TrainingStep(loss, optimizer)
+    )
+    for module in modules_of(copied).values():
+        module._apply(widen)
+    for tensor in parameters_of(copied).values():
+        tensor.data = widen(tensor.data)
+    found = passes(copied, model, map_tensors(widen, arguments))
+    if any(tensor.grad is not None for tensor in parameters_of(workload).values()):
+        raise RuntimeError("the loss reads the weights of the model")
+    return found
+
+
+def _right(found: Passes, workload: Workload) -> dict[str, Any]:
+    """The parts that candidates are compared with; gradients in float32 to save memory."""
+    narrow = widening(torch.promote_types(workload.dtype, torch.float32))
+    return {
+        OUTPUTS: found.outputs,
+        LOSS: found.loss,
+        GRADIENTS: {n: None if g is None else narrow(g) for n, g in found.gradients.items()},
+        BUFFERS: found.moved,
+    }
+
+
+def _explained(
+    workload: Workload,
+    seed: int,
+    start: Start,
+    sets: Sequence[Arguments],
+    right: Sequence[Mapping[str, Any]],
+    errors: Sequence[Parts],
+) -> dict[str, Parts]:
+    """Errors that rounding explains, by precision class and part."""
+
+    def noisy(number: int, size: float) -> Parts:
+        begin(workload, start, number)
+        found = _noisy(workload, sets[number], size, seed + number)
+        return errors_of(found, right[number])
+
+    own = OWN_ROUNDING.get(workload.dtype, ROUNDING["bf16"])
+    found = {size: noisy(0, size) for size in set(ROUNDING.values())}
+    same = _worst_parts([*errors, *(noisy(number, own) for number in range(len(sets)))])
+    same[GRADIENTS] = worst([same[GRADIENTS], _extrapolated(found, own)])
+    lower = {name: _worst_parts([same, found[size]]) for name, size in ROUNDING.items()}
+    return {"same": same, **lower}
+
+
+def _extrapolated(found: Mapping[float, Parts], size: float) -> OutputError:
+    """Extrapolates the error of gradients to another noise size from two sizes.
+
+    In float32 only a few values in millions cross a kink, and one can cause most of the error, so a
+    handful of runs may miss it. Coarse noise makes thousands cross. Errors grow linearly with the
+    noise if gradients are smooth, and with its square root if they come from crossings, whose
+    number grows with the noise.
+    """
+    fine, coarse = sorted(found)
+    errors = {noise: found[noise][GRADIENTS] for noise in found}
+    ratio = errors[coarse].relative_l2 / (errors[fine].relative_l2 or math.inf)
+    power = min(1.0, max(0.5, math.log(ratio or 1.0) / math.log(coarse / fine)))
+    factor = (size / fine) ** power
+    return OutputError(errors[fine].relative_l2 * factor, errors[fine].relative_max * factor)
+
+
+def _worst_parts(found: Sequence[Parts]) -> Parts:
+    most = {part: worst(parts[part] for parts in found) for part in found[0]}
+    # A scalar's error may be small by chance; the loss follows from the outputs, so use theirs too.
+    return most | {LOSS: worst([most[LOSS], most[OUTPUTS]])}
+
+
+def _noisy(workload: Workload, arguments: Arguments, size: float, seed: int) -> Passes:
+    """Passes with weights, inputs and layer outputs perturbed by a relative noise up to `size`."""
+    generator = torch.Generator(workload.device).manual_seed(seed)
+
+    def noisy(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        kind = tensor.dtype.to_real()
+        draws = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=kind)
+        return tensor * (1 + size * (2 * draws - 1))
+
+    with torch.no_grad():
+        for tensor in parameters_of(workload).values():
+            tensor.copy_(noisy(tensor))
+    with _changing_outputs(noisy):
+        return passes(workload, workload.model, map_tensors(noisy, arguments))
+
+
+@contextmanager
+def _changing_outputs(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Applies a function to the outputs of leaf modules."""
+
+    def changed(module: nn.Module, arguments: Any, output: Any) -> Any:
+        return None if module._modules else map_tensors(function, output)
+
+    handle = register_module_forward_hook(changed)
+    try:
+        yield
+    finally:
+        handle.remove()

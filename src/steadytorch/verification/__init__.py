@@ -1,0 +1,1 @@
+"""Verification: whether a candidate computes the outputs of the untouched workload."""

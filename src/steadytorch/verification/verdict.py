@@ -1,0 +1,157 @@
+"""Deciding from measured errors whether a candidate may be used; reads no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import torch
+
+from steadytorch.runtime.agreement import MAX_ERROR_FACTOR, TOLERANCES
+
+SAME_FACTOR = 4.0
+"""Class `same`: largest error allowed, as a multiple of the untouched workload's own error.
+
+Another order of summation is equally correct but changes the error: a float32 convolution in
+channels last on a CPU had 1.6 to 1.9 times as much. A lower precision has hundreds of times."""
+STEP_FACTOR = 2.0
+"""Training: largest error allowed per part, as a multiple of the error that rounding explains."""
+VOID = 1.0
+"""Relative error of all-zero outputs; a bound this large verifies nothing."""
+UNREPEATABLE = "cannot be verified: the untouched workload's own output changes between calls"
+LEVEL = 0.001
+"""Probability of refusing a sound step that draws random numbers, for each of two tests."""
+GRADIENTS = "gradients"
+"""Part of a training step whose norm is bounded too; see `verify_training`."""
+
+
+class OutputError(msgspec.Struct, frozen=True):
+    """Error of outputs against the reference: the worst over outputs and input sets.
+
+    Attributes:
+        relative_l2: norm of the difference over norm of the reference.
+        relative_max: largest difference over largest reference magnitude. For gradients and
+            buffers: the largest relative L2 error of a single tensor.
+    """
+
+    relative_l2: float
+    relative_max: float
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """A worker's verification result, before the decision.
+
+    Attributes:
+        error: error against the reference; None if `fault` makes it meaningless.
+        fault: wrong shape or dtype, NaN, aliasing or mutation, as text; None if there is none.
+        parts: errors of a training step by part; `error` is the worst of them.
+        p_value: probability that equal distributions differ this much, for a step that draws other
+            random numbers than the untouched one from the same seed; None if it draws the same.
+        differs: what differs most, as text.
+    """
+
+    error: OutputError | None
+    fault: str | None = None
+    parts: dict[str, OutputError] = {}
+    p_value: float | None = None
+    differs: str = ""
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """The untouched workload's behaviour on the verification inputs.
+
+    Attributes:
+        error: its own error against the reference of higher precision.
+        precision: float64, or float32 if float64 cannot run.
+        repeatable: whether two calls with the same input agree.
+        fresh: whether random inputs were used; otherwise the workload's own inputs.
+        note: why float64 or random inputs were not used, else empty.
+        explained: errors of a training step that rounding explains, by precision class and part;
+            empty for inference.
+        draws: whether a training step draws random numbers.
+    """
+
+    error: OutputError
+    precision: str
+    repeatable: bool
+    fresh: bool
+    note: str = ""
+    explained: dict[str, dict[str, OutputError]] = {}
+    draws: bool = False
+
+
+def worst(errors: Iterable[OutputError]) -> OutputError:
+    """The largest value of each measure."""
+    listed = list(errors)
+    return OutputError(max(e.relative_l2 for e in listed), max(e.relative_max for e in listed))
+
+
+def decide(
+    found: Verification,
+    reference: Reference,
+    precision: str,
+    tolerance: float | None,
+    resolution: float = float(torch.finfo(torch.float32).eps),
+) -> str | None:
+    """Decides whether a candidate may be used; returns None or the reason to reject it.
+
+    Args:
+        found: the worker's result.
+        reference: the untouched workload's own error and repeatability.
+        precision: the candidate's precision class: same, tf32, bf16 or fp16.
+        tolerance: relative L2 error that the user allows; None for the class's default.
+        resolution: relative error of rounding the output once.
+    """
+    if found.fault is not None or found.error is None:
+        return found.fault or "returned no outputs to compare"
+    if not reference.repeatable:
+        return UNREPEATABLE
+    if found.p_value is not None:
+        if found.p_value > LEVEL:
+            return None
+        return f"random numbers: {found.differs} differs (p = {found.p_value:.2g})"
+    if reference.explained:
+        explained = reference.explained[precision]
+        return decide_parts(found.parts, explained, precision, tolerance, resolution)
+    if precision == "same":
+        l2_bound = SAME_FACTOR * max(reference.error.relative_l2, resolution)
+        # The largest of many rounding errors varies more than their norm. It may exceed the norm's
+        # bound several times if the untouched workload's own happens to be small.
+        max_bound = SAME_FACTOR * max(reference.error.relative_max, l2_bound)
+    else:
+        l2_bound = tolerance if tolerance is not None else TOLERANCES[precision]
+        max_bound = MAX_ERROR_FACTOR * l2_bound
+    return _excess(found.error, l2_bound, max_bound)
+
+
+def decide_parts(
+    parts: Mapping[str, OutputError],
+    explained: Mapping[str, OutputError],
+    precision: str,
+    tolerance: float | None = None,
+    resolution: float = float(torch.finfo(torch.float32).eps),
+) -> str | None:
+    """Compares each part of a training step with the error that rounding explains."""
+    given = tolerance if precision != "same" else None
+    least = resolution if precision == "same" else TOLERANCES[precision]
+    for name, error in parts.items():
+        own = explained[name]
+        l2_bound = given or max(least, STEP_FACTOR * max(own.relative_l2, resolution))
+        max_bound = MAX_ERROR_FACTOR * (given or max(least, own.relative_l2, own.relative_max))
+        # Coarse rounding may destroy the direction of gradients, but not their norm.
+        if not l2_bound < VOID and (precision == "same" or name != GRADIENTS):
+            return (
+                f"cannot be verified: rounding alone moves the untouched workload's {name} by "
+                f"{own.relative_l2:.0%}"
+            )
+        if (reason := _excess(error, l2_bound, max_bound)) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _excess(error: OutputError, l2_bound: float, max_bound: float) -> str | None:
+    if not error.relative_l2 <= l2_bound:
+        return f"relative error {error.relative_l2:.1e} exceeds {l2_bound:.1e}"
+    if not error.relative_max <= max_bound:
+        return f"largest error {error.relative_max:.1e} exceeds {max_bound:.1e}"
+    return None

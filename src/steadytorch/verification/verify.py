@@ -1,0 +1,376 @@
+"""Verifying a candidate's outputs against the untouched workload, in a worker.
+
+The worker runs three random inputs and compares the outputs with a reference of higher precision.
+It also detects outputs that a second call overwrites and inputs that are written to. The parent
+decides from the errors alone (`verdict`). For training see `verify_training`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from steadytorch.errors import first_line
+from steadytorch.runtime.agreement import SHARED, as_tensor, memory_of
+from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
+from steadytorch.workload.containers import Lent
+from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
+from steadytorch.workload.workload import Workload
+
+INPUT_SETS = 3
+"""Number of random input sets per verification."""
+NEARBY = (0.5, 0.9)
+"""Range of the random factor for single-element inputs.
+
+It keeps the sign and moves the value towards zero, so that probabilities and indices stay valid.
+It changes the value by more than any tolerance (at most 0.05), so that a candidate that baked in
+the original value fails."""
+REPEATABLE = 1e-4
+"""Largest relative L2 error between two reference calls: far above the effect of summation order in
+float32, far below that of a random mask."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Value = torch.Tensor | complex
+"""Values compared by their error: tensors, and floating-point and complex numbers."""
+
+
+def fresh_inputs(workload: Workload, seed: int) -> Arguments:
+    """Random arguments with the shapes, layouts and value ranges of the workload's own.
+
+    Each element is drawn from the elements of the given tensor, which keeps indices and masks
+    valid. All-zero floating-point tensors are drawn from the standard normal distribution instead.
+    Floating-point and complex tensors of one element are multiplied by a random factor (`NEARBY`).
+    A single integer or boolean keeps its value: it may be an index, a size or a switch, and other
+    values may be invalid.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def redraw(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or not _is_dense(tensor):
+            return tensor.clone()
+        host = tensor.detach().cpu()
+        if host.is_floating_point() and not host.any():
+            values = torch.randn(host.shape, generator=generator).to(host.dtype)
+        elif host.numel() == 1 and (host.is_floating_point() or host.is_complex()):
+            factor = torch.empty(()).uniform_(*NEARBY, generator=generator)
+            values = (widening(torch.float64)(host) * factor).to(host.dtype)
+        else:
+            picks = torch.randint(host.numel(), (host.numel(),), generator=generator)
+            values = host.flatten()[picks].reshape(host.shape)
+        return torch.empty_like(tensor).copy_(values)
+
+    return (
+        map_tensors(redraw, workload.inputs),
+        map_tensors(redraw, dict(workload.kwargs)),
+    )
+
+
+class Returned(NamedTuple):
+    """A call's result, and its arguments if it wrote to a container among them."""
+
+    result: Any
+    written: Any
+
+
+def call(model: Any, arguments: Arguments) -> Returned:
+    """Calls a model with copies of its containers, so that calls cannot affect each other."""
+    lent = Lent(arguments)
+    args, kwargs = lent.arguments
+    result = model(*args, **kwargs)
+    return Returned(result, lent.arguments if lent.is_written() else None)
+
+
+def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that converts floating-point tensors to `dtype`, and complex ones to its width."""
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return widen
+
+
+def without_tf32() -> None:
+    """Disables TF32 for the rest of the process; references run in a process of their own."""
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
+def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def copied(tree: Any) -> list[Value]:
+    """Copies of the values in a model's result."""
+    return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values_of(tree)]
+
+
+def values_of(tree: Any) -> list[Value]:
+    """The values in a model's result; tensors are not copied."""
+    return [
+        leaf if isinstance(leaf, torch.Tensor) else complex(leaf)
+        for leaf in _leaves(tree)
+        if isinstance(leaf, (torch.Tensor, float, complex))
+    ]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Tensors and constants in nested containers and in fields of other objects.
+
+    Transforms pass other objects through unchanged (dataclasses, caches, subclasses of containers),
+    so their contents are compared directly.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, (torch.Tensor, *CONSTANTS)):
+                found.append(leaf)
+            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                look(_fields_of(leaf))
+
+    look(tree)
+    return found
+
+
+def _fields_of(thing: Any) -> list[Any]:
+    if is_dataclass(thing):
+        return [getattr(thing, field.name, None) for field in fields(thing)]
+    held = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    if isinstance(thing, dict):
+        return [*thing.keys(), *thing.values(), *held]
+    return [*thing, *held] if isinstance(thing, (list, tuple, deque)) else held
+
+
+def nesting(tree: Any) -> list[str]:
+    """The nesting of containers and their leaves as text; floats and complex by type only."""
+    return [str(pytree.tree_structure(tree)), *map(_told, _leaves(tree))]
+
+
+def _told(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor with strides {strides_of(leaf)}"
+    return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)
+
+
+def nesting_fault(found: list[str], own: list[str]) -> str | None:
+    """How a nesting differs from the untouched workload's; None if it does not."""
+    if found[0] != own[0]:
+        return "nests its outputs in other containers than the untouched workload"
+    for one, other in zip_longest(found[1:], own[1:], fillvalue="missing"):
+        if one != other:
+            return f"an output is {one:.60}, expected {other:.60}"
+    return None
+
+
+def _outputs(model: Any, arguments: Arguments) -> tuple[list[Value], list[str]]:
+    returned = call(model, arguments)
+    return copied(returned), nesting(returned)
+
+
+def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
+    """Runs the untouched workload at its own precision and at a higher one.
+
+    Returns:
+        The data for comparing candidates (tensors of each input set, reference outputs, own outputs
+        and their nesting), to be saved for the workers; and the summary for the parent.
+    """
+    notes: list[str] = []
+    with torch.no_grad():
+        sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
+        fresh = True
+        try:
+            called = [_outputs(workload.model, arguments) for arguments in sets]
+        except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+            fresh = False
+            notes.append(
+                f"random inputs do not fit ({first_line(error, 120)}), used the given ones"
+            )
+            sets = [(workload.inputs, dict(workload.kwargs))]
+            called = [_outputs(workload.model, arguments) for arguments in sets]
+        own = [outputs for outputs, _ in called]
+        again, nested_again = _outputs(workload.model, sets[0])
+        try:
+            runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
+        except (RuntimeError, TypeError, ValueError) as error:
+            notes.append(f"float64 cannot run ({first_line(error, 120)})")
+            runs, precision = _outputs_in(torch.float32, workload, [*sets, sets[0]]), "float32"
+    reference, reference_again = runs[:-1], runs[-1]
+    error = worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
+    noise = output_error(again, own[0]).relative_l2
+    # A random workload is as far from its reference as from itself. Only noise in the reference,
+    # which rounding cannot explain, distinguishes it from an imprecise workload.
+    repeatable = (
+        nested_again == called[0][1]
+        and noise <= max(error.relative_l2, _resolution(own[0]))
+        and output_error(reference_again, reference[0]).relative_l2 <= REPEATABLE
+    )
+    data = {
+        "sets": [tensors_of(arguments) for arguments in sets],
+        "reference": reference,
+        "own": own,
+        "nesting": [nested_as for _, nested_as in called],
+    }
+    return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
+
+
+def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
+    """Outputs of a copy of the model in `dtype`."""
+    without_tf32()
+    widen = widening(dtype)
+    model = copy.deepcopy(workload.model)
+    if isinstance(model, torch.nn.Module):
+        model = model._apply(widen)  # Module.to would make complex weights real
+    return [copied(call(model, map_tensors(widen, arguments))) for arguments in sets]
+
+
+@torch.no_grad()
+def verify(model: Any, workload: Workload, data: dict[str, Any]) -> Verification:
+    """Compares a candidate with the reference on every input set.
+
+    Args:
+        model: the transformed model, called like the untouched one.
+        workload: the untouched workload; its arguments give the nesting of the inputs.
+        data: the data that `make_reference` returned.
+    """
+    errors: list[OutputError] = []
+    first, kept = None, []
+    for i, tensors in enumerate(data["sets"]):
+        arguments = nested(workload, tensors)
+        given = detached(tensors)
+        returned = call(model, arguments)
+        outputs = copied(returned)
+        fault = form_fault(outputs, data["own"][i])
+        if fault is None:
+            fault = nesting_fault(nesting(returned), data["nesting"][i])
+        if fault is None and not equal(given, tensors):
+            fault = "writes to its inputs"
+        if fault is not None:
+            return Verification(None, fault)
+        errors.append(output_error(outputs, data["reference"][i]))
+        if first is None:
+            first, kept = returned, outputs
+    if _overwrites(model, workload, data["sets"], first, kept):
+        return Verification(None, SHARED)
+    return Verification(worst(errors))
+
+
+def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
+    """The workload's arguments with their tensors replaced."""
+    following = iter(tensors)
+    return map_tensors(lambda _: next(following), (workload.inputs, dict(workload.kwargs)))
+
+
+def _overwrites(
+    model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[Value]
+) -> bool:
+    """Whether a later call overwrites the first result."""
+    if len(sets) > 1:
+        return not equal(kept, values_of(first))
+    # With one input set a second call writes equal values, so compare addresses.
+    again = call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
+    return bool(memory_of(first) & memory_of(again))
+
+
+def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
+    """How outputs differ from the untouched workload's apart from values; None if they do not.
+
+    Checks the number of outputs, shapes, dtypes, devices, and the places of non-finite values.
+    """
+    if (reason := _incomparable(own)) is not None:
+        return f"cannot be verified: {reason}"
+    if len(outputs) != len(own):
+        return f"returns {len(outputs)} values, the untouched workload returns {len(own)}"
+    for i, pair in enumerate(zip(outputs, own, strict=True)):
+        out, expected = map(as_tensor, pair)
+        if out.shape != expected.shape:
+            return f"output {i} has shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
+        if out.dtype != expected.dtype:
+            return f"output {i} is {out.dtype}, expected {expected.dtype}".replace("torch.", "")
+        if out.device != expected.device:
+            return f"output {i} is on {out.device}, expected {expected.device}"
+        lost = expected.isfinite() & ~out.isfinite()
+        if lost.any():
+            kind = "NaN" if out[lost].isnan().any() else "infinity"
+            return f"output {i} holds {kind}"
+        if not equal([expected[~expected.isfinite()]], [out[~expected.isfinite()]]):
+            return f"output {i} differs where the untouched workload's is infinite or NaN"
+    return None
+
+
+def _incomparable(own: list[Value]) -> str | None:
+    """Why the untouched workload's outputs cannot be compared; None if they can."""
+    if not any(isinstance(value, torch.Tensor) for value in own):
+        return "the untouched workload returns no tensor to compare"
+    for i, value in enumerate(own):
+        if not _is_dense(value):
+            kind = str(as_tensor(value).layout).removeprefix("torch.")
+            return f"output {i} is {kind}, but only dense tensors can be compared"
+    values = list(map(as_tensor, own))
+    if any(v.numel() for v in values) and not any(v.isfinite().any() for v in values):
+        return "the untouched workload returns no finite number to compare"
+    return None
+
+
+def _is_dense(value: Value) -> bool:
+    return not isinstance(value, torch.Tensor) or value.layout == torch.strided
+
+
+def _dense(value: Value) -> torch.Tensor:
+    tensor = as_tensor(value)
+    return tensor if _is_dense(tensor) else tensor.to_dense()
+
+
+def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
+    """Whether values are equal, tensors elementwise; NaN equals NaN."""
+    pairs = (map(_dense, pair) for pair in zip(before, after, strict=True))
+    return all(
+        torch.equal(a, b)
+        or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+        for a, b in pairs
+    )
+
+
+def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
+    """The worst error over outputs; for integers and booleans the fraction that differs."""
+    found = OutputError(0.0, 0.0)
+    for pair in zip(outputs, reference, strict=True):
+        out, ref = map(as_tensor, pair)
+        if ref.numel() == 0 or not _is_dense(ref):  # `form_fault` rejects sparse ones
+            continue
+        if ref.is_complex():
+            out, ref = torch.view_as_real(out), torch.view_as_real(ref)
+        if not ref.is_floating_point():
+            differs = float((out != ref).double().mean())
+            found = worst([found, OutputError(differs, differs)])
+            continue
+        finite = ref.isfinite() & out.isfinite()
+        wide = torch.where(finite, ref.double(), 0.0)
+        delta = torch.where(finite, out.double() - ref.double(), 0.0)
+        scale, largest = float(wide.norm()), float(wide.abs().max())
+        l2 = float(delta.norm())
+        peak = float(delta.abs().max())
+        error = OutputError(
+            l2 / scale if scale else l2,
+            peak / largest if largest else peak,
+        )
+        found = worst([found, error])
+    return found
+
+
+def _resolution(outputs: list[Value]) -> float:
+    inexact = [o.dtype for o in map(as_tensor, outputs) if o.is_floating_point() or o.is_complex()]
+    return max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)

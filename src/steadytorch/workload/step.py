@@ -1,0 +1,98 @@
+"""One training step as PyTorch users write it: forward, loss, backward, clipping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steadytorch.workload.update import Update
+
+
+class EagerStep:
+    """A training step, one call a micro-batch.
+
+    Args:
+        model: called with the inputs.
+        loss: maps the model's output and the targets to a scalar.
+        optimizer: the caller's; it may hold parameters of the loss as well.
+        update: how its step is taken; None for its own.
+        clip: largest norm of all gradients together; None leaves them as they are.
+        accumulate: micro-batches whose mean gradient one update takes.
+        scaler: a `torch.amp.GradScaler`; None for none.
+
+    Attributes:
+        turn: micro-batches since the last update.
+        norm: of the gradients before the last clipping, on the device; None without clipping.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Callable[..., Tensor],
+        optimizer: Optimizer,
+        *,
+        update: Update | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+        scaler: Any = None,
+    ) -> None:
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.update = update or Update(optimizer)
+        self.clip, self.accumulate, self.scaler = clip, accumulate, scaler
+        self.turn = 0
+        self.norm: Tensor | None = None
+
+    def __call__(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Takes one micro-batch, and the update where it completes a batch.
+
+        Returns:
+            The loss of the micro-batch, detached.
+        """
+        loss = self.backward(inputs, kwargs, targets)
+        self.turn += 1
+        if self.turn == self.accumulate:
+            self.turn = 0
+            self.advance()
+        return loss
+
+    def backward(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; the first one drops earlier gradients.
+
+        Returns:
+            Its loss, detached.
+        """
+        if self.turn == 0:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.model(*inputs, **kwargs), *targets)
+        share = loss if self.accumulate == 1 else loss / self.accumulate
+        (share if self.scaler is None else self.scaler.scale(share)).backward()
+        return loss.detach()
+
+    def advance(self, rates: list[Tensor] | None = None) -> None:
+        """Clips the gradients and takes the optimizer's step.
+
+        Args:
+            rates: as for `Update`.
+        """
+        if self.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            self.norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip)
+        if self.scaler is None:
+            self.update(rates)
+            return
+        with self.update.switched():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]

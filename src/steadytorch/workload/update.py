@@ -1,0 +1,163 @@
+"""An optimizer's step under other switches: fused, foreach, compiled, groups merged.
+
+The optimizer stays the caller's: its groups, its switches and its learning rates are as they were
+after each step, and its state stays where `state_dict` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
+_WARNED = "_warned_capturable_if_run_uncaptured"
+_SCALES = "_step_supports_amp_scaling"
+
+
+class Update:
+    """The step of an optimizer by another implementation.
+
+    Args:
+        optimizer: the caller's.
+        implementation: `own` leaves its switches alone; `fused` and `foreach` set PyTorch's;
+            `compiled` compiles the step with Inductor.
+        merge: whether groups with equal hyper-parameters are updated together.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, implementation: str = OWN, merge: bool = False
+    ) -> None:
+        self.optimizer, self.implementation, self.merge = optimizer, implementation, merge
+        self._compiled: Any = None
+
+    def __call__(self, rates: Sequence[Tensor] | None = None) -> None:
+        """Takes the optimizer's step.
+
+        Args:
+            rates: the learning rate of each group as a tensor on the device, so that a CUDA graph
+                reads it at each replay; None for the numbers in the groups.
+        """
+        if self.implementation == OWN and rates is None and not self.merge:
+            self.optimizer.step()
+            return
+        if self.implementation in (FUSED, COMPILED) or rates is not None:
+            move_counters(self.optimizer)
+        if self.implementation == COMPILED and rates is None:
+            rates = self.own_rates()
+        with self._switched(rates):
+            if self.implementation == COMPILED:
+                self._compiled_step()
+            else:
+                self.optimizer.step()
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Sets the switches for whoever calls the optimizer's step, as a GradScaler does."""
+        if self.implementation == FUSED:
+            move_counters(self.optimizer)
+        with self._switched(None):
+            yield
+
+    def own_rates(self) -> list[Tensor]:
+        """The learning rates of the groups as new float32 scalars, each beside its parameters."""
+        return [
+            torch.as_tensor(group["lr"], dtype=torch.float32).to(device_of(group), copy=True)
+            for group in self.optimizer.param_groups
+        ]
+
+    def _compiled_step(self) -> None:
+        if self._compiled is None:
+            self._compiled = torch.compile(self.optimizer.step, dynamic=False)
+        self._compiled()
+
+    @contextmanager
+    def _switched(self, rates: Sequence[Tensor] | None) -> Iterator[None]:
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        found = [dict(group) for group in groups]
+        marks = {
+            name: vars(optimizer)[name] for name in (_WARNED, _SCALES) if name in vars(optimizer)
+        }
+        try:
+            for i, group in enumerate(groups):
+                group.update(self._switches(group, rates is not None))
+                if rates is not None:
+                    group["lr"] = rates[i]
+            if rates is not None:  # a warning to whoever sets the switch for good
+                setattr(optimizer, _WARNED, True)
+            if self.implementation == FUSED:
+                setattr(optimizer, _SCALES, True)
+            if self.merge:
+                optimizer.param_groups = merged(groups, found)
+            yield
+        finally:
+            optimizer.param_groups = groups
+            for group, before in zip(groups, found, strict=True):
+                for key in before:
+                    group[key] = before[key]
+            for name in (_WARNED, _SCALES):
+                if name in marks:
+                    setattr(optimizer, name, marks[name])
+                else:
+                    vars(optimizer).pop(name, None)
+
+    def _switches(self, group: Mapping[str, Any], captured: bool) -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        if self.implementation == FUSED:
+            wanted = {"fused": True, "foreach": False}
+        elif self.implementation == FOREACH:
+            wanted = {"fused": False, "foreach": True}
+        if captured or self.implementation == COMPILED:
+            wanted["capturable"] = device_of(group).type == "cuda"
+        return {key: value for key, value in wanted.items() if key in group}
+
+
+def device_of(group: Mapping[str, Any]) -> torch.device:
+    """Where the parameters of a group lie: the device of the first; CPU without one."""
+    return next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+
+
+def move_counters(optimizer: Optimizer) -> None:
+    """Moves the counters of steps beside their parameters, as fused and capturable steps need."""
+    for parameter, state in optimizer.state.items():
+        counter = state.get("step") if isinstance(state, dict) else None
+        if isinstance(counter, Tensor) and counter.device != parameter.device:
+            state["step"] = counter.to(parameter.device)
+
+
+def merged(
+    groups: Sequence[Mapping[str, Any]], by: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Groups whose hyper-parameters are equal, as one group each.
+
+    Args:
+        groups: of an optimizer.
+        by: the same groups with the values that are compared; None for `groups` themselves.
+    """
+    together: dict[str, dict[str, Any]] = {}
+    for group, values in zip(groups, by or groups, strict=True):
+        key = repr((hyper_parameters(values), device_of(values)))
+        if key in together:
+            together[key]["params"] = [*together[key]["params"], *group["params"]]
+        else:
+            together[key] = dict(group)
+    return list(together.values())
+
+
+def hyper_parameters(group: Mapping[str, Any], but: Sequence[str] = ()) -> tuple[Any, ...]:
+    """All that a group holds beside its parameters and their names, in a form that compares."""
+    skipped = {"params", "param_names", "initial_lr", "max_lr", "min_lr", *but}
+    return tuple((key, _value(value)) for key, value in sorted(group.items()) if key not in skipped)
+
+
+def _value(value: Any) -> Any:
+    return (
+        value.item()
+        if isinstance(value, Tensor) and value.device.type == "cpu"
+        else (("tensor", value.data_ptr()) if isinstance(value, Tensor) else value)
+    )

@@ -1,0 +1,383 @@
+"""Whole training steps as CUDA graphs: what they compute is what the eager step computes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from steadytorch.graphs.step import (
+    BACKWARD,
+    CHANGING,
+    KEEPS_STATE,
+    MOVED,
+    STEP,
+    UPDATE,
+    WARMING,
+    CapturedStep,
+)
+from steadytorch.workload.step import EagerStep
+from steadytorch.workload.update import Update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "plain sgd": partial(torch.optim.SGD, lr=0.05),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.norm = nn.BatchNorm2d(16)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(16 * 36, 10)
+
+    def forward(self, x):
+        return self.head(self.drop(torch.relu(self.norm(self.conv(x)))).flatten(1))
+
+
+def batches(count, size=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(size, 3, 8, 8, generator=generator).cuda(),
+            torch.randint(10, (size,), generator=generator).cuda(),
+        )
+        for _ in range(count)
+    ]
+
+
+def made(optimizer="adamw", scope=STEP, implementation="fused", model=Net, loss=None, **options):
+    """A captured step on a fresh model; without a scope the eager step that it is to equal."""
+    torch.manual_seed(0)
+    net = model().cuda()
+    inner = OPTIMIZERS[optimizer](net.parameters())
+    eager = EagerStep(
+        net,
+        loss or functional.cross_entropy,
+        inner,
+        update=Update(inner, implementation),
+        **options,
+    )
+    step = eager if scope is None else CapturedStep(eager, scope, [net])
+    return step, net, inner
+
+
+def train(step, data, between=lambda i: None):
+    torch.manual_seed(7)
+    losses = []
+    for i, (x, y) in enumerate(data):
+        losses.append(step((x,), {}, (y,)))
+        between(i)
+    return torch.stack(losses), torch.cuda.get_rng_state()
+
+
+def assert_same(one, other):
+    (_, net, inner, (losses, random)), (_, net2, inner2, (losses2, random2)) = one, other
+    torch.testing.assert_close(losses, losses2, rtol=0, atol=0)
+    torch.testing.assert_close(net.state_dict(), net2.state_dict(), rtol=0, atol=0)
+    assert torch.equal(random, random2)
+    for state, state2 in zip(
+        inner.state_dict()["state"].values(), inner2.state_dict()["state"].values(), strict=True
+    ):
+        assert state.keys() == state2.keys()
+        for name in state:
+            if state[name] is not None:
+                torch.testing.assert_close(state[name].cpu(), state2[name].cpu(), rtol=0, atol=0)
+
+
+def both(data, between=lambda inner: lambda i: None, **options):
+    found = []
+    for scope in (options.pop("scope", STEP), None):
+        step, net, inner = made(scope=scope, **options)
+        found.append((step, net, inner, train(step, data, between(inner))))
+    return found
+
+
+@pytest.mark.parametrize("scope", [BACKWARD, UPDATE, STEP])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_steps_are_those_of_the_eager_loop_bit_by_bit(scope, optimizer, accumulate):
+    def schedule(inner):
+        def lower(i):
+            for group in inner.param_groups:
+                group["lr"] = group["lr"] * 0.97
+
+        return lower
+
+    one, other = both(
+        batches(40),
+        schedule,
+        scope=scope,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        clip=1.0,
+    )
+    assert one[0].replays >= 24, one[0].eager
+    assert_same(one, other)
+
+
+def test_switches_and_rates_of_the_optimizer_stay_the_callers():
+    step, _, inner = made()
+    before = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
+    train(step, batches(8))
+    assert {k: v for k, v in inner.param_groups[0].items() if k != "params"} == before
+    assert step.replays
+
+
+def test_a_changed_hyper_parameter_is_recorded_anew():
+    def change(inner):
+        def at(i):
+            if i == 9:
+                inner.param_groups[0]["betas"] = (0.5, 0.9)
+
+        return at
+
+    one, other = both(batches(20), change)
+    assert one[0].replays >= 12
+    assert_same(one, other)
+
+
+def test_momentum_that_is_switched_on_starts_from_its_own_first_step():
+    def change(inner):
+        def at(i):
+            if i == 9:
+                inner.param_groups[0]["momentum"] = 0.9
+
+        return at
+
+    one, other = both(batches(20), change, optimizer="plain sgd")
+    assert one[0].replays >= 12
+    assert_same(one, other)
+
+
+def test_hyper_parameters_that_always_change_leave_the_update_to_the_host():
+    def cycle(inner):
+        def at(i):
+            inner.param_groups[0]["betas"] = (0.9 - 0.001 * i, 0.999)
+
+        return at
+
+    one, other = both(batches(30), cycle)
+    assert one[0].update_reason == CHANGING
+    assert one[0].replays >= 10
+    assert_same(one, other)
+
+
+def test_a_loaded_checkpoint_is_what_training_goes_on_from():
+    data, kept = batches(24), {}
+
+    def resume(step, net, inner):
+        def at(i):
+            if i == 7:
+                kept[net] = copy.deepcopy((net.state_dict(), inner.state_dict()))
+            if i == 15:
+                net.load_state_dict(kept[net][0])
+                inner.load_state_dict(copy.deepcopy(kept[net][1]))
+
+        return at
+
+    found = []
+    for scope in (STEP, None):
+        step, net, inner = made(scope=scope)
+        found.append((step, net, inner, train(step, data, resume(step, net, inner))))
+    assert found[0][0].replays >= 18
+    assert_same(*found)
+
+
+def test_an_optimizer_set_back_to_its_beginning_begins_anew():
+    data = batches(16)
+    found = []
+    for scope in (STEP, None):
+        step, net, inner = made("sgd", scope=scope)
+        empty = copy.deepcopy(inner.state_dict())
+
+        def at(i, inner=inner, empty=empty):
+            if i == 9:
+                inner.load_state_dict(copy.deepcopy(empty))
+
+        found.append((step, net, inner, train(step, data, at)))
+    assert found[0][0].replays >= 10
+    assert_same(*found)
+
+
+def test_other_shapes_run_and_return():
+    data = [b for i in range(12) for b in (*batches(2, 8, i), *batches(1, 5, i))]
+    one, other = both(data)
+    assert one[0].replays >= 28
+    assert_same(one, other)
+
+
+def test_another_shape_within_an_accumulation_adds_to_the_same_gradients():
+    data = [b for i in range(12) for b in (*batches(2, 8, i), *batches(1, 5, i))]
+    one, other = both(data, accumulate=3)
+    assert one[0].replays >= 16, one[0].eager
+    assert_same(one, other)
+
+
+def test_gradients_dropped_by_the_caller_are_put_back():
+    def drop(inner):
+        return lambda i: inner.zero_grad(set_to_none=i % 2 == 0)
+
+    one, other = both(batches(14), drop)
+    assert one[0].replays >= 10
+    assert_same(one, other)
+
+
+def test_weights_that_move_are_recorded_anew():
+    step, net, _ = made()
+    train(step, batches(6))
+    net.head.weight.data = net.head.weight.data.clone()
+    train(step, batches(8))
+    assert step.eager[MOVED] == 1
+    assert step.replays >= 6
+
+
+def test_the_loss_is_the_callers_own():
+    step, _, _ = made()
+    data = batches(10)
+    losses = [step((x,), {}, (y,)) for x, y in data]
+    assert step.replays
+    assert len({float(loss) for loss in losses}) == 10
+
+
+def test_a_call_that_waits_for_the_gpu_is_named_with_its_line():
+    def loss(output, target):
+        value = functional.cross_entropy(output, target)
+        if value.item() > 1e9:
+            return value * 2
+        return value
+
+    one, other = both(batches(10), loss=loss)
+    (reason,) = [r for r in one[0].eager if r != WARMING]
+    assert reason.startswith("test_step_graph.py:")
+    assert "value.item()" in reason
+    assert one[0].replays == 0
+    assert_same(one, other)
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_random_numbers_go_on():
+    def loss(output, target):
+        torch.cuda.synchronize()
+        return functional.cross_entropy(output, target)
+
+    one, other = both(batches(12), loss=loss)
+    assert one[0].replays == 0
+    assert any(reason.startswith("cannot be recorded") for reason in one[0].eager)
+    assert_same(one, other)
+
+
+def test_python_state_is_not_frozen():
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + self.calls / 100)
+
+    one, other = both(batches(10), model=Counting)
+    assert one[0].eager[KEEPS_STATE]
+    assert_same(one, other)
+
+
+def test_an_exception_of_the_caller_leaves_the_state_intact():
+    data, found = batches(12), []
+    for scope in (STEP, None):
+        step, net, inner = made(scope=scope)
+        train(step, data)
+        with pytest.raises(ValueError, match="batch"):
+            step((data[0][0],), {}, (data[0][1][:3],))
+        found.append((step, net, inner, train(step, data)))
+    assert found[0][0].replays >= 18
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("scope", [UPDATE, STEP])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_new_graphs_agree_with_the_eager_step(scope, accumulate):
+    found = []
+    for chosen in (scope, None):
+        torch.manual_seed(0)
+        net = Net().cuda()
+        inner = OPTIMIZERS["sgd"](net.parameters())
+        step = EagerStep(
+            net,
+            functional.cross_entropy,
+            inner,
+            update=Update(inner, "fused"),
+            accumulate=accumulate,
+        )
+        if chosen is not None:
+            step = CapturedStep(step, chosen, [net], check=True)
+        found.append((step, net, inner, train(step, batches(20))))
+    assert found[0][0].replays >= 12, found[0][0].eager
+    assert_same(*found)
+
+
+def test_a_graph_that_is_not_the_eager_step_does_not_serve(monkeypatch):
+    step, net, inner = made()
+    step._check = True
+    record = step._record
+
+    def wrong(entry, update, backward=True):
+        kept = step.step.loss
+        step.step.loss = lambda *given: kept(*given) * 1.05
+        try:
+            return record(entry, update, backward)
+        finally:
+            step.step.loss = kept
+
+    monkeypatch.setattr(step, "_record", wrong)
+    found = (step, net, inner, train(step, batches(12)))
+    plain, net2, inner2 = made(scope=None)
+    assert step.replays == 0
+    assert any("than the eager step" in reason for reason in step.eager)
+    assert_same(found, (plain, net2, inner2, train(plain, batches(12))))
+
+
+def test_optimizers_that_cannot_be_recorded_step_eagerly():
+    torch.manual_seed(0)
+    net = Net().cuda()
+    inner = torch.optim.Adagrad(net.parameters(), lr=1e-2)
+    step = CapturedStep(EagerStep(net, functional.cross_entropy, inner), STEP, [net])
+    train(step, batches(14))
+    assert step.update_reason is not None
+    assert step.replays >= 8
+
+
+def test_a_scaler_steps_on_the_host_over_recorded_passes():
+    found = []
+    for scope in (STEP, None):
+        torch.manual_seed(0)
+        net = Net().cuda()
+        inner = OPTIMIZERS["adamw"](net.parameters())
+        step = EagerStep(
+            net, functional.cross_entropy, inner, clip=1.0, scaler=torch.amp.GradScaler("cuda")
+        )
+        step = step if scope is None else CapturedStep(step, scope, [net])
+        found.append((step, net, inner, train(step, batches(14))))
+    assert found[0][0].replays >= 8
+    assert_same(*found)
+
+
+def test_memory_grows_little_with_the_number_of_shapes():
+    step, _, _ = made()
+    train(step, batches(6, 64))
+    torch.cuda.synchronize()
+    alone = torch.cuda.memory_reserved()
+    for size in range(54, 64):
+        train(step, batches(5, size))
+    assert step.replays
+    assert torch.cuda.memory_reserved() <= 1.3 * max(alone, 64 << 20)

@@ -1,0 +1,1 @@
+from ..transforms.conftest import gpu  # noqa: F401

@@ -1,0 +1,1 @@
+from ..transforms.conftest import cpu, gpu  # noqa: F401

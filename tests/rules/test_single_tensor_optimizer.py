@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.findings.finding import Abstention, Case
+from steadytorch.ledger.ledger import build_ledger
+from steadytorch.rules.single_tensor_optimizer import NAME, rule
+
+from ..findings.cases import MS, US, annotation, launch, op, step, the, traced
+from ..traces.profiled import trace_of
+
+STEP = "Optimizer.step#SGD.step"
+
+
+def _update(names, count=20, thread_of_others=None):
+    """An optimizer's step that calls these for each of its tensors, on a GPU."""
+    events = [step(1, 0, 20 * MS), annotation(STEP, 0, count * len(names) * 20 * US)]
+    for at in range(count * len(names)):
+        host = at * 20 * US
+        events.append(op(names[at % len(names)], host + US, host + 15 * US))
+        events += launch(
+            "k",
+            call=(host + 5 * US, host + 10 * US),
+            gpu=(host + 12 * US, host + 16 * US),
+            correlation=at + 1,
+        )
+    return events
+
+
+def test_one_operator_after_the_other_is_found():
+    found = the(rule(traced(_update(["aten::mul_", "aten::add_"]))))
+    assert found.id == NAME
+    assert "40 operators a step" in found.title
+    assert "fused=True" in found.fix
+    working, waiting = 40 * 4 * US, 39 * 16 * US
+    assert found.cost_ns == pytest.approx(working + waiting, rel=0.05)
+    assert found.recoverable_ns[1] == pytest.approx(working / 2 + waiting, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["aten::_foreach_add_", "aten::_fused_adamw_"])
+def test_one_operator_for_all_tensors_is_fine(name):
+    assert rule(traced(_update([name]))) == ()
+
+
+def test_a_model_of_few_tensors_gains_nothing():
+    assert rule(traced(_update(["aten::add_"], count=19))) == ()
+
+
+def test_inference_has_no_optimizer():
+    assert rule(traced([step(1, 0, MS), op("aten::mm", 0, US)])) == ()
+
+
+def test_training_without_a_marked_optimizer_abstains():
+    events = [step(1, 0, MS), op("autograd::engine::evaluate_function: MmBackward0", 0, US)]
+    verdict = rule(traced(events))
+    assert isinstance(verdict, Abstention)
+    assert "Optimizer.step#" in verdict.recapture
+
+
+def test_without_a_trace_it_abstains():
+    assert isinstance(rule(Case()), Abstention)
+
+
+@pytest.mark.parametrize(("fused", "found"), [(False, True), (True, False)])
+def test_a_real_optimizer_on_the_cpu_is_found_until_it_is_fused(fused, found):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
+    model(torch.ones(2, 4)).sum().backward()
+    read = trace_of(optimizer.step)
+    assert bool(rule(Case(trace=read, ledger=build_ledger(read)))) is found

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.findings.finding import Abstention, Case
+from steadytorch.ledger.ledger import build_ledger
+from steadytorch.rates.device_rates import Rates
+from steadytorch.rules.tensor_cores_unused import NAME, capability_of, rule
+
+from ..findings.cases import MS, US, launch, op, step, the, trace, traced
+
+
+def _products(*kinds, dtype="float", size=64, name="aten::mm"):
+    """Operators of one kernel each: names and lengths."""
+    dims = [[size, size]] * 2
+    events = [step(1, 0, 10 * MS)]
+    for at, (kernel, length) in enumerate(kinds):
+        host = at * 20 * US
+        events.append(op(name, host, host + 15 * US, dims=dims, types=[dtype] * 2))
+        events += launch(
+            kernel,
+            call=(host + US, host + 2 * US),
+            gpu=(MS + at * MS, MS + at * MS + length),
+            correlation=at + 1,
+        )
+    return events
+
+
+def _on(major, events):
+    read = trace(events, devices=[{"id": 0, "computeMajor": major, "computeMinor": 0}])
+    return Case(trace=read, ledger=build_ledger(read))
+
+
+PLAIN = ("ampere_sgemm_64x64_nn", 400 * US)
+TENSOR = ("ampere_bf16_s16816gemm_bf16_64x64_nn", 400 * US)
+
+
+def test_products_in_float32_without_tf32_are_found():
+    found = the(rule(_on(8, _products(PLAIN, PLAIN))))
+    assert found.id == NAME
+    assert "100 %" in found.title
+    assert found.transforms == ("tf32", "autocast", "cast_weights")
+    assert found.cost_ns == 800 * US
+    assert found.recoverable_ns == (0, 700 * US)
+    assert found.confidence == "high"
+
+
+def test_a_gpu_without_tf32_is_not_offered_it():
+    found = the(rule(_on(7, _products(PLAIN))))
+    assert "tf32" not in found.transforms
+    assert "TF32" not in found.fix
+
+
+def test_measured_rates_bound_what_can_be_gained():
+    case = _on(8, _products(PLAIN, PLAIN))
+    rates = Rates(device="", matrix_flops_per_s={"float32": 1e13, "tf32": 4e13})
+    case = Case(trace=case.trace, ledger=case.ledger, rates=rates)
+    assert the(rule(case)).recoverable_ns == (0, 600 * US)
+
+
+def test_a_gpu_without_tensor_cores_has_none_to_use():
+    assert rule(_on(6, _products(PLAIN))) == ()
+
+
+def test_kernels_that_use_them_are_fine():
+    assert rule(_on(8, _products(TENSOR, TENSOR, dtype="c10::BFloat16"))) == ()
+
+
+def test_what_prepares_for_tensor_cores_belongs_to_them():
+    events = _products(TENSOR, dtype="c10::BFloat16")
+    events += launch("splitKreduce", call=(3 * US, 4 * US), gpu=(5 * MS, 6 * MS), correlation=9)
+    events += launch("transpose", call=(5 * US, 6 * US), gpu=(6 * MS, 7 * MS), correlation=10)
+    assert rule(_on(8, events)) == ()
+
+
+def test_odd_sizes_in_16_bits_are_named():
+    kernel = ("ampere_fp16_sgemm_fp16_64x64_nn", 400 * US)
+    found = the(rule(_on(8, _products(kernel, dtype="c10::Half", size=63))))
+    assert any("[63, 63] x [63, 63]" in line for line in found.evidence)
+    assert "multiples of 8" in found.fix
+    assert found.transforms == ()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more"),
+    [
+        ("volta_dgemm_64x64_nn", {"dtype": "double"}),
+        ("void gemv2T_kernel_val<float>(Params)", {}),
+        ("triton_tem_fused_mm_0", {}),
+        ("void conv_depthwise2d_forward_kernel<3, float>(Params)", {}),
+        ("vectorized_elementwise_kernel", {"name": "aten::add"}),
+    ],
+)
+def test_what_tensor_cores_cannot_take_or_may_be_using_them_is_left_out(kernel, more):
+    assert rule(_on(8, _products((kernel, 400 * US), **more))) == ()
+
+
+def test_a_small_rest_beside_tensor_cores_is_left_out():
+    small = (PLAIN[0], 30 * US)
+    assert rule(_on(8, _products(TENSOR, small))) == ()
+
+
+def test_kernels_of_a_graph_are_told_by_their_names():
+    events = [step(1, 0, 10 * MS)]
+    events += launch(
+        "volta_sgemm_128x64_nn",
+        call=(0, US),
+        gpu=(MS, 2 * MS),
+        correlation=1,
+        api="cudaGraphLaunch",
+    )
+    assert the(rule(_on(7, events))).cost_ns == MS
+
+
+def test_the_capability_of_the_devices_facts_stands_in_for_the_trace():
+    read = trace(_products(PLAIN), devices=[])
+    ledger = build_ledger(read)
+    facts = DeviceFacts(device="cuda", compute_capability="9.0")
+    assert capability_of(Case(trace=read, ledger=ledger, facts=facts)) == (9, 0)
+    assert isinstance(rule(Case(trace=read, ledger=ledger)), Abstention)
+
+
+def test_without_a_gpu_it_abstains():
+    assert isinstance(rule(traced([op("aten::mm", 0, MS)])), Abstention)
+    assert isinstance(rule(Case()), Abstention)

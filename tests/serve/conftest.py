@@ -1,0 +1,1 @@
+from ..plan.conftest import key, model, path, plan, store, x  # noqa: F401

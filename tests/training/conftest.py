@@ -1,0 +1,1 @@
+from ..verification.conftest import process_settings  # noqa: F401
