@@ -19,7 +19,7 @@ test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick
 
 test-slow: $(VENV)/installed-dev  # real compilations, many processes and whole sweeps
 	$(PYTEST) -m "alone and slow" $(ALONE)
-	$(PYTEST) -n auto -m "not alone and (slow or hypothesis)" --hypothesis-profile thorough
+	$(PYTEST) -n auto --dist worksteal -m "not alone and (slow or hypothesis)" --hypothesis-profile thorough
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

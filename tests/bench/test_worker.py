@@ -67,8 +67,8 @@ class Step:
             time.sleep(self.seconds)
 
 
-def _series(handler, step, *, metric="period", seconds=0.05, group=1):
-    handler._step, handler._group, handler._iteration_ns = step, group, 1000
+def _series(handler, step, *, metric="period", seconds=0.05, group=1, iteration_ns=1000):
+    handler._step, handler._group, handler._iteration_ns = step, group, iteration_ns
     return msgspec.convert(handler.series(metric, seconds), Series)
 
 
@@ -101,8 +101,7 @@ def test_a_series_of_no_time_has_samples_all_the_same(loaded):
 
 def test_a_slow_workload_is_not_run_ten_times_for_a_first_idea(loaded):
     step = Step(0.05)
-    loaded._step, loaded._group, loaded._iteration_ns = step, 1, 50_000_000
-    loaded.series("period", 0.06)
+    _series(loaded, step, seconds=0.06, iteration_ns=50_000_000)
     assert step.calls <= 3
 
 
@@ -351,9 +350,3 @@ def test_weights_that_overflowed_are_finite_again_in_the_next_block(training):
     training._group = 1
     training.block("latency", 1)
     assert weights.isfinite().all()
-
-
-def test_an_optimizer_of_a_training_workload_is_made_once(training):
-    training.set_up([])
-    training._step()
-    assert isinstance(training._workload.training_step.optimizer, torch.optim.SGD)

@@ -36,7 +36,7 @@ H200 = {
 
 
 def target() -> frontend.Target:
-    """The description as a target; skips where the libraries are not installed."""
+    """The description as a target; skips if the libraries are not installed."""
     try:
         described = frontend.describe(H200)
         engines.Graph(_any_problem(), described)

@@ -1,4 +1,4 @@
-"""cuDNN without a GPU: graphs that compute on the CPU from nothing but the addresses they get."""
+"""Fake cuDNN without a GPU: graphs that compute on the CPU from the addresses they get."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FakeGraph:
 
 
 class FakeHandle:
-    """A handle that belongs to the thread that made it, and is its number."""
+    """A handle whose number is that of the thread that made it."""
 
     def __init__(self) -> None:
         self.number = get_ident()
@@ -80,7 +80,7 @@ class FakeHandle:
 
 
 def fake(patch: pytest.MonkeyPatch) -> type[FakeGraph]:
-    """Plans are made of fake graphs, and tensors on the CPU pass for those on a GPU."""
+    """Makes plans from fake graphs and lets CPU tensors pass as GPU tensors."""
     patch.setattr(plans, "MISSES", {})
     patch.setattr(plans, "handle", lambda device: FakeHandle())
     patch.setattr(plans, "target", lambda device: Target(get_ident(), None, "9.0"))

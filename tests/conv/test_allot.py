@@ -21,7 +21,7 @@ PROBLEMS = [structs.replace(FIRST, input=(8, 64, side, side)) for side in (56, 2
 
 
 class Bench:
-    """Choosing with a clock of its own; each problem takes what it was given, or more.
+    """Choosing with a fake clock; each problem takes its time limit or longer.
 
     Attributes:
         asked_s: seconds that each problem was given, in the order they were chosen for.

@@ -18,7 +18,7 @@ from steadytorch.conv.blocks import (
 
 
 class Queue:
-    """A device that notes what it is given, and is there before the host if it is to.
+    """A fake device that records its work and can be ahead of the host.
 
     Attributes:
         seen: what was enqueued, in order.
@@ -111,12 +111,16 @@ def test_a_flush_writes_twice_the_cache_and_touches_the_input_without_changing_i
 ):
     properties = SimpleNamespace(L2_cache_size=l2_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    kept = torch.arange(4.0)
+    kept, made, empty = torch.arange(4.0), [], torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **how: made.append(empty(*size, **how)) or made[0]
+    )
     flush = Flush(torch.device("cpu"), kept)
-    flush._junk.fill_(1)
-    order = flush._junk._version, kept._version
+    (junk,) = made
+    junk.fill_(1)
+    order = junk._version, kept._version
     flush()
-    assert flush._junk.nbytes >= 2 * l2_bytes
-    assert not flush._junk.any()
-    assert (flush._junk._version, kept._version) == (order[0] + 1, order[1] + 1)
+    assert junk.nbytes >= 2 * l2_bytes
+    assert not junk.any()
+    assert (junk._version, kept._version) == (order[0] + 1, order[1] + 1)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -55,7 +55,7 @@ def test_float32_is_computed_as_the_problem_says_and_the_setting_stays(
 
 
 class Answering:
-    """Stands in for a built plan: its runs give what PyTorch gives, times these factors."""
+    """Fake built plan: its runs return PyTorch's result times these factors."""
 
     workspace_bytes = 0
 
@@ -93,7 +93,7 @@ def test_two_runs_show_whether_an_engine_is_right_and_repeats_itself(factors, fa
 
 
 class Straying(Answering):
-    """Gives what PyTorch gives, and then writes where it says."""
+    """Returns PyTorch's result, then writes to the given places."""
 
     def __init__(self, given: Any, stray: Any, workspace_bytes: int = 0) -> None:
         super().__init__(given, 1.0, 1.0)
@@ -146,7 +146,7 @@ def test_four_bytes_outside_of_output_or_workspace_are_found(stray, found, numbe
 
 
 class Halving(Answering):
-    """Writes the first half of what PyTorch gives, or none of it from a call on."""
+    """Writes only the first half of PyTorch's result, or nothing from a certain call on."""
 
     def __init__(self, given: Any, last: int) -> None:
         super().__init__(given, 1.0, 1.0)

@@ -23,13 +23,13 @@ PLAIN = parse("fprop/bias/fp32/last/i1x8x4x4/w8x8x1x1/s1x1/p0x0/d1x1/g1")
 CPU = torch.device("cpu")
 WARM = Options(cold=False)
 MEDIANS_NS = {"eng1": 900.0, "eng2": 1000.0, "eng3": 1010.0}
-"""The first is the fastest: it is what must not be chosen where it raises."""
+"""The first is the fastest, so it must not be chosen if it raises."""
 BUILT, VERIFIED, RECORDED, SCREENED, RACED = 0, 1, 3, 6, 10
-"""Calls of a plan up to each stage: verified by two, recorded after one, then timed."""
+"""Number of calls of a plan before each stage: two to verify, one to record, then timing."""
 
 
 class Lab:
-    """Engines as on a device, of which some raise; the rest computes what PyTorch computes.
+    """Fake engines; some raise, the others compute PyTorch's result.
 
     Attributes:
         faults: by engine, at which of its calls it raises what; 0 is when it is built.
@@ -103,7 +103,7 @@ def lab(monkeypatch):
 
 
 def left_out(outcome):
-    """Engines that are not to be used, with the reasons."""
+    """Excluded engines with their reasons."""
     return {engine.choice: engine.excluded for engine in outcome.engines if engine.excluded}
 
 
@@ -240,7 +240,7 @@ def test_without_time_what_was_chosen_before_is_taken_if_it_is_sound(lab, sound,
 def test_what_was_chosen_before_for_padded_channels_is_tried_so(lab):
     stem = parse("fprop/bias/tf32/last/i1x3x4x4/w8x3x1x1/s1x1/p0x0/d1x1/g1")
     found = first_sound(stem, CPU, incumbent=read_choice("c4:eng3"))
-    # Plans of the lab have operands of their own: what they compute is right unpadded alone.
+    # Plans of the lab use their own operands, so their results are right only without padding.
     assert next(iter(left_out(found))) == "c4:eng3"
 
 

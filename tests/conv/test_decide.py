@@ -47,14 +47,14 @@ def test_within_the_band_what_takes_two_times_by_turns_is_left_to_whoever_has_no
     assert pick([steady, timed("eng41_k25=0", 136.34, None)]).choice == "eng41_k25=0"
     few = timed("eng41_k25=0", 136.34, 0.0698, runs=SCREEN_ROUNDS)
     assert pick([steady, few]) is few
-    # Beyond the band time decides.
+    # Beyond the noise band, time decides.
     far = timed("eng41_k25=1", 138.59, 0.0034)
     assert pick([jumping, far]) is jumping
     assert pick([jumping, timed("eng1", 136.9, 0.05)]).choice == "eng1"
 
 
 def rounds(seed, count=40, tick_ns=0.5, **medians_ns):
-    """Blocks of kernels with these medians, 2 % apart from each other, read off a coarse clock."""
+    """Block times with these medians and 2 % scatter, on a coarse clock."""
     rng = np.random.default_rng(seed)
     shown = {"aten": ATEN, "benchmark": BENCHMARK}
     return {
@@ -70,7 +70,7 @@ def test_in_ten_of_ten_runs_engines_that_are_as_fast_do_not_take_turns():
         return rounds(seed, tick_ns=500, eng1=2_450, eng2=2_500, eng3=2_520, aten=4_000)
 
     assert all(stays(run(seed), "eng2") for seed in range(10))
-    # Medians alone, as of kernels of 2.5 us by a clock of 0.5 us, would have decided otherwise.
+    # Medians alone (kernels of 2.5 us, clock of 0.5 us) would have decided otherwise.
     medians = [{name: np.median(times) for name, times in run(s).items()} for s in range(10)]
     assert any(found["eng2"] > (1 + KEPT) * min(found.values()) for found in medians)
 

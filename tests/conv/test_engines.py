@@ -149,7 +149,7 @@ def test_notes_exclude_an_engine(notes, filters, words):
 
 @pytest.fixture
 def settings():
-    """PyTorch's, put back afterwards."""
+    """Restores PyTorch's determinism settings after the test."""
     found = torch.backends.cudnn.deterministic, torch.get_deterministic_debug_mode()
     yield
     torch.backends.cudnn.deterministic = found[0]

@@ -17,7 +17,7 @@ INSTALL = re.escape("pip install 'steadytorch[cudnn]'")
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """A module in place of the frontend's, of the version that fits."""
+    """A fake frontend module of the supported version."""
     made: Any = ModuleType("cudnn")
     made.__version__ = f"{CUDNN_FRONTEND}.0"
     made.backend_version = lambda: 91900

@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Library:
-    """Counts what is asked of cuDNN, and says on which stream each handle is.
+    """Fake cuDNN that counts calls and records the stream of each handle.
 
     Attributes:
         made: number of handles.

@@ -10,7 +10,7 @@ from steadytorch.conv.rewrite import rewrite
 
 
 def network(first=1.0, second=1.0):
-    """Two convolutions by ones, so that results are sums of inputs."""
+    """Two convolutions with weights of one, so that results are sums of inputs."""
     layers = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.Conv2d(2, 4, 1, bias=False)).eval()
     for layer, value in zip(layers, (first, second), strict=True):
         nn.init.constant_(layer.weight, value)

@@ -46,7 +46,7 @@ def test_without_a_gpu_it_is_pytorchs_convolution(layout):
 @pytest.mark.sampled(every=2)
 def test_gradients_are_right(layout):
     x, w, b, z, *rest = arguments(layout, dtype=torch.float64)
-    # Away from the kink of the ReLU, where differences are no gradient.
+    # Away from the kink of the ReLU, where finite differences are not the gradient.
     assert torch.autograd.gradcheck(
         lambda *t: conv_engine(*t, *rest[:4], False, *rest[5:]), (x, w, b, z)
     )

@@ -77,7 +77,7 @@ def test_results_have_the_strides_that_pytorch_gives_them(cudnn, monkeypatch, ke
 
 
 def test_a_call_amid_another_of_the_same_plan_leaves_its_addresses_alone(plan, cudnn):
-    """As a finalizer may make one."""
+    """A nested call, as from a finalizer."""
     within = []
 
     def interrupt():
@@ -151,7 +151,7 @@ def test_without_a_plan_pytorch_runs_it_and_the_reason_is_noted(cudnn, engine, r
 def test_an_engine_on_the_denylist_is_not_made_by_its_name(
     cudnn, monkeypatch, engine, version, capability, runs
 ):
-    """Whoever named it: a stored plan, one that was imported, or one written by hand."""
+    """Whether named by a stored plan, an imported one, or one written by hand."""
     monkeypatch.setattr(plans, "version", lambda: version)
     monkeypatch.setattr(plans, "target", lambda device: Target(None, None, capability))
     run = planned(PROBLEM, engine, HERE, by_pytorch)
@@ -178,7 +178,7 @@ def test_without_memory_for_its_workspace_a_call_falls_back_and_the_next_one_run
 
 
 def test_a_call_that_falls_back_has_given_up_its_own_output(plan, cudnn, monkeypatch):
-    """Where memory is short there is none for two."""
+    """If memory is short, there is not enough for two outputs."""
     made, empty_strided = [], torch.empty_strided
 
     def noted(*given, **options):

@@ -39,7 +39,7 @@ def right(made, x, z):
 
 @pytest.fixture
 def keys(monkeypatch) -> list[Any]:
-    """What is looked up by a key, call by call."""
+    """Records each look-up by key."""
     found, look_up = [], repeated.runner_of
 
     def noted(*given: Any) -> Any:

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def randomised(model):
-    """Statistics and scales that a forgotten fold would show."""
+    """Sets statistics and scales that reveal a missing fold."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.5, 0.5)
@@ -190,14 +190,14 @@ def normed(inputs, outputs, kernel=3, groups=1):
 
 
 def vgg_block():
-    """As of VGG with batch norm: convolutions with a bias, their ReLU in place."""
+    """Like VGG with batch norm: convolutions with bias and in-place ReLU."""
     layers = [nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)]
     layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(True)]
     return nn.Sequential(*layers, nn.MaxPool2d(2))
 
 
 class Inverted(nn.Module):
-    """As of EfficientNet: expanded, filtered by channel, gated, projected, and added."""
+    """Like EfficientNet: expand, depthwise, gate, project, add."""
 
     def __init__(self):
         super().__init__()

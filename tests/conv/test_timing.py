@@ -22,7 +22,7 @@ from steadytorch.errors import UnsupportedError
 
 
 class Steady(Arm):
-    """An arm whose blocks take what they took the last time, nearly."""
+    """An arm whose block times vary little."""
 
     def __init__(self, name: str, ns: float) -> None:
         super().__init__(Measured(name), lambda: None)
@@ -105,7 +105,7 @@ def test_each_round_has_an_order_of_its_own_which_the_seed_decides():
 
 
 class Recorded(Steady):
-    """An arm that notes where it is recorded, and raises where it has a fault."""
+    """An arm that notes its stream and pool when recorded, and raises its fault, if any."""
 
     def __init__(self, name: str, fault: Exception | None = None) -> None:
         super().__init__(name, 1000)

@@ -38,13 +38,13 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def tf32() -> None:
-    """PyTorch's own default, which the keys above are for."""
+    """Checks that TF32 is allowed, PyTorch's default, as the keys above assume."""
     assert number_of(torch.float32) == "tf32"
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
-    """The engines that the operator is given, call by call."""
+    """Records the engines passed to the operator by each call."""
     from steadytorch.conv import training
 
     calls, run = [], training.conv_engine_eagerly
@@ -202,7 +202,7 @@ def test_gradients_leave_the_engines_where_another_precision_is_allowed_by_then(
 
 
 class Odd(nn.Conv2d):
-    """May compute anything."""
+    """A subclass that may compute anything."""
 
 
 @pytest.mark.parametrize(

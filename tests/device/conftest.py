@@ -10,7 +10,7 @@ UUID = "11111111-2222-3333-4444-555555555555"
 
 
 class FakeNvml:
-    """The management library of one idle H200; `answers` replaces what a function gives.
+    """Fake NVML of one idle H200; `answers` overrides results by function.
 
     An answer that is a number of the library's own error codes in `refused` is raised instead, and
     a function in `missing` does not exist.
@@ -78,13 +78,13 @@ def gpu_uuid():
 
 @pytest.fixture
 def no_library():
-    """The bindings are there, the library is not."""
+    """Bindings without the NVML library."""
     return FakeNvml(refused={"nvmlInit": pynvml.NVML_ERROR_LIBRARY_NOT_FOUND})
 
 
 @pytest.fixture
 def cuda_h200(monkeypatch):
-    """PyTorch as it looks with one H200; the properties may be changed by a test."""
+    """Fakes PyTorch with one H200; tests may change the properties."""
     import torch
 
     properties = SimpleNamespace(

@@ -1,6 +1,6 @@
-"""Readings of the cycle counter, by a driver that answers at once."""
+"""Readings of the cycle counter, with a fake driver."""
 
-# ruff: noqa: N802 - the functions of a driver have their own names
+# ruff: noqa: N802 - the driver's function names
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_a_driver_that_takes_the_program_there_is_no_counter(driver):
 
 
 def test_each_multiprocessor_is_compared_with_itself():
-    """The one of number 7 is at 3,000 MHz, which moves no median."""
+    """SM 7 runs at 3,000 MHz, which does not change the median."""
     begun = 2**60
 
     def reading(us, *numbers):

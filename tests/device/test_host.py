@@ -8,7 +8,7 @@ from steadytorch.device.observe import NotObservable
 
 @pytest.fixture
 def tree(tmp_path):
-    """Writes files below a stand-in for the root of the file system, and gives that root."""
+    """Writes files below a fake root of the file system and returns it."""
 
     def write(**files: str):
         for path, text in files.items():

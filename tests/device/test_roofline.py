@@ -12,9 +12,17 @@ from steadytorch.errors import UnsupportedError, UsageError
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small buffers and matrices: what is tested is not the rate."""
+    """Small buffers and matrices, because the rate itself is not tested."""
     monkeypatch.setattr(roofline, "_cpu_buffer_bytes", lambda: 1 << 20)
     monkeypatch.setattr(roofline, "_SIDES", (64, 128))
+
+
+@pytest.fixture
+def takes(monkeypatch):
+    """Sets how long each run takes."""
+    return lambda seconds: monkeypatch.setattr(
+        roofline, "_median_seconds", lambda *_, **__: seconds
+    )
 
 
 def test_copy_bandwidth_of_the_cpu_is_a_finite_rate(small):
@@ -22,8 +30,8 @@ def test_copy_bandwidth_of_the_cpu_is_a_finite_rate(small):
     assert 0 < rate < math.inf
 
 
-def test_bandwidth_counts_bytes_read_and_written(small, monkeypatch):
-    monkeypatch.setattr(roofline, "_median_seconds", lambda *_args, **_kwargs: 0.5)
+def test_bandwidth_counts_bytes_read_and_written(small, takes):
+    takes(0.5)
     assert copy_bandwidth("cpu") == 2 * (1 << 20) / 0.5
 
 
@@ -32,13 +40,13 @@ def test_matrix_rate_of_the_cpu_is_a_finite_rate(small, dtype):
     assert 0 < matrix_rate("cpu", dtype, budget_s=0.0) < math.inf
 
 
-def test_matrix_rate_counts_a_multiplication_and_an_addition(small, monkeypatch):
-    monkeypatch.setattr(roofline, "_median_seconds", lambda *_args, **_kwargs: 0.001)
+def test_matrix_rate_counts_a_multiplication_and_an_addition(small, takes):
+    takes(0.001)
     assert matrix_rate("cpu", "float32") == 2 * 128**3 / 0.001
 
 
-def test_matrices_stay_small_where_products_are_slow(small, monkeypatch):
-    monkeypatch.setattr(roofline, "_median_seconds", lambda *_args, **_kwargs: 1.0)
+def test_matrices_stay_small_where_products_are_slow(small, takes):
+    takes(1.0)
     assert matrix_rate("cpu", "float32") == 2 * 64**3
 
 

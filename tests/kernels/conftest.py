@@ -23,7 +23,7 @@ from steadytorch.kernels import (
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has Triton's interpreter run the programs, on tensors of the CPU."""
+    """Run the kernels in Triton's interpreter, on CPU tensors."""
     pytest.importorskip("triton", reason="the programs are interpreted by Triton: not installed")
     # Read where a program is defined: this copy of the file is for the interpreter alone.
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -42,7 +42,7 @@ def exact(x, weight, bias, activation):
 
 
 def fused(x, weight, bias, activation):
-    """The program itself, whatever the device."""
+    """The launcher itself, on any device."""
     found = room.program_for(x, weight, bias, activation)
     assert found is not None
     return found(x, weight, bias)
@@ -163,7 +163,7 @@ def test_an_activation_must_be_known():
 
 
 def gradients(function, tensors, activation):
-    """Of all tensors that there are, and of the sum of their squares once more."""
+    """Gradients of all tensors, and of the sum of their squares once more."""
     found = function(*tensors, activation)
     asked = [t for t in tensors if t is not None]
     loss = (found * random(found.shape, torch.float64, seed=9)).sum()

@@ -1,4 +1,4 @@
-"""Programs compiled in threads: for a GPU that is not there, by Triton as it is."""
+"""Kernels compiled in threads by real Triton, for a fake GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MODULES = (
 
 
 class Driver:
-    """Of an H200 that loads whatever it is given and launches nothing."""
+    """Fake driver of an H200 that loads anything and launches nothing."""
 
     def __init__(self):
         self.launched = []
@@ -99,7 +99,7 @@ def driver(monkeypatch, tmp_path):
 
 @pytest.fixture
 def made(driver, monkeypatch):
-    """What Triton compiled: the name, and the thread."""
+    """Records Triton's compilations: name and thread."""
     from triton import knobs
 
     found = []
@@ -112,14 +112,14 @@ def made(driver, monkeypatch):
 
 
 def settle():
-    """Waits for all threads that compile."""
+    """Wait for all compile threads."""
     for thread in threading.enumerate():
         if thread.name == "steadytorch-compile":
             thread.join()
 
 
 def small(tensors=4, block=1024):
-    """A launch of a program that is compiled soon; what follows the tensors."""
+    """A launch of a kernel that compiles quickly, with its non-tensor arguments."""
     from steadytorch.kernels import programs
 
     device = torch.device("cpu")

@@ -28,7 +28,7 @@ def eager(x, other, bias):
 
 
 def fused(x, other, bias):
-    """The program itself, whatever the device."""
+    """The launcher itself, on any device."""
     shape = None if bias is None else bias.shape
     return room._fused(x.shape, room.is_channels_last(x), shape, x.dtype, x.device)(x, other, bias)
 

@@ -37,7 +37,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def tf32(monkeypatch):
-    """Lets convolutions of float32 be products of TF32, without which there is no program."""
+    """Allows TF32 in float32 convolutions; otherwise there is no kernel for float32."""
     monkeypatch.setattr(room, "_precision", lambda dtype: "tf32" if dtype.itemsize == 4 else "ieee")
     monkeypatch.setitem(stem.CONFIGS, "small", SMALL)
 
@@ -59,7 +59,7 @@ def operands(shape, kernel, dtype=torch.float32, layout="last", biased=True):
 
 
 def program(x, weight, bias, stride, padding, pool_padding, ceil_mode, config="small"):
-    """The program for these, whatever the device; None where there is none."""
+    """The launcher for these on any device, or None."""
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     pooling = ((3, 3), (2, 2), (pool_padding, pool_padding), ceil_mode, config)
     precision = room._precision(x.dtype)
@@ -73,7 +73,7 @@ def fused(x, weight, bias, *sizes, **options):
 
 
 def near(found, tensors, sizes):
-    """Equal to float64, whose NaN and infinities are where they are, up to rounding."""
+    """Assert equality with float64 up to rounding, and equal places of NaN and infinities."""
     wide = [None if t is None else t.double() for t in tensors]
     expected, rounding = eager(*wide, *sizes), ROUNDING[found.dtype]
     torch.testing.assert_close(

@@ -57,14 +57,14 @@ def operands(shape, kernel, dtype=torch.float16, layout="innermost", biased=True
 
 
 def program(x, weight, bias, stride, padding, dilation, activation=""):
-    """The program for these, whatever the device; None where there is none."""
+    """The launcher for these on any device, or None."""
     like = (x.shape, room.is_channels_last(x), weight.shape, weight.stride())
     sizes = (stride, padding, dilation, activation)
     return room._fused(*like, bias is not None, x.dtype, x.device, *sizes)
 
 
 def near(tensors, *sizes):
-    """Equal to float64, whose NaN and infinities are where they are, up to rounding."""
+    """Assert equality with float64 up to rounding, and equal places of NaN and infinities."""
     fused = program(*tensors, *sizes)
     assert fused is not None
     found = fused(*tensors)
@@ -79,7 +79,7 @@ def near(tensors, *sizes):
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """Has programs be cut up one way, whatever the rule says; a function that says how."""
+    """Returns a function that forces a tile, regardless of the rule."""
 
     def choose(*tile):
         room._fused.cache_clear()
@@ -93,7 +93,7 @@ def tiles(monkeypatch):
 class TestInterpreted:
     @pytest.fixture(autouse=True)
     def few_programs(self, tiles):
-        """For the interpreter, to which each operation of each program costs the same."""
+        """Sizes for the interpreter, where each operation of each program costs the same."""
         tiles(2, 4, 16, 16, 4)
 
     @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

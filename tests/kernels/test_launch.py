@@ -75,7 +75,7 @@ def test_a_view_that_negates_is_left_to_the_dispatcher(monkeypatch):
 
 
 class Program:
-    """Stands for a compiled program: what it is given is on record."""
+    """Fake compiled kernel that records its arguments."""
 
     def __init__(self):
         self.calls = []

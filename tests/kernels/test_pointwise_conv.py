@@ -61,7 +61,7 @@ def exact(x, weight, bias, activation, gate, other):
 
 
 def fused(x, weight, bias, activation, gate, other):
-    """The program itself, whatever the device."""
+    """The launcher itself, on any device."""
     found = room.program_for(x, weight, bias, activation, gate, other)
     assert found is not None
     return found(x, weight, bias, gate, other)
@@ -209,7 +209,7 @@ def test_an_activation_must_be_known():
 
 
 def gradients(function, tensors, activation):
-    """Of all tensors that there are, and of the sum of their squares once more."""
+    """Gradients of all tensors, and of the sum of their squares once more."""
     x, weight, bias, gate, other = tensors
     found = function(x, weight, bias, activation, gate, other)
     asked = [t for t in tensors if t is not None]

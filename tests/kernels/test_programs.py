@@ -1,4 +1,4 @@
-"""The programs compile for a GPU, without one: what they compute is tested with their operators."""
+"""The kernels compile for a GPU, without one; their results are tested with the operators."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ POINTWISE = [
 
 
 def compiled(name, constants, element, capability, attributes=None, options=None):
-    """What Triton makes of a program for a GPU of this compute capability."""
+    """Compile a kernel with Triton for a GPU of this compute capability."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,7 +66,7 @@ def compiled(name, constants, element, capability, attributes=None, options=None
 
 
 def stem(name, element, capability=90, kernel=7):
-    """ResNet's stem, or one with a smaller kernel, in a configuration; and what it may use."""
+    """ResNet's stem, or one with a smaller kernel, in a configuration, with its shared memory."""
     dtype, config = TYPES[element], CONFIGS[name]
     x, weight = (
         torch.empty(shape, dtype=dtype, device="meta", memory_format=torch.channels_last)
@@ -132,7 +132,7 @@ def runs_on_tensor_cores(sizes, gate, activation, tmp_path):
     found, cut = pointwise(sizes, gate=gate, activation=activation)
     ptx = found.asm["ptx"]
     assert ("wgmma.mma_async" if cut.rows >= 64 else "mma.sync") in ptx
-    # Two programs at least are to fit on a core.
+    # At least two programs must fit on an SM.
     assert found.metadata.shared <= 113 << 10
     (tmp_path / "cubin").write_bytes(found.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -223,7 +223,7 @@ def depthwise(shape, side, stride, element, activation="hardswish"):
 
 
 def resources(found, tmp_path):
-    """Registers of a thread, and bytes of its stack: spilled, since no program asks for one."""
+    """Registers of a thread, and bytes of its stack, all of them spills."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -297,7 +297,7 @@ def test_a_thin_convolution_has_taps_in_registers(shape, outputs, side, stride, 
     aligned = last or geometry.out_height * geometry.out_width % 8 == 0
     assert bool(re.search(r"st\.global\.v4\.b32", ptx)) is aligned
     if aligned:
-        # A pixel is a thread's: only its own place is computed, and where its taps lie is known.
+        # A thread holds one pixel: it computes only the pixel's address; tap offsets are constants.
         assert len(re.findall(r"(?:mul|mad)\.\w+\.[su]32", ptx)) <= 24 + 8 * steps
     registers, stack = resources(found, tmp_path)
     assert (registers <= 128, stack) == (True, 0)

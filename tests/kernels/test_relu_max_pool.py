@@ -40,7 +40,7 @@ def random(shape, dtype=torch.float32, layout="first", seed=0):
 
 
 def fused(x, *window):
-    """The program itself, whatever the device."""
+    """The launcher itself, on any device."""
     found = relu_max_pool._fused(
         x.shape, relu_max_pool.is_channels_last(x), x.dtype, x.device, *window
     )

@@ -53,14 +53,14 @@ def operands(shape, outputs, kernel, dtype=torch.float16, last=(True, True), bia
 
 
 def program(x, weight, bias, stride, padding, dilation, activation=""):
-    """The program for these, whatever the device; None where there is none."""
+    """The launcher for these on any device, or None."""
     like = (x.shape, x.stride(), weight.shape, weight.stride())
     sizes = (stride, padding, dilation, activation)
     return room._fused(*like, bias is not None, x.dtype, x.device, *sizes)
 
 
 def near(tensors, *sizes):
-    """Equal to float64, whose NaN and infinities are where they are, up to rounding."""
+    """Assert equality with float64 up to rounding, and equal places of NaN and infinities."""
     fused = program(*tensors, *sizes)
     assert fused is not None
     found = fused(*tensors)

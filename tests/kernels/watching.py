@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Watch(TorchFunctionMode):
-    """Notes every function that it lets through, in order."""
+    """Records every function call in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,6 +46,13 @@ def switched_on(monkeypatch, **options):
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.why_not", lambda: "")
     # Other tests of this process may have asked cuDNN for engines.
     monkeypatch.setattr("steadytorch.runtime.benchmark_mode.has_convolved", lambda: False)
+
+    def count(self, module, args):
+        # As on a GPU, which is what the mode looks for.
+        if isinstance(module, nn.Conv2d):
+            self._seen(module, args[0])
+
+    monkeypatch.setattr(benchmark_mode, "_count", count)
     return benchmark_mode(True, **options)
 
 
@@ -99,11 +106,11 @@ def test_churning_shapes_are_warned_of_once(monkeypatch):
     layer = nn.Conv2d(1, 1, 1)
     with switched_on(monkeypatch) as mode:
         for size in range(1, CHURN):
-            mode._seen(layer, torch.empty(1, 1, size, size))
+            layer(torch.empty(1, 1, size, size))
         assert not mode.report().churns
         with pytest.warns(UserWarning, match=f"{CHURN} shapes in 1 convolution layers"):
-            mode._seen(layer, torch.empty(1, 1, CHURN, CHURN))
-        mode._seen(layer, torch.empty(1, 1, 99, 99))
+            layer(torch.empty(1, 1, CHURN, CHURN))
+        layer(torch.empty(1, 1, 99, 99))
     report = mode.report()
     assert (report.convolutions, report.shapes, report.layers) == (CHURN + 1, CHURN + 1, 1)
     assert report.churns
@@ -113,7 +120,7 @@ def test_the_same_shape_again_counts_once(monkeypatch):
     layer, x = nn.Conv2d(1, 1, 1), torch.empty(1, 1, 4, 4)
     with switched_on(monkeypatch) as mode:
         for _ in range(3):
-            mode._seen(layer, x)
+            layer(x)
     assert (mode.report().convolutions, mode.report().shapes) == (3, 1)
 
 
@@ -125,12 +132,6 @@ def test_compiled_layers_are_compiled_once(monkeypatch):
         compiled.append(graph)
         return graph
 
-    def count(self, module, args):
-        # Pretends to be on a GPU, which the mode checks.
-        if isinstance(module, nn.Conv2d):
-            self._seen(module, args[0])
-
-    monkeypatch.setattr(benchmark_mode, "_count", count)
     with switched_on(monkeypatch) as mode, torch.no_grad():
         called = torch.compile(layer, backend=backend, fullgraph=True)
         for _ in range(10):  # more often than anything is compiled anew
@@ -142,12 +143,7 @@ def test_compiled_layers_are_compiled_once(monkeypatch):
 def test_a_tracer_with_symbols_for_sizes_passes_and_is_not_counted(monkeypatch):
     layer, x = nn.Conv2d(1, 1, 1), torch.ones(2, 1, 4, 4)
     with switched_on(monkeypatch) as mode:
-
-        def called(x):
-            mode._seen(layer, x)
-            return layer(x)
-
-        traced = make_fx(called, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        traced = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
     torch.testing.assert_close(traced(x), layer(x))
     assert mode.report().convolutions == 0
 

@@ -11,6 +11,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import executors, settings
 from steadytorch.runtime.executors import build
+from steadytorch.transforms.cuda_graph import CudaGraph
 
 from .conftest import CANDIDATES, FROZEN, answer
 
@@ -83,7 +84,7 @@ def test_conflicting_transforms_are_refused(model, x, candidate):
 class Recording(executors.Transform):
     """Runs the model while it is applied, as recording a graph does."""
 
-    name, risk = executors._RECORDS, None
+    name, risk, records = CudaGraph.name, None, True
 
     def applies_to(self, workload, facts):
         raise AssertionError
@@ -104,7 +105,7 @@ class Recording(executors.Transform):
 def recording(monkeypatch):
     monkeypatch.setattr(executors.transforms, "create", lambda spec: Recording())
     monkeypatch.setattr(executors.transforms, "conflict", lambda candidate: None)
-    return (TransformSpec(executors._RECORDS),)
+    return (TransformSpec(CudaGraph.name),)
 
 
 class Counting(nn.Module):
@@ -196,9 +197,9 @@ def test_flags_that_are_set_while_something_is_recorded_hold_for_that_time_alone
             return x
 
     create = executors.transforms.create
-    parts = {"cudnn_deterministic": create, executors._RECORDS: lambda spec: Recording()}
+    parts = {"cudnn_deterministic": create, CudaGraph.name: lambda spec: Recording()}
     monkeypatch.setattr(executors.transforms, "create", lambda spec: parts[spec.name](spec))
-    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec(executors._RECORDS))
+    candidate = (TransformSpec("cudnn_deterministic"), TransformSpec(CudaGraph.name))
     executor = build(Looking().eval(), (torch.ones(1),), {}, candidate)
     assert alive == [1, 1, 1]
     assert settings.needed.alive == 0

@@ -11,6 +11,8 @@ from steadytorch import transforms
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.module import TunedModule
+from steadytorch.transforms.tf32 import Tf32
+from steadytorch.transforms.threads import Threads
 
 from .conftest import always
 
@@ -113,8 +115,8 @@ def test_only_flags_of_the_process_need_turns(ambient, candidate, alive):
 
 
 def test_threads_are_a_setting_of_the_thread():
-    assert not settings.is_process_wide("threads")
-    assert settings.is_process_wide("tf32")
+    assert not Threads.process_wide
+    assert Tf32.process_wide
 
 
 def test_the_settings_of_a_thread_are_those_of_known_transforms():

@@ -69,9 +69,9 @@ class Victim:
         assert list(self.store.entries())
         for each in (plan, msgspec.structs.replace(plan, trains="0" * 64)):
             each.apply(self.model)(self.x)
-        for entry in transforms.REGISTRY:
+        for kind in transforms.REGISTRY:
             with suppress(msgspec.ValidationError):
-                msgspec.convert({}, entry.transform.Parameters)
+                msgspec.convert({}, kind.Parameters)
         logging.disable(logging.WARNING)
 
     def untouched(self):

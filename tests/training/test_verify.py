@@ -50,7 +50,7 @@ FAULTS = {
     "coarse_gradient": "gradients: relative error",
     "other_gradient": "gradients: relative error",
     "wrong_loss": "outputs: relative error",
-    "statistics_twice": "buffer norm.num_batches_tracked is not what",
+    "statistics_twice": "buffer norm.num_batches_tracked differs",
     "no_statistics": "buffer norm.running_mean moves 0 times as far",
     "writes_weights": "writes to unused.weight, which only the optimizer may update",
     "writes_inputs": "writes to its inputs",

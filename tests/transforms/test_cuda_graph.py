@@ -11,6 +11,7 @@ from torch import nn
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.graphs.copy_nodes import CopyNode
 from steadytorch.graphs.graph_io_patching import Linked
+from steadytorch.graphs.recording import first_cause
 from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.cuda_graph import (
@@ -19,7 +20,6 @@ from steadytorch.transforms.cuda_graph import (
     _Memory,
     _Recorded,
     _replayer,
-    first_cause,
 )
 from steadytorch.workload.workload import Workload
 

@@ -157,10 +157,10 @@ def test_every_variant_is_found_by_the_text_that_shows_it(kind, request):
 
 def test_a_name_alone_is_its_first_variant(cpu, gpu):
     for facts in (cpu, gpu):
-        for entry in REGISTRY:
-            variants = entry.transform.variants(facts)
+        for kind in REGISTRY:
+            variants = kind.variants(facts)
             if variants:
-                assert parse(entry.name, facts) == (entry.transform(variants[0]).spec,)
+                assert parse(kind.name, facts) == (kind(variants[0]).spec,)
 
 
 def test_words_may_stand_in_any_order_and_a_part_of_them_will_do(cpu, gpu):

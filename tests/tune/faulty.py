@@ -39,11 +39,16 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
+EXCLUSIVE = ("the test",)
+"""Claimed by all of these: they exclude one another."""
+
+
 class Quick(Transform):
     """Removes the sleep: the only honest improvement."""
 
     name = "quick"
     risk = Risk.EXACT
+    claims = EXCLUSIVE
 
     def applies_to(self, workload, facts):
         return Applicable()
@@ -63,6 +68,7 @@ class Faulty(Transform):
 
     name = "faulty"
     risk = Risk.EXACT
+    claims = EXCLUSIVE
 
     def applies_to(self, workload, facts):
         return Applicable()
@@ -136,6 +142,7 @@ class TrainedAs(Transform):
 
     name = "trained_as"
     risk = Risk.EXACT
+    claims = EXCLUSIVE
 
     def applies_to(self, workload, facts):
         return Applicable()
@@ -163,10 +170,9 @@ class FaultyHandler(TuningHandler):
 def extended():
     """The registry and its order, with this file's mutually exclusive transforms added."""
     kinds = (Quick, Faulty, TrainedAs)
-    added = [transforms.Entry(kind, lambda parameters: ("the test",)) for kind in kinds]
-    known = {entry.name for entry in transforms.REGISTRY}
-    registry = (*transforms.REGISTRY, *(entry for entry in added if entry.name not in known))
-    return registry, {entry.name: position for position, entry in enumerate(registry)}
+    known = {kind.name for kind in transforms.REGISTRY}
+    registry = (*transforms.REGISTRY, *(kind for kind in kinds if kind.name not in known))
+    return registry, {kind.name: position for position, kind in enumerate(registry)}
 
 
 def spec(kind):

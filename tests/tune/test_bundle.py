@@ -82,6 +82,11 @@ def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
     )
 
 
+def _works(monkeypatch, at_work):
+    """Has this done in the place of a worker."""
+    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+
+
 @pytest.mark.slow
 def test_a_fresh_process_needs_no_compiler_and_with_other_weights_no_kernel_anew(kept, tmp_path):
     cache = tmp_path / "inductor"
@@ -145,7 +150,7 @@ def test_a_bundle_without_a_package_is_a_bundle_and_it_is_said(
         (cache / "kernel.so").write_bytes(b"code")
         return answer() if method == "set_up_packaged" else None
 
-    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    _works(monkeypatch, at_work)
     assert keep_bundle(plan, _workload(), "cpu") is None
     assert asked == ["set_up_packaged"] + ["set_up"] * (answer is _fault)
     assert [r.getMessage() for r in caplog.records] == [
@@ -166,7 +171,7 @@ def test_a_model_that_cannot_be_compared_has_no_package(stored, tmp_path, caplog
         cache.mkdir()
         (cache / "kernel.so").write_bytes(b"code")
 
-    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    _works(monkeypatch, at_work)
     assert keep_bundle(plan, workload, "cpu") is None
     assert asked == ["set_up"]
     assert "has no package: a module has a hook" in caplog.text
@@ -184,7 +189,7 @@ def test_a_model_that_changes_while_it_is_saved_has_no_bundle(
         save(workload, directory)
 
     monkeypatch.setattr(bundle_module, "save_payload", changed)
-    monkeypatch.setattr(bundle_module, "_at_work", _fault)
+    _works(monkeypatch, _fault)
     assert keep_bundle(plan, workload, "cpu") == "the model changed while it was being saved"
     assert f"no bundle for plan {plan.id}: the model changed" in caplog.text
 
@@ -199,7 +204,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
         Path(file).write_bytes(kept.file.read_bytes())
         return msgspec.to_builtins(Outcome(made))
 
-    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    _works(monkeypatch, at_work)
     monkeypatch.setattr(bundle_module, "_checked", lambda outcome, *rest: outcome)
     monkeypatch.setattr(bundle, "MOST_BYTES", most)
     with torch.no_grad():
@@ -231,7 +236,7 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
             archive.write(library, "p/data/aotinductor/model/a.wrapper.so")
         return msgspec.to_builtins(Outcome(made))
 
-    monkeypatch.setattr(bundle_module, "_at_work", spoiled)
+    _works(monkeypatch, spoiled)
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
     assert keep_bundle(kept.plan, Workload(kept.model, (kept.x,)), "cpu") is None

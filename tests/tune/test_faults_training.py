@@ -19,6 +19,8 @@ from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
 
+pytestmark = pytest.mark.slow  # test_verify_training.py has quick tests of the same faults
+
 HONEST = TransformSpec("trained_as", (("kind", "honest"),))
 ENDS = {
     "detached": "gives no gradient to conv.weight",
@@ -39,13 +41,9 @@ def _launch(directory):
     return lambda name: Worker("faulty:FaultyHandler", directory, name, {}, None)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("detached", "large_gradient"), pytest.param(tuple(ENDS), marks=pytest.mark.slow)],
-    ids=["two", "all"],
-)
-def searched(request, faulty_transforms, tmp_path_factory):
-    """One search over faults and the untouched step under another name."""
+@pytest.fixture(scope="module")
+def searched(faulty_transforms, tmp_path_factory):
+    """One search over all faults and the untouched step under another name."""
     directory = tmp_path_factory.mktemp("search")
     workload, _ = trained.workload()
     before = {name: t.clone() for name, t in workload.model.state_dict().items()}
@@ -55,7 +53,7 @@ def searched(request, faulty_transforms, tmp_path_factory):
     result = Search(
         workload,
         Preparation(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
-        available=[*map(_spec, request.param), HONEST],
+        available=[*map(_spec, ENDS), HONEST],
         not_applicable={},
         options=options,
         watcher=Silent(),
@@ -63,19 +61,17 @@ def searched(request, faulty_transforms, tmp_path_factory):
     ).run()
     return SimpleNamespace(
         result=result,
-        kinds=request.param,
         left=set(psutil.Process().children(recursive=True)) - children,
         weights=(before, workload.model.state_dict()),
     )
 
 
-def test_each_fault_is_rejected_with_its_reason(searched):
-    trials = {trial.transforms: trial for trial in searched.result.candidates}
-    for kind in searched.kinds:
-        found = trials[(_spec(kind),)]
-        assert found.status == "rejected"
-        assert found.reason.startswith(ENDS[kind])
-        assert found.median_ns is None
+@pytest.mark.parametrize("kind", ENDS)
+def test_each_fault_is_rejected_with_its_reason(searched, kind):
+    (found,) = [t for t in searched.result.candidates if t.transforms == (_spec(kind),)]
+    assert found.status == "rejected"
+    assert found.reason.startswith(ENDS[kind])
+    assert found.median_ns is None
 
 
 def test_what_trains_as_it_should_is_timed(searched):
@@ -107,7 +103,6 @@ def tuned(faulty_transforms, tmp_path_factory):
     return SimpleNamespace(plan=plan, workload=workload, store=store)
 
 
-@pytest.mark.slow
 def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tuned.plan.candidate == (_spec("awake"),)
     assert tuned.plan.evidence.speedup.verdict == "faster"
@@ -115,7 +110,6 @@ def test_the_plan_of_a_training_workload_is_stored_and_replayed(tuned):
     assert tune(tuned.workload, store=tuned.store, mode="strict") == tuned.plan
 
 
-@pytest.mark.slow
 def test_the_plan_trains_the_model_it_is_applied_to(tuned):
     model = tuned.workload.model
     fast, before = tuned.plan.apply(model), model.head.weight.detach().clone()
@@ -126,7 +120,6 @@ def test_the_plan_trains_the_model_it_is_applied_to(tuned):
     assert not torch.equal(model.head.weight, before)
 
 
-@pytest.mark.slow
 def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
     monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
     found = reverify(tuned.plan, tuned.workload, processes=1)
@@ -134,7 +127,6 @@ def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
     assert found.error is not None
 
 
-@pytest.mark.slow
 def test_another_loss_is_another_plan(tuned):
     step = tuned.workload
     other = Workload.training(step.model, step.inputs, nn.Identity(), trained.momentum)

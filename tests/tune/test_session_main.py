@@ -79,7 +79,7 @@ def _started(folder, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 def test_a_model_defined_in_the_main_module_is_tuned_with_its_weights(tmp_path, way):
     with _started(tmp_path, way) as process:
         try:

@@ -44,11 +44,6 @@ def loaded(model, tmp_path):
     handler.close()
 
 
-def test_the_workload_arrives_with_its_weights(loaded, model):
-    arrived = loaded._workload.model.state_dict()
-    assert all(torch.equal(arrived[name], value) for name, value in model.state_dict().items())
-
-
 def test_an_unknown_setting_of_the_caller_is_refused(tmp_path):
     with pytest.raises(UsageError, match="unknown process setting 'colour'"):
         TuningHandler(tmp_path).load("cpu", {"colour": "blue"})
@@ -83,7 +78,7 @@ def test_what_the_model_raises_is_what_the_handler_raises(loaded, ask):
         ask_for = {"candidate": []}
     else:
         loaded.set_up([])
-        loaded._step = broken
+        _stepping(loaded, broken, 1, 1e6)
         given = {"block": {"metric": "latency", "count": 3}, "characterise": {"product_flops": 1}}
         ask_for = given[ask]
     with pytest.raises(MemoryError, match="no room"):
@@ -98,17 +93,20 @@ def test_a_block_holds_as_many_times_as_were_asked_for(loaded, metric):
     assert all(type(time) is int and time > 0 for time in times)
 
 
+def _stepping(handler, step, group, iteration_ns):
+    """Has the handler time another step than the one it has set up."""
+    handler._step, handler._group, handler._iteration_ns = step, group, iteration_ns
+
+
 def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
     loaded.set_up([])
     calls = 0
-    step = loaded._step
 
     def counted():
         nonlocal calls
         calls += 1
-        step()
 
-    loaded._step, loaded._group, loaded._iteration_ns = counted, 5, RAMP_NS / 20
+    _stepping(loaded, counted, 5, RAMP_NS / 20)
     loaded.block("latency", 4)
     assert calls == 5 * (4 + 4)
 
@@ -122,7 +120,7 @@ def test_what_follows_a_switch_is_not_kept_for_a_time(loaded, iteration_ns, most
         nonlocal calls
         calls += 1
 
-    loaded._step, loaded._group, loaded._iteration_ns = counted, 1, iteration_ns
+    _stepping(loaded, counted, 1, iteration_ns)
     assert len(loaded.block("period", 4)) == 4
     assert calls == most + 4
     loaded.block("period", 4)  # as the block before has shown: far below a microsecond each

@@ -175,4 +175,4 @@ def test_targets_are_moved_and_converted_with_a_loss():
     assert inner.weight is not None
     assert {inner.weight.dtype, loss.targets[0]["values"][0].dtype} == {torch.float64}
     assert loss.targets[0]["classes"].dtype == torch.long
-    assert loss.to("meta").targets["classes"].device.type == "meta"
+    assert loss.to("meta").targets[0]["classes"].device.type == "meta"

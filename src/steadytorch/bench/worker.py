@@ -150,7 +150,7 @@ class WorkloadHandler:
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
         """Applies the candidate and warms it up; returns a `SetUp`."""
         specs = msgspec.convert(candidate, list[TransformSpec])
-        self._precision = precision_of(specs)
+        self._precision = precision_of(tuple(specs))
         start = time.perf_counter()
         self._context = applied_in_order([transforms.create(s) for s in specs], self._workload)
         applied = self._context.__enter__()

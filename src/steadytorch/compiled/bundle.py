@@ -33,6 +33,7 @@ from steadytorch import __version__
 from steadytorch.caches import make_private
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import (
+    COMPANIONS,
     BrokenError,
     RefusedError,
     check_private,
@@ -51,10 +52,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 """Version of the file format."""
-SUFFIX = ".bundle"
-"""Suffix of bundles; the stem is the plan's."""
-PACKAGE = ".pt2"
-"""Suffix of packages; the stem is the plan's."""
+SUFFIX, PACKAGE = COMPANIONS
+"""Suffixes of bundles and of packages; the stem is the plan's."""
 MOST_BYTES = 512 << 20
 """Limit on the size of bundles read or written, and of packages written."""
 
@@ -207,11 +206,6 @@ def _package_path(plan: PlanRecord) -> Path:
     if path is None:
         raise BrokenError(_IN_MEMORY)
     return path.with_suffix(PACKAGE)
-
-
-def compiles(plan: PlanRecord) -> bool:
-    """Whether the plan compiles anything that a bundle can keep."""
-    return any(spec.name == "compile" for spec in plan.candidate)
 
 
 def _head(plan: PlanRecord, digest: str) -> _Head:

@@ -1,1 +1,1 @@
-"""CUDA graphs: recorded, patched to read and write the caller's tensors, whole training steps."""
+"""CUDA graphs: recording whole training steps, and patching recorded nodes."""

@@ -94,7 +94,7 @@ def _is_unwatched(tensor: Tensor) -> bool:
 _traced: ContextVar[torch.dtype | None] = ContextVar("_traced", default=None)
 """Dtype of the fake tensors that are being traced; None outside of tracing."""
 _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
-"""Whether the traced call replaces another fused operator, so that its own kernel will not run."""
+"""Whether tracing is inside the eager form of another fused operator, whose kernel will run."""
 
 
 def traced(find: Callable[..., Any], eager: Function) -> Function:

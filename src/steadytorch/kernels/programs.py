@@ -228,7 +228,7 @@ def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constex
     """Store a line of the result, the maximum over three columns; return which pairs hold NaN."""
     own = _maximum(_maximum(first, second) + bias, 0.0)
     if 2 * G.out_width - 1 - G.pool_padding >= G.conv_width:
-        # Both columns of the last pair can lie outside, and their value must not be used.
+        # Both columns of the last pair may lie outside: -inf plus an infinite bias would be NaN.
         own = tl.where(_exists(pair, 0, G)[:, None], own, 0.0)
     right = _maximum(second + bias, 0.0).to(y.dtype.element_ty)
     left = tl.broadcast_to(tl.maximum(tl.arange(0, G.pairs) - 1, 0)[:, None], right.shape)

@@ -2,9 +2,9 @@
 
 There are two metrics, measured in separate blocks because synchronising changes the workload:
 
-- *period*: from the end of one iteration to the end of the next, with the device's queue kept full
-  (at least two iterations in flight, `LEAD_NS` of work if the driver's queue has room). Gaps count,
-  so launch-bound work shows as such.
+- *period*: from the end of one iteration to the end of the next, with the device's queue kept full.
+  At least two iterations are in flight, and `LEAD_NS` of work if the driver's queue has room. Gaps
+  count, so launch-bound work shows as launch-bound.
 - *latency*: from the call to its finished result, with the queue empty before and after.
 
 On the CPU, a call returns with its result, so both are the same.

@@ -146,10 +146,12 @@ def noise_scale(series: np.ndarray) -> float:
     """Return the long-run standard deviation of the noise, unaffected by a few steps.
 
     The noise is modelled as an AR(1). Its scale comes from the median absolute deviations of the
-    differences at lags one and two, which a few steps cannot change (Chakar, Lebarbier, Levy-Leduc
-    and Robin, "A robust approach for estimating change-points in the mean of an AR(1) process",
-    2017). For independent noise this is 1.4826 MAD(diff) / sqrt(2). Under correlation that formula
-    is too small, and every wave would count as a change.
+    differences at lags one and two, which a few steps cannot change. Source: Chakar, Lebarbier,
+    Levy-Leduc and Robin, "A robust approach for estimating change-points in the mean of an AR(1)
+    process", 2017.
+
+    For independent noise this is 1.4826 MAD(diff) / sqrt(2). Under correlation that formula is too
+    small, and every wave would count as a change.
 
     Args:
         series: shape (n,), n >= 4.

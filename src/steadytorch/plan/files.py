@@ -26,6 +26,8 @@ from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
 """Version of the file format; the payload has its own type."""
+COMPANIONS = (".bundle", ".pt2")
+"""Suffixes of files beside a plan with its name: removed with it, see `compiled.bundle`."""
 MAX_BYTES = 1 << 20
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

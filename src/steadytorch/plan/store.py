@@ -23,6 +23,7 @@ import msgspec
 from steadytorch.caches import cache_folder, make_private
 from steadytorch.errors import PlanError
 from steadytorch.plan.files import (
+    COMPANIONS,
     MAX_BYTES,
     BrokenError,
     absolute,
@@ -261,7 +262,7 @@ class Store:
             return []
 
     def remove(self, path: str | os.PathLike[str]) -> str | None:
-        """Deletes a file of the store, usable or not, and files beside it with its name.
+        """Deletes a file of the store, usable or not, and its companions.
 
         Returns:
             None if it was deleted, else the reason in one line.
@@ -272,7 +273,7 @@ class Store:
             return f"{clean(path)} is not in the store {clean(self.root)}: see steady plans list"
         try:
             with open_folder(path.parent) as folder:
-                _drop_siblings(path.stem, folder)
+                _drop_companions(path.stem, folder)
                 os.unlink(path.name, dir_fd=folder)
         except (OSError, ValueError) as error:
             return f"{clean(path)} was not removed: {why(error)}"
@@ -308,7 +309,7 @@ class Store:
                 return "it has been replaced since"
             with open_folder(target.parent) as aside:
                 os.rename(path.name, target.name, src_dir_fd=folder, dst_dir_fd=aside)
-            _drop_siblings(path.stem, folder)
+            _drop_companions(path.stem, folder)
         except FileNotFoundError:
             return "it has been removed since"
         except OSError as error:
@@ -368,14 +369,11 @@ def _named(differing: tuple[Difference, ...]) -> str:
     return clean(", ".join(difference.field for difference in differing))
 
 
-def _drop_siblings(stem: str, folder: int) -> None:
-    """Removes the files of an open folder that are named as an entry, with another suffix."""
-    with suppress(OSError):
-        for name in os.listdir(folder):
-            sibling = Path(name)
-            if sibling.stem == stem and sibling.suffix != ".json":
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=folder)
+def _drop_companions(stem: str, folder: int) -> None:
+    """Removes the companions of an entry of this name from an open folder, if there are any."""
+    for suffix in COMPANIONS:
+        with suppress(OSError):
+            os.unlink(stem + suffix, dir_fd=folder)
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -28,9 +28,9 @@ def copy_with(
     A parameter that appears under several names is converted once, so tied weights stay tied.
     Replacing layers of the copy does not affect the original; writing to a shared tensor does.
 
-    The copy calls the caller's hooks, which write to the same objects as before. An object that the
-    model holds itself is replaced by its copy in bound methods and `partial` arguments of hooks,
-    because the copy's `forward` may read what they wrote there.
+    The copy calls the caller's hooks, which write to the same objects as before. Objects that the
+    model itself holds are an exception: in bound methods and `partial` arguments of hooks, their
+    copies replace them. The copy's `forward` may read what hooks wrote there.
 
     Args:
         model: the module to copy; it and its tensors stay unchanged.

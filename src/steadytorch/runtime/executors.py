@@ -15,16 +15,13 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import copy_with
-from steadytorch.runtime.settings import is_process_wide, setting_flags
+from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
-
-_RECORDS = "cuda_graph"
-_COMPILES = "compile"
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def _apply(
     modules, is_live = [workload.model], True
     flags = stack.enter_context(ExitStack())
     for part in parts:
-        if part.name == _COMPILES and not workload.is_training:
+        if part.compiles and not workload.is_training:
             workload = _with_own_buffers(workload, modules)
         before = workload.model
         workload = stack.enter_context(_applied_without_trace(part, workload, modules))
@@ -108,11 +105,11 @@ def _apply(
             continue
         if isinstance(now, Scoped):
             # Takes effect at once, since later transforms may run the model (recording does).
-            if is_process_wide(part.name):
+            if part.process_wide:
                 flags.enter_context(setting_flags())
         else:
             is_live = False
-            if part.name == _RECORDS:
+            if part.records:
                 flags.close()  # replaying a graph does not run the calls that set the flags
         if isinstance(now, nn.Module):
             modules.append(now)
@@ -145,7 +142,7 @@ def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
     """Applies a transform; refuses to record a model that keeps state, as recording runs it."""
-    state = State(modules, keep=True) if part.name == _RECORDS else None
+    state = State(modules, keep=True) if part.records else None
     with part.applied(workload) as changed:
         if state is not None and state.changed():
             state.restore()

@@ -24,9 +24,6 @@ TURNS = RLock()
 """Held by every call while `needed.alive`, and while an executor is built or checked. Building runs
 models, records and compiles, so only one module builds at a time. Acquire it before other locks."""
 
-_THREAD_LOCAL = frozenset({"autocast", "inference_mode", "threads"})
-"""Transforms whose scope is the calling thread; `Threads` documents a limit."""
-
 
 class _Needed:
     """Counts the scopes in which live executors set process-wide flags."""
@@ -47,11 +44,6 @@ def after_fork() -> None:
 def is_switched_off() -> bool:
     """Whether the environment switches all tuned serving off."""
     return os.environ.get(SWITCH, "").strip().lower() == "off"
-
-
-def is_process_wide(transform: str) -> bool:
-    """Whether a transform's setting around each call applies to all threads."""
-    return transform not in _THREAD_LOCAL
 
 
 @contextmanager

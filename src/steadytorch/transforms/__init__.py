@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 import torch
@@ -38,9 +36,9 @@ from steadytorch.workload.workload import Workload
 
 __all__ = [
     "REGISTRY",
-    "Entry",
     "all_variants",
     "ambient",
+    "compiles",
     "conflict",
     "create",
     "names",
@@ -50,68 +48,32 @@ __all__ = [
 ]
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
-_ELEMENT_TYPE = "the dtype"
-_CAPTURE = "CUDA graph capture"
-# tf32 sets `fp32_precision`; PyTorch then refuses the older setting that max-autotune reads.
-_PRECISION = "the float32 precision setting"
-_SUMS = "the residual sums"
-# Under autocast, the output of a convolution and its bias differ in dtype.
-_BIASES = "the convolution biases"
 
-_CLAIMS_OF_MODE = {"reduce-overhead": (_CAPTURE,), "max-autotune": (_PRECISION,)}
-
-
-def _of_fused(parameters: FusedKernels.Parameters) -> tuple[str, ...]:
-    if parameters.residual:
-        return _SUMS, _BIASES
-    # Pointwise convolutions fuse their sums before cudnn_engines looks for any: no clash.
-    return (_BIASES,) if parameters.separable else ()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A transform of the registry.
-
-    Attributes:
-        transform: its class.
-        claims: maps its parameters to what it controls exclusively. Two transforms of one candidate
-            may not share a claim.
-    """
-
-    transform: type[Transform]
-    claims: Callable[[Any], tuple[str, ...]] = lambda parameters: ()
-
-    @property
-    def name(self) -> str:
-        """The name of the transform."""
-        return self.transform.name
-
-
-REGISTRY: tuple[Entry, ...] = (
-    Entry(FoldBatchNorm),
-    Entry(FusedKernels, _of_fused),
-    Entry(CastWeights, lambda parameters: (_ELEMENT_TYPE,)),
-    Entry(ChannelsLast),
+REGISTRY: tuple[type[Transform], ...] = (
+    FoldBatchNorm,
+    FusedKernels,
+    CastWeights,
+    ChannelsLast,
     # Before cudnn_engines, which looks for convolutions; after channels_last sets their layout.
-    Entry(LinearPatches),
-    Entry(CudnnEngines, lambda parameters: (_SUMS,)),
-    Entry(DenseMask),
+    LinearPatches,
+    CudnnEngines,
+    DenseMask,
     # The transforms above become part of the compiled code; those below wrap it.
-    Entry(Compile, lambda parameters: _CLAIMS_OF_MODE.get(parameters.mode, ())),
-    Entry(Autocast, lambda parameters: (_ELEMENT_TYPE, _BIASES)),
-    Entry(AttentionBackend),
-    Entry(InferenceMode),
-    Entry(Tf32, lambda parameters: (_PRECISION,)),
-    Entry(CudnnBenchmark),
-    Entry(CudnnDeterministic),
-    Entry(Threads),
-    Entry(CudaGraph, lambda parameters: (_CAPTURE,)),
-    Entry(OptimizerStep),
-    Entry(StepGraph, lambda parameters: (_CAPTURE,)),
-    Entry(Prefetch),
+    Compile,
+    Autocast,
+    AttentionBackend,
+    InferenceMode,
+    Tf32,
+    CudnnBenchmark,
+    CudnnDeterministic,
+    Threads,
+    CudaGraph,
+    OptimizerStep,
+    StepGraph,
+    Prefetch,
 )
 
-_POSITIONS = {entry.name: position for position, entry in enumerate(REGISTRY)}
+_POSITIONS = {kind.name: position for position, kind in enumerate(REGISTRY)}
 
 
 def names() -> tuple[str, ...]:
@@ -127,7 +89,7 @@ def create(spec: TransformSpec) -> Transform:
     Raises:
         UsageError: the registry does not know the name, a parameter or its value.
     """
-    kind = _entry(spec.name).transform
+    kind = _kind(spec.name)
     try:
         parameters = msgspec.convert(dict(spec.parameters), kind.Parameters)
     except msgspec.ValidationError as error:
@@ -141,7 +103,7 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
     Raises:
         UsageError: a name is unknown.
     """
-    return tuple(sorted(specs, key=lambda spec: REGISTRY.index(_entry(spec.name))))
+    return tuple(sorted(specs, key=lambda spec: REGISTRY.index(_kind(spec.name))))
 
 
 def parse(text: str, facts: DeviceFacts) -> Candidate:
@@ -166,7 +128,7 @@ def _parse_one(text: str, facts: DeviceFacts) -> TransformSpec:
             f"{text!r} is not a transform: write a name and settings, such as channels_last or "
             "compile(freezing)"
         )
-    kind = _entry(found[1]).transform
+    kind = _kind(found[1])
     asked = {word.strip() for word in (found[2] or "").split(",")} - {""}
     variants = [kind(parameters).spec for parameters in kind.variants(facts)]
     # An exact match first: `compile(default)` is also a subset of `compile(default, freezing)`.
@@ -196,8 +158,7 @@ def conflict(candidate: Candidate, workload: Workload | None = None) -> str | No
     """
     owners: dict[str, str] = {}
     for spec in candidate:
-        claims = _entry(spec.name).claims(create(spec).parameters)
-        for claim in claims:
+        for claim in create(spec).claims:
             if owners.setdefault(claim, spec.name) != spec.name:
                 return f"{owners[claim]} and {spec.name} both control {claim}"
     given = [spec.name for spec in candidate]
@@ -217,16 +178,17 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
     return None
 
 
+def compiles(candidate: Candidate) -> bool:
+    """Whether a compiler takes part; transforms that are not in the registry do not count."""
+    return any(spec.name in _POSITIONS and _kind(spec.name).compiles for spec in candidate)
+
+
 def all_variants(facts: DeviceFacts) -> list[Transform]:
     """Return every transform with each setting worth trying on this device, in registry order."""
-    return [
-        entry.transform(parameters)
-        for entry in REGISTRY
-        for parameters in entry.transform.variants(facts)
-    ]
+    return [kind(parameters) for kind in REGISTRY for parameters in kind.variants(facts)]
 
 
-def _entry(name: str) -> Entry:
+def _kind(name: str) -> type[Transform]:
     position = _POSITIONS.get(name)
     if position is None:
         raise UsageError(f"unknown transform {name!r}: use one of {', '.join(_POSITIONS)}")

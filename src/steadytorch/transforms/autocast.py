@@ -12,7 +12,7 @@ import torch
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.rewrite.conversion import HALF_TYPES, HalfName, cast, own_device, own_dtype
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,
@@ -41,6 +41,13 @@ class Autocast(Transform):
 
     name = "autocast"
     risk = Risk.HALF
+    process_wide = False
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The element type, and biases of convolutions."""
+        # Under autocast, results of convolutions have another type than their biases.
+        return Claim.ELEMENT_TYPE, Claim.BIASES
 
     @property
     def precision(self) -> str:

@@ -28,6 +28,16 @@ class Risk(StrEnum):
     """No numeric change: a setting of the host process."""
 
 
+class Claim(StrEnum):
+    """A resource that one transform of a candidate may claim for itself."""
+
+    ELEMENT_TYPE = "the element type"
+    CAPTURE = "the capture of CUDA graphs"
+    FLOAT32_PRECISION = "the float32 precision setting"
+    SUMS = "the sums at the ends of residual blocks"
+    BIASES = "the biases of convolutions"
+
+
 class Applicable(msgspec.Struct, frozen=True):
     """The transform can be applied to this workload on this device."""
 
@@ -56,6 +66,9 @@ class Transform(ABC):
     Attributes:
         name: the name that plans and users refer to.
         parameters: the settings.
+        compiles: whether `torch.compile` takes part: set-up takes long and keeps cores busy.
+        records: whether applying it runs the model to record it; calls then replay the recording.
+        process_wide: whether a setting that it makes around each call holds for all threads.
     """
 
     name: ClassVar[str]
@@ -63,6 +76,9 @@ class Transform(ABC):
     """Whether it changes the training step around the model, which `plan.step` runs."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
+    compiles: ClassVar[bool] = False
+    records: ClassVar[bool] = False
+    process_wide: ClassVar[bool] = True
 
     def __init__(self, parameters: Any = None) -> None:
         self.parameters: Any = self.Parameters() if parameters is None else parameters
@@ -76,6 +92,11 @@ class Transform(ABC):
     def takes_half_only(self) -> bool:
         """Whether it needs 16-bit values, from the workload or from another transform."""
         return False
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Resources that no other transform of the same candidate may claim."""
+        return ()
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

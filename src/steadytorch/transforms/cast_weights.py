@@ -14,7 +14,7 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.rewrite.conversion import HALF_TYPES, Converting, HalfName, cast, own_dtype
 from steadytorch.rewrite.copying import copy_with
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import (
     decide,
     half_unsupported,
@@ -42,6 +42,11 @@ class CastWeights(Transform):
 
     name = "cast_weights"
     risk = Risk.HALF
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The element type."""
+        return (Claim.ELEMENT_TYPE,)
 
     @property
     def precision(self) -> str:

@@ -21,7 +21,7 @@ from steadytorch.compiled import prebuilt
 from steadytorch.compiled.prebuilt import Task
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.rewrite.conversion import Converting, cloned
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import (
     Objection,
     capability_below,
@@ -65,6 +65,15 @@ class Compile(Transform):
 
     name = "compile"
     risk = Risk.EXACT
+    compiles = True
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Graph capture for `reduce-overhead`, the float32 precision for `max-autotune`."""
+        if self.parameters.mode == "reduce-overhead":
+            return (Claim.CAPTURE,)
+        # It reads the precision in a way that PyTorch refuses once it was set as tf32 sets it.
+        return (Claim.FLOAT32_PRECISION,) if self.parameters.mode == "max-autotune" else ()
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

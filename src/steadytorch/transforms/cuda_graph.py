@@ -19,7 +19,7 @@ from steadytorch.graphs.pointers import rest
 from steadytorch.graphs.recording import first_cause, recording
 from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
 from steadytorch.rewrite.conversion import own_device
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
@@ -33,10 +33,11 @@ _WRITES_CONTAINERS = "the model writes to a list or dict argument, which a repla
 class CudaGraph(Transform):
     """Records the step as one CUDA graph: one launch per call instead of one per kernel.
 
-    A call copies its tensors into static inputs (by graph nodes where possible), replays the graph,
-    and returns copies of the outputs, in order on the caller's current stream. Non-tensor arguments
-    and control flow on the host are recorded as constants. Calls from several threads take turns.
-    A call during another graph's capture becomes part of that graph.
+    A call copies its tensors into static inputs, by graph nodes where possible. It then replays the
+    graph and returns copies of the outputs. All of it runs on the caller's current stream.
+
+    Non-tensor arguments and control flow on the host are recorded as constants. Calls from several
+    threads take turns. A call during another graph's capture becomes part of that graph.
 
     The yielded model has three extra attributes:
 
@@ -47,6 +48,12 @@ class CudaGraph(Transform):
 
     name = "cuda_graph"
     risk = Risk.EXACT
+    records = True
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Graph capture."""
+        return (Claim.CAPTURE,)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, inference, no hooks, and all inputs on the device.

@@ -19,7 +19,7 @@ from steadytorch.errors import SteadyError
 from steadytorch.rewrite.conversion import Converting
 from steadytorch.rewrite.copying import twin
 from steadytorch.rewrite.tracing import traced_to_run
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import (
     NO_CONVOLUTION,
     PLAIN_CALLABLE,
@@ -62,6 +62,11 @@ class CudnnEngines(Transform):
 
     name = "cudnn_engines"
     risk = Risk.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Sums, which engines add to the result of a convolution."""
+        return (Claim.SUMS,)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, the cuDNN frontend and a convolution; inference also needs a traceable model.

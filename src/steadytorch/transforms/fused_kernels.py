@@ -18,7 +18,7 @@ from steadytorch.kernels.stem import CONFIGS
 from steadytorch.rewrite.fusible import Layers, Pooled, Residual, Stem
 from steadytorch.rewrite.separable import put, separables
 from steadytorch.rewrite.tracing import traced_to_run
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.fold_batch_norm import fold, foldable_pairs
 from steadytorch.transforms.traits import capability_below, decide, no_copy, no_cuda, untraceable
 from steadytorch.workload.workload import Workload
@@ -71,6 +71,14 @@ class FusedKernels(Transform):
 
     name = "fused_kernels"
     risk = Risk.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Biases where convolutions are fused; sums too with `residual`."""
+        # Pointwise convolutions take their sums before engines look for theirs.
+        if self.parameters.residual:
+            return Claim.SUMS, Claim.BIASES
+        return (Claim.BIASES,) if self.parameters.separable else ()
 
     @property
     def takes_half_only(self) -> bool:

@@ -33,6 +33,7 @@ class InferenceMode(Transform):
 
     name = "inference_mode"
     risk = Risk.EXACT
+    process_wide = False
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs inference and a model without hooks."""

@@ -14,7 +14,7 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.graphs.step import CapturedStep
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.optimizer import FOR_TRAINING
 from steadytorch.transforms.traits import decide, hooked, no_cuda, off_device
 from steadytorch.workload.start import modules_of
@@ -40,6 +40,11 @@ class StepGraph(Transform):
     name = "step_graph"
     of_step = True
     risk = Risk.EXACT
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Graph capture."""
+        return (Claim.CAPTURE,)
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

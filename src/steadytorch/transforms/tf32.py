@@ -10,7 +10,7 @@ import torch
 
 from steadytorch.ambient import flags
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped, Transform
+from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Scoped, Transform
 from steadytorch.transforms.traits import capability_below, decide, no_cuda, not_float32
 from steadytorch.workload.workload import Workload
 
@@ -31,6 +31,11 @@ class Tf32(Transform):
 
     name = "tf32"
     risk = Risk.TF32
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """The float32 precision."""
+        return (Claim.FLOAT32_PRECISION,)
 
     @property
     def precision(self) -> str:

@@ -63,6 +63,7 @@ class Threads(Transform):
 
     name = "threads"
     risk = Risk.HOST
+    process_wide = False
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

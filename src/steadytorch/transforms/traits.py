@@ -44,23 +44,23 @@ def untraceable(error: Exception) -> NotApplicable:
 
 
 def no_cuda(facts: DeviceFacts) -> Objection:
-    """Object unless the workload runs on CUDA."""
+    """Objection unless the workload runs on CUDA."""
     return facts.device != "cuda", "no CUDA device"
 
 
 def not_float32(workload: Workload) -> Objection:
-    """Object unless the workload computes in float32."""
+    """Objection unless the workload computes in float32."""
     name = dtype_name(workload.dtype)
     return workload.dtype != torch.float32, f"needs float32, the workload computes in {name}"
 
 
 def no_copy(workload: Workload) -> tuple[Objection, Objection]:
-    """Object if a copy with converted weights cannot replace the model."""
+    """Objection if a copy with converted weights cannot replace the model."""
     return (workload.module is None, PLAIN_CALLABLE), (workload.is_training, ON_A_COPY)
 
 
 def hooked(workload: Workload) -> Objection:
-    """Object to hooks, per module or global: a replay skips their work on the host.
+    """Objection to hooks, per module or global: a replay skips their work on the host.
 
     The hooks of PyTorch's weight and spectral norms do not count: they only compute weights, on the
     device.
@@ -72,7 +72,7 @@ def hooked(workload: Workload) -> Objection:
 
 
 def hooks_see(workload: Workload, seen: str) -> Objection:
-    """Object to hooks, which would see the tensors that a transform changes.
+    """Objection to hooks, which would see the tensors that a transform changes.
 
     Args:
         workload: the workload whose model may have hooks.
@@ -98,7 +98,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def steered(workload: Workload) -> Objection:
-    """Object to user functions that a module calls: hooks, patched methods, closures.
+    """Objection to user functions that a module calls: hooks, patched methods, closures.
 
     Compiled code reaches their closures through the module, and freezing makes constants of
     everything it reads from modules.
@@ -127,7 +127,7 @@ def _has_state(value: object) -> bool:
 
 
 def off_device(workload: Workload) -> Objection:
-    """Object to input tensors on another device than the workload's, such as host scalars."""
+    """Objection to input tensors on another device than the workload's, such as host scalars."""
     found = {t.device for t in tensors_of((workload.inputs, dict(workload.kwargs)))}
     others = sorted(map(str, found - {workload.device}))
     reason = f"an input is on {', '.join(others)}: replays would keep its recorded value"
@@ -135,7 +135,7 @@ def off_device(workload: Workload) -> Objection:
 
 
 def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> Objection:
-    """Object if the compute capability is known and below `needed`."""
+    """Objection if the compute capability is known and below `needed`."""
     found = facts.compute_capability
     if facts.device != "cuda" or found is None:
         return False, ""
@@ -145,7 +145,7 @@ def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> 
 
 
 def half_unsupported(facts: DeviceFacts, dtype: str) -> Objection:
-    """Object if the device only emulates arithmetic in `dtype` ("bf16" or "fp16")."""
+    """Objection if the device only emulates arithmetic in `dtype` ("bf16" or "fp16")."""
     if dtype == "bf16":
         return capability_below(facts, (8, 0), "bf16 arithmetic")
     return facts.device == "cpu", "fp16 arithmetic is emulated on a CPU"

@@ -43,7 +43,7 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
     Raises:
         KeyboardInterrupt: interrupted by the user; the worker has ended.
     """
-    if not bundle.compiles(plan):
+    if not transforms.compiles(plan.candidate):
         return "the plan compiles nothing"
     held, unpackaged = _contents(workload)
     if bundle.fault(plan, held) is None:

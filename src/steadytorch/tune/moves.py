@@ -26,11 +26,6 @@ def describe(candidate: Candidate) -> str:
     return " + ".join(map(str, candidate)) or "untouched"
 
 
-def compiles(candidate: Candidate) -> bool:
-    """Whether set-up runs a compiler, which takes long and keeps cores busy."""
-    return any(spec.name == "compile" for spec in candidate)
-
-
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
     """Ids of the findings that one of the candidate's transforms addresses."""
     names = {spec.name for spec in candidate}

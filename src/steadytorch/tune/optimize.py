@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from steadytorch.compiled.bundle import compiles
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
 from steadytorch.plan.fingerprint import Key, workload_fingerprint
@@ -29,6 +28,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.weights import Weights
 from steadytorch.serve.plan import Plan
+from steadytorch.transforms import compiles
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session, objection
 from steadytorch.workload.signature import map_tensors
@@ -256,7 +256,7 @@ class PlanSource:
         except Exception as error:
             return Resolution(None, FAILED, f"{type(error).__name__}: {error}")
         self._searched_at = time.monotonic()
-        if self._bundle and compiles(plan):
+        if self._bundle and compiles(plan.candidate):
             # Takes about a minute beyond the budget; until then the plan runs without it.
             session.workload = _with_own_inputs(session.workload)
             self._bundles.start(lambda: self._keep_bundle(session, plan))

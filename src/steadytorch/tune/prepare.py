@@ -12,8 +12,9 @@ import torch
 from steadytorch.findings.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate
+from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.moves import compiles, describe, suggested_by
+from steadytorch.tune.moves import describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.worker import Character, Explained

@@ -22,7 +22,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.field import Field
-from steadytorch.tune.moves import Moves, compiles, describe, engine_prefix, recut, stem_of
+from steadytorch.tune.moves import Moves, describe, engine_prefix, recut, stem_of
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import (
     TuneResult,
@@ -156,7 +156,7 @@ class Search:
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        slow = filter(compiles, moves(others).seeds())
+        slow = filter(transforms.compiles, moves(others).seeds())
         if early := self._affordable(slow)[: max(1, self._slots // 4)]:
             deadline_s = self._budget.deadline_s(early, self._field.trials)
             self._preparation.begin(early, self._slots, deadline_s)
@@ -287,14 +287,14 @@ class Search:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
         left_s, retry = self._budget.left_to_explore(), self._preparation.retry
         begun, taken = self._preparation.begun, []
-        room = COMPILING - sum(map(compiles, begun))
+        room = COMPILING - sum(map(transforms.compiles, begun))
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._field.known(candidate)
-            if (known and candidate not in retry) or (compiles(candidate) and not room):
+            if (known and candidate not in retry) or (transforms.compiles(candidate) and not room):
                 continue
             if self._budget.expected_setup_s(candidate, self._field.trials) < left_s:
                 taken.append(candidate)
-                room -= compiles(candidate)
+                room -= transforms.compiles(candidate)
         return taken[: self._slots]
 
     # -- outcome --------------------------------------------------------------------------------
