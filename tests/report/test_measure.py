@@ -46,7 +46,7 @@ def test_few_samples_show_the_90th_percentile_and_why_there_is_no_interval():
     assert "p90 +" in line
     assert "p99" not in line
     short = headline(measured(process(series(count=30))))
-    assert short.count("too few samples to judge (30 of 50 needed)") == 1
+    assert short.count("too few samples (30 effective of 50 needed)") == 1
 
 
 def test_what_is_not_steady_says_why_once():
@@ -63,6 +63,13 @@ def test_two_processes_say_what_an_interval_needs():
 def test_figures_share_the_unit_of_the_median():
     line = headline(measured(median_ns=0.9996e6, median_ci_ns=(0.9987e6, 1.0012e6)))
     assert line.startswith("999.6 us, 95 % within 998.7 to 1001.2;")
+
+
+def test_too_few_samples_are_told_once():
+    line = headline(measured(process(series(count=12))))
+    assert line.count("too few samples") == 1
+    assert "no interval: too few samples (12 effective of 50 needed)" in line
+    assert "not steady" not in line
 
 
 def test_the_representative_is_the_process_in_the_middle():

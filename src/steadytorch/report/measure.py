@@ -21,12 +21,15 @@ from steadytorch.report.text import (
 from steadytorch.results.measure import Measurement, MeasureResult, ProcessMeasurement
 
 _WIDTH = 60
+_TOO_FEW = "too few samples"
 
 
 def headline(result: MeasureResult) -> str:
     """One line such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
     shown = result.representative.period
-    parts = [_median(result), "steady" if shown.steady else f"not steady: {shown.why_unsteady}"]
+    parts = [_median(result)]
+    if not _too_few(result):
+        parts.append("steady" if shown.steady else f"not steady: {shown.why_unsteady}")
     if shown.p99_ns is not None:
         parts.append(f"p99 {percent_above(shown.p99_ns, shown.median_ns)}")
     else:
@@ -49,6 +52,13 @@ def _median(result: MeasureResult) -> str:
         return f"{text}, no interval" + ("" if told else f": {why}")
     low, high = map(figure, result.median_ci_ns)
     return f"{text}, 95 % within {low} to {high}"
+
+
+def _too_few(result: MeasureResult) -> bool:
+    """Whether too few samples are the reason for the missing interval and for "not steady"."""
+    unsteady = result.representative.period.why_unsteady or ""
+    missing = result.median_ci_ns is None and (_why(result) or "")
+    return bool(missing) and all(why.startswith(_TOO_FEW) for why in (missing, unsteady))
 
 
 def _why(result: MeasureResult) -> str | None:
