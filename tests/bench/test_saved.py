@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from scipy.stats import nct, t, ttest_ind
 
 from steadytorch.bench.saved import compare_saved, welch_interval
-from steadytorch.bench.verdict import Effect
 from steadytorch.measure.race import ALPHA, POWER
 from steadytorch.measure.statistics import detectable
+from steadytorch.results.compare import Effect
 
 MS = 1_000_000
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from steadytorch.bench.series import Series
-from steadytorch.bench.sustained_runs import DWELL_S, PROBE_S, ROUNDS, Dwell, dwells, effect_of
+from steadytorch.bench.sustained_runs import DWELL_S, PROBE_S, ROUNDS, dwells
 from steadytorch.device.recording import Recording, mask_of
+from steadytorch.results.compare import Dwell, effect_of
 
 MS = 1_000_000
 

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from steadytorch.bench import compare as module
-from steadytorch.bench.verdict import CompareResult, Effect, Side
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.measurement import summarize
-from steadytorch.report.documents import SCHEMA
+from steadytorch.results.compare import CompareResult, Effect, Side
+from steadytorch.results.measure import HostBlock, MeasureResult, ProcessMeasurement, SetUp, WarmUp
+from steadytorch.results.saved import to_json
 
 from .conftest import only_line
 
@@ -56,8 +57,8 @@ def live(monkeypatch):
         def compare(a, b, **arguments):
             asked.append((a, b, arguments))
             sides = Side(a[2], 1e6), Side(b[2], 1.05e6)
-            return CompareResult(
-                a=sides[0], b=sides[1], metric="latency", effect=effect or _effect(), **fields
+            return CompareResult.of(
+                effect or _effect(), a=sides[0], b=sides[1], metric="latency", **fields
             )
 
         monkeypatch.setattr(module, "compare_live", compare)
@@ -174,7 +175,7 @@ def test_an_interrupted_comparison_ends_with_130(steady, folder, live):
     live(interrupted=True)
     ended = steady("compare", "tiny.py:small", "tiny.py:small", "--json", "out.json")
     assert ended.code == 130
-    assert only_line(ended.err) == "interrupted; what was measured until then is above"
+    assert only_line(ended.err) == "interrupted; earlier pairs are above"
     assert json.loads((folder / "out.json").read_text())["interrupted"] is True
 
 
@@ -206,19 +207,26 @@ FIVE = (10.0e6, 10.1e6, 10.2e6, 9.9e6, 10.05e6)
 
 @pytest.fixture
 def save(folder):
-    """Writes what steady measure --json writes, as far as comparing needs it."""
+    """Writes what steady measure --json writes, with these medians of processes."""
 
     def write(name, medians, **fields):
         facts = {**msgspec.to_builtins(load_facts("cpu")), **fields.pop("environment", {})}
-        period = msgspec.to_builtins(summarize([1000] * 60))
-        document = {
-            "schema": SCHEMA,
-            "kind": "measure",
-            "workload": "resnet18",
-            "environment": facts,
-            "processes": [{"period": {**period, "median_ns": median}} for median in medians],
-            **fields,
-        }
+        period = summarize([1000] * 60)
+        processes = [
+            ProcessMeasurement(
+                period=msgspec.structs.replace(period, median_ns=median),
+                latency=None,
+                set_up=SetUp(0.1, WarmUp(1, 3, 1, 1), 1 << 20),
+                resolved=True,
+                host=HostBlock(1.0, 1.0, 0, 0, None, None, None, 0.0),
+                device=None,
+                unknown={},
+            )
+            for median in medians
+        ]
+        made = MeasureResult.of(processes, "process", medians[0], None, None)
+        whole = json.loads(to_json(made, "resnet18", load_facts("cpu")))
+        document = {**whole, "environment": facts, **fields}
         (folder / name).write_bytes(msgspec.json.encode(document))
 
     return write

@@ -55,7 +55,7 @@ def chosen(workload, facts, plans, *, prefix=(), **asked):
     assert workload.is_training
     engine = Measured("eng1", 40_000.0, 0.01, 28, 1 << 20, (), 2e-4, None, True)
     layers = [
-        Layer(
+        Layer.of(
             tuple(names),
             problem.key,
             Outcome(problem.key, "eng1", 80_000.0, 60_000.0, 40_000.0, (engine,), 0.1),

@@ -10,7 +10,7 @@ import pytest
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.explain import session as module
-from steadytorch.explain.result import Explanation
+from steadytorch.results.explain import Explanation
 
 from .conftest import only_line
 
@@ -135,7 +135,7 @@ def test_an_interrupted_explanation_ends_with_130(steady, folder, scripted):
     scripted(interrupted=True)
     ended = steady("explain", "tiny.py:small", "--json", "out.json")
     assert ended.code == 130
-    assert only_line(ended.err) == "interrupted; what was complete by then is above"
+    assert only_line(ended.err) == "interrupted; complete parts are above"
     assert json.loads((folder / "out.json").read_text())["interrupted"] is True
 
 

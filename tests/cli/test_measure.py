@@ -59,7 +59,7 @@ def _result(**fields):
         device=None,
         unknown={},
     )
-    return MeasureResult((process,), "process", period.median_ns, None, None, **fields)
+    return MeasureResult.of((process,), "process", period.median_ns, None, None, **fields)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_an_interrupted_measurement_ends_with_130(steady, folder, taken):
     taken(interrupted=True)
     ended = steady("measure", "tiny.py:small", "--json", "out.json")
     assert ended.code == 130
-    assert only_line(ended.err) == "interrupted; what was measured until then is above"
+    assert only_line(ended.err) == "interrupted; earlier measurements are above"
     assert json.loads((folder / "out.json").read_text())["interrupted"] is True
     assert "12.02 ms" in ended.out
 
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_line_and_no_failed_gate(folder):
         )  # fmt: skip
     assert (ended.returncode, only_line(ended.stderr)) == (
         2,
-        "what it has to say cannot be written: No space left on device",
+        "the output cannot be written: No space left on device",
     )
 
 

@@ -29,7 +29,14 @@ SHAPING = [
 ]
 
 COMMANDS = {
-    "demo": [("--budget", "text", "150s"), DEVICE, STORE, JSON, QUIET],
+    "demo": [
+        ("--budget", "text", "150s"),
+        DEVICE,
+        STORE,
+        ("--all", "flag", False),
+        JSON,
+        QUIET,
+    ],
     "measure": [
         ("WORKLOAD", "text", None),
         *SHAPING,
@@ -70,6 +77,7 @@ COMMANDS = {
         STORE,
         ("--mode", "replay|tune|strict", "replay"),
         ("--bundle", "flag", False),
+        ("--all", "flag", False),
         JSON,
         QUIET,
     ],

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from steadytorch.explain.result import Explanation
 from steadytorch.explain.session import explain
+from steadytorch.results.explain import Explanation
 from steadytorch.workload.loading import load_workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

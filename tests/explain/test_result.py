@@ -6,12 +6,18 @@ import pytest
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
-from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.findings.finding import Abstention, Finding
-from steadytorch.ledger.ledger import GpuTotals
-from steadytorch.ledger.variability import KernelSplit, SlowStep
 from steadytorch.measure.measurement import summarize
-from steadytorch.rates.roofline import Line, Roofline
+from steadytorch.results.explain import (
+    Abstention,
+    Explanation,
+    Finding,
+    GpuTotals,
+    KernelSplit,
+    Line,
+    Roofline,
+    SlowStep,
+    StepTime,
+)
 
 FINDING = Finding(
     id="launch-bound",

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.explain.result import Explanation
 from steadytorch.explain.session import explain
 from steadytorch.ledger.ledger import CPU_SLICES, HOST_COLUMNS
 from steadytorch.rates.regime import REGIMES
+from steadytorch.results.explain import Explanation
 from steadytorch.rules import REGISTRY
 from steadytorch.workload.loading import load_workload
 

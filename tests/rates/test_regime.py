@@ -5,7 +5,7 @@ import pytest
 
 from steadytorch.ledger.ledger import CPU_SLICES, SLICES, Ledger, Owned
 from steadytorch.rates.regime import REGIMES, regime_of
-from steadytorch.rates.roofline import Line, Roofline
+from steadytorch.results.explain import Line, Roofline
 from steadytorch.traces.steps import Step
 
 

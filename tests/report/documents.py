@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.probes import Observation
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.doctor import CheckUp
-from steadytorch.explain.result import Explanation
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.measure.variability import UNATTRIBUTED
-from steadytorch.report.documents import (
-    compare_document,
-    conv_document,
-    doctor_document,
-    explain_document,
-    measure_document,
-    replay_document,
-    tune_document,
-)
+from steadytorch.plan.record import as_result
+from steadytorch.results.compare import Dwell
+from steadytorch.results.explain import Explanation
+from steadytorch.results.saved import to_json
 from steadytorch.runtime.switch import Switch
 
 from .conftest import FACTS, evidence, plan, result, trial
@@ -48,15 +41,21 @@ ALONE = tuple(Dwell(side, 10.0, ns, 1500.0) for side, ns in (("a", 12e6), ("b", 
 
 
 def _measured(*processes, facts=FACTS, **fields):
-    return measure_document("resnet50", facts, measured(*processes, **fields))
+    return to_json(measured(*processes, **fields), "resnet50", facts)
 
 
 def _compared(gate=False, **fields):
-    return compare_document(FACTS, compared(**fields), gate)
+    found = compared(gate_failed=gate, **fields)
+    return to_json(found, found.workload, FACTS)
 
 
 def _searched(kept=None, trains=False, **fields):
-    return tune_document("resnet50", FACTS, result(**fields), kept, inputs=INPUTS, trains=trains)
+    found = result(**fields).as_result(kept, inputs=INPUTS, trains=trains)
+    return to_json(found, "resnet50", FACTS)
+
+
+def _explained(name, found):
+    return to_json(found, name, found.environment)
 
 
 def _checked(facts, state, switch=SWITCH):
@@ -68,7 +67,7 @@ def _checked(facts, state, switch=SWITCH):
         noise_floor=noise,
         benchmark_mode=switch,
     )
-    return doctor_document(found)
+    return to_json(found, "", facts)
 
 
 UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")
@@ -84,19 +83,19 @@ DOCUMENTS = {
     "measure, cut short": _measured(
         process(complete=False), process(complete=False), failed="it [broke]", interrupted=True
     ),
-    "explain": explain_document("resnet50", FULL),
-    "explain, nothing": explain_document(
+    "explain": _explained("resnet50", FULL),
+    "explain, nothing": _explained(
         "x.json.gz", Explanation(source="x", environment=FACTS, regime="unclassified")
     ),
-    "explain, a trace": explain_document(
+    "explain, a trace": _explained(
         "x.json.gz", explained(measured=None, distortion=None, marked=False, variance_shares=None)
     ),
-    "explain, doubtful": explain_document(
+    "explain, doubtful": _explained(
         "resnet50", explained(distortion=2.0, problems=("cut",), remarks=("slow",), failed="x")
     ),
     "tune": _searched(plan()),
     "tune, a training step": _searched(plan(trains="0" * 64), trains=True),
-    "tune, replayed": replay_document("resnet50", FACTS, plan()),
+    "tune, replayed": to_json(as_result(plan()), "resnet50", FACTS),
     "tune, cut short": _searched(**CUT, chosen=(), interrupted=True),
     "tune, nothing tried": _searched(**CUT, chosen=(), candidates=(), interrupted=True),
     "tune, untouched": _searched(
@@ -113,9 +112,9 @@ DOCUMENTS = {
     "compare, nothing": _compared(estimate=None, low=None, high=None, samples=(), failed="no"),
     "compare, a gate": _compared(True, verdict="slower", estimate=0.1, low=0.09, high=0.11),
     "compare, by themselves": _compared(dwells=ALONE, verdict="undecided"),
-    "conv": conv_document("net", GPU, conv_report(layer())),
-    "conv, nothing": conv_document("net", GPU, conv_report()),
-    "conv, a training step": conv_document("net", GPU, trained()),
+    "conv": to_json(conv_report(layer()), "net", GPU),
+    "conv, nothing": to_json(conv_report(), "net", GPU),
+    "conv, a training step": to_json(trained(), "net", GPU),
     "doctor": _checked(FACTS, Snapshot(device="cpu", load_average_1m=0.5)),
     "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"})),
 }

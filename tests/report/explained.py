@@ -5,11 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.findings.finding import Abstention, Finding
-from steadytorch.ledger.ledger import GpuTotals
-from steadytorch.ledger.variability import KernelSplit, SlowStep
-from steadytorch.rates.roofline import Line, Roofline
+from steadytorch.results.explain import (
+    Abstention,
+    Explanation,
+    Finding,
+    GpuTotals,
+    KernelSplit,
+    Line,
+    Roofline,
+    SlowStep,
+    StepTime,
+)
 
 from .measured import MS, series
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from steadytorch.bench.measure import DeviceBlock, HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.bench.verdict import CompareResult, Effect, Side
-from steadytorch.bench.worker import SetUp
 from steadytorch.measure.measurement import summarize
-from steadytorch.measure.sampler import WarmUp
+from steadytorch.results.compare import CompareResult, Effect, Side
+from steadytorch.results.measure import (
+    DeviceBlock,
+    HostBlock,
+    MeasureResult,
+    ProcessMeasurement,
+    SetUp,
+    WarmUp,
+)
 
 MS = 1_000_000
 HOST = HostBlock(11.9e6, 210.0, 3, 7 * MS, 1234, 0, None, 0.001)
@@ -47,7 +52,7 @@ def measured(*processes, **fields):
         "median_ci_ns": done[0].period.median_ci_ns,
         "spread": None if len(done) == 1 else 0.0031,
     }
-    return MeasureResult(**{**defaults, **fields})
+    return MeasureResult.of(**{**defaults, **fields})
 
 
 EFFECT = Effect(
@@ -68,6 +73,4 @@ def compared(a="resnet50", b="resnet50@channels_last", **fields):
     effect = msgspec.structs.replace(EFFECT, **{k: v for k, v in fields.items() if k in names})
     rest = {k: v for k, v in fields.items() if k not in names}
     defaults = {"samples": (((12.4e6, 10.9e6), (12.5e6, 10.8e6)),), "metric": "latency"}
-    return CompareResult(
-        a=Side(a, 12.41e6), b=Side(b, 10.88e6), effect=effect, **{**defaults, **rest}
-    )
+    return CompareResult.of(effect, a=Side(a, 12.41e6), b=Side(b, 10.88e6), **{**defaults, **rest})

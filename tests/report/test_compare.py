@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.report.compare import markdown, render_compare, sentence
+from steadytorch.results.compare import Dwell
 
 from .conftest import HOSTILE, Screen
 from .measured import compared
@@ -30,7 +30,7 @@ UNKNOWN = {"low": None, "high": None, "mde": None, "verdict": "undecided"}
         ),
         (
             {"estimate": 0.01, "low": -0.01, "high": 0.03, "verdict": "undecided"},
-            "cannot tell (99 % interval -1.00 to +3.00 %; it would have shown 0.60 %)",
+            "cannot tell (99 % interval -1.00 to +3.00 %; detectable: 0.60 %)",
         ),
         (
             {"estimate": 0.01, "low": -0.01, "high": 0.03, "verdict": "undecided", "mde": None},
@@ -65,7 +65,7 @@ def test_saved_results_have_processes_and_no_pairs(screen):
 def test_what_a_power_limit_hides_is_shown_beside_the_verdict(screen):
     alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, 1620.0))
     result = compared(dwells=alone)
-    said = "by themselves, 10 s at a time, B takes +5.00 % time (A 1755 MHz, B 1620 MHz)"
+    said = "run alone for 10 s each, B takes +5.00 % time (A 1755 MHz, B 1620 MHz)"
     render_compare(screen.console, result)
     assert said in screen.flat
     assert said in markdown(result, None)

@@ -10,7 +10,7 @@ from rich.console import Console
 from steadytorch.conv.choose import Outcome
 from steadytorch.conv.timing import Measured
 from steadytorch.report.conv import render_conv, render_layer
-from steadytorch.report.documents import conv_document
+from steadytorch.results.saved import to_json
 from steadytorch.tune.conv import ConvReport, Layer, LeftOut
 
 from .conftest import FACTS
@@ -41,15 +41,17 @@ def shown(draw, *args) -> str:
     return stream.getvalue()
 
 
-def layer(outcome: Outcome | None = OUTCOME, names: tuple[str, ...] = ("a", "b")) -> Layer:
-    return Layer(names, KEY, outcome, 6_576_668_672, 128_000_000)
+def layer(
+    outcome: Outcome | None = OUTCOME, names: tuple[str, ...] = ("a", "b"), problem: str = KEY
+) -> Layer:
+    return Layer.of(names, problem, outcome, 6_576_668_672, 128_000_000)
 
 
 def test_a_row_shows_gain_share_and_how_near_the_limit_it_is():
     text = shown(render_conv, "net", report(layer()))
     for words in ("eng39_k25=0", "2.00x", "100.0 %", "40.0", "80.0", "82.0", "164", "80 %"):
         assert words in text
-    assert "80 us by the chosen engines, 160 us by PyTorch's default" in text
+    assert "80 us with the chosen engines, 160 us with PyTorch's default" in text
 
 
 def chosen_with(**known) -> Outcome:
@@ -72,12 +74,12 @@ def test_a_row_says_whether_the_engine_is_deterministic(known, mark, determinist
     found = report(layer(chosen_with(**known)))
     row = next(line for line in shown(render_conv, "net", found).splitlines() if "2.00x" in line)
     assert row.rstrip().endswith(f"2e-04 {mark}")
-    document = json.loads(conv_document("net", FACTS, found))
+    document = json.loads(to_json(found, "net", FACTS))
     assert document["layers"][0]["deterministic"] is deterministic
 
 
 def test_what_was_not_measured_is_not_called_deterministic():
-    document = json.loads(conv_document("net", FACTS, report(layer(None))))
+    document = json.loads(to_json(report(layer(None)), "net", FACTS))
     assert document["layers"][0]["deterministic"] is None
 
 
@@ -91,7 +93,7 @@ def test_a_row_fits_into_80_columns(trains):
     rows = [layer(widest)] * 10
     if trains:
         gradient = KEY.replace("fprop/bias_relu", "dgrad/none")
-        rows.append(structs.replace(layer(widest), problem=gradient))
+        rows.append(layer(widest, problem=gradient))
     render_conv(Console(file=stream, width=80, highlight=False), "net", report(*rows))
     lines = stream.getvalue().splitlines()
     assert any("12345.7 12345.7 12345.7" in line and "256 MiB" in line for line in lines)
@@ -103,8 +105,8 @@ def test_a_row_fits_into_80_columns(trains):
 def trained() -> ConvReport:
     """The three passes of a convolution, and the two of a first one; the last not measured."""
     gradients = [KEY.replace("fprop/bias_relu", f"{which}/none") for which in ("dgrad", "wgrad")]
-    rows = [layer(), *(structs.replace(layer(), problem=key) for key in gradients)]
-    return report(*rows, structs.replace(layer(None), problem=gradients[1]))
+    rows = [layer(), *(layer(problem=key) for key in gradients)]
+    return report(*rows, layer(None, problem=gradients[1]))
 
 
 def test_a_training_step_has_a_row_for_each_pass():
@@ -121,8 +123,8 @@ def test_a_training_step_has_a_row_for_each_pass():
 
 def test_the_time_of_a_training_step_is_told_by_passes():
     text = shown(render_conv, "net", trained())
-    assert "All together 240 us (fprop 80, dgrad 80, wgrad 80) by the chosen engines" in text
-    assert "480 us (fprop 160, dgrad 160, wgrad 160) by PyTorch's default" in text
+    assert "Total: 240 us (fprop 80, dgrad 80, wgrad 80) with the chosen engines" in text
+    assert "480 us (fprop 160, dgrad 160, wgrad 160) with PyTorch's default" in text
     assert "gradient by the input (dgrad)" in text
 
 
@@ -133,7 +135,7 @@ def test_inference_has_no_column_for_the_one_pass():
 
 
 def test_the_pass_is_in_the_document():
-    document = json.loads(conv_document("net", FACTS, trained()))
+    document = json.loads(to_json(trained(), "net", FACTS))
     assert [row["pass"] for row in document["layers"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
 
 
@@ -158,16 +160,16 @@ def test_what_was_left_out_stands_below_the_table_with_the_reason(rows):
     assert max(map(len, lines)) <= 80
     assert lines[0] == f"net: {rows} distinct convolutions"
     below = " ".join(" ".join(lines[1:]).split())
-    assert "Left out, run by PyTorch: up (1): a ConvTranspose2d: engines are for" in below
+    assert "Left to PyTorch: up (1): a ConvTranspose2d: engines are for" in below
     assert ", ... (5): a hook" in below
     assert "\x1b[31m" not in stream.getvalue()
     assert any("TFLOP/s" in line for line in lines) is (rows == 1)
-    assert ("n: how often" in below) is (rows == 1)
+    assert ("n: occurrences" in below) is (rows == 1)
 
 
 def test_what_was_left_out_is_in_the_document():
     found = structs.replace(report(), left_out=LEFT_OUT)
-    document = json.loads(conv_document("net", FACTS, found))
+    document = json.loads(to_json(found, "net", FACTS))
     assert document["left_out"][1] == {"names": ["up"], "reason": LEFT_OUT[1].reason}
 
 
@@ -182,7 +184,7 @@ def test_why_nothing_was_measured_is_told(reason):
     text = shown(render_layer, failed)
     assert ("Not measured: OutOfMemoryError: CUDA out of memory." in text) is (reason is not None)
     assert ("the time ran out" in text) is (reason is None)
-    document = json.loads(conv_document("net", FACTS, report(failed)))
+    document = json.loads(to_json(report(failed), "net", FACTS))
     assert document["layers"][0]["reason"] == reason
 
 
@@ -195,7 +197,7 @@ def test_an_engine_that_was_taken_untimed_is_shown_with_the_reason():
     assert "Not timed: the time ran out before." in text
     assert "eng39_k25=0 *" in text
     assert "eng39_k25=0" in shown(render_conv, "net", report(layer(), untimed))
-    document = json.loads(conv_document("net", FACTS, report(untimed)))
+    document = json.loads(to_json(report(untimed), "net", FACTS))
     assert document["layers"][0]["outcome"]["chosen_ns"] is None
     assert document["layers"][0]["deterministic"] is True
 

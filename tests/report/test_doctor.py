@@ -173,7 +173,7 @@ def test_the_benchmark_switch_is_shown_with_its_traps():
     assert _row(text, "benchmark") == "off"
     assert _row(text, "engines tried") == "10"
     assert _row(text, "float32 convolutions") == "tf32"
-    assert "Before it is switched on:" in text
+    assert "Before you switch it on:" in text
     assert "Shapes that ran before" in text
 
 

@@ -8,13 +8,8 @@ import pytest
 from steadytorch.device.telemetry import Snapshot
 from steadytorch.doctor import CheckUp
 from steadytorch.measure.noise import NoiseFloor
-from steadytorch.report.documents import (
-    SCHEMA,
-    doctor_document,
-    explain_document,
-    replay_document,
-    tune_document,
-)
+from steadytorch.plan.record import as_result
+from steadytorch.results.saved import SCHEMA, to_json
 from steadytorch.runtime.switch import Switch
 
 from .conftest import FACTS, HEAD, HOSTILE, TRIALS, evidence, plan, read_document, result, trial
@@ -30,12 +25,16 @@ OF = {"inputs": "1x3x224x224:float32", "trains": False}
 SAMPLES = ("median_ns", "median_ci_ns", "p90_ns", "p99_ns", "mean_ns", "cv", "samples_ns")
 
 
+def _tuned(found, kept=None, name="resnet50"):
+    return to_json(found.as_result(kept, **OF), name, FACTS)
+
+
 def _searched(**fields):
-    return read_document(tune_document("resnet50", FACTS, result(**fields), plan(), **OF))
+    return read_document(_tuned(result(**fields), plan()))
 
 
 def _replayed(**fields):
-    return read_document(replay_document("resnet50", FACTS, plan(**fields)))
+    return read_document(to_json(as_result(plan(**fields)), "resnet50", FACTS))
 
 
 @pytest.mark.parametrize("made", [_searched, _replayed])
@@ -87,7 +86,7 @@ def test_what_was_cut_short_is_a_document_too():
     short = result(
         baseline=None, winner=None, speedup=None, break_even_calls=None, interrupted=True
     )
-    document = read_document(tune_document("resnet50", FACTS, short, None, **OF))
+    document = read_document(_tuned(short))
     assert document.keys() >= HEAD | TUNE
     assert document["interrupted"] is True
     assert [document[k] for k in ("baseline", "winner", "speedup", "plan")] == [None] * 4
@@ -104,13 +103,13 @@ def test_numbers_that_are_none_are_null(value):
 
 
 def test_hostile_names_are_escaped():
-    document = tune_document(HOSTILE, FACTS, result(), None, **OF)
+    document = _tuned(result(), None, HOSTILE)
     assert b"\x1b" not in document
     assert read_document(document)["workload"] == HOSTILE
 
 
 def test_it_is_readable_line_by_line():
-    assert tune_document("resnet50", FACTS, result(), plan(), **OF).count(b"\n") > 50
+    assert _tuned(result(), plan()).count(b"\n") > 50
 
 
 def test_the_check_up_has_its_blocks():
@@ -132,7 +131,7 @@ def test_the_check_up_has_its_blocks():
         noise_floor=noise,
         benchmark_mode=switch,
     )
-    document = read_document(doctor_document(found))
+    document = read_document(to_json(found, "", FACTS))
     assert document.keys() >= HEAD | {"state", "observability", "noise_floor", "benchmark_mode"}
     assert document["benchmark_mode"]["benchmark"] is True
     assert document["benchmark_mode"]["traps"] == ["It may differ."]
@@ -150,7 +149,7 @@ FINDING = {
 
 
 def test_an_explanation_has_the_promised_keys():
-    document = read_document(explain_document("resnet50", explained()))
+    document = read_document(to_json(explained(), "resnet50", FACTS))
     assert document.keys() >= HEAD | EXPLAIN
     assert (document["kind"], document["workload"]) == ("explain", "resnet50")
     assert document["environment"]["name"] == "H200"
@@ -164,5 +163,5 @@ def test_an_explanation_has_the_promised_keys():
 
 
 def test_an_explanation_of_a_trace_without_gpu_has_nulls():
-    document = read_document(explain_document("a.json", explained(gpu=None, measured=None)))
+    document = read_document(to_json(explained(gpu=None, measured=None), "a.json", FACTS))
     assert (document["gpu"], document["measured"]) == (None, None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 
+import msgspec
 import pytest
 
 import steadytorch
 from steadytorch.bench.saved import read_measure
-from steadytorch.bench.sustained_runs import Dwell
 from steadytorch.errors import UsageError
-from steadytorch.report.documents import SCHEMA, compare_document, measure_document
+from steadytorch.results.compare import Dwell
+from steadytorch.results.saved import SCHEMA, to_json
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -24,7 +25,7 @@ COMPARE = {"effect", "verdict", "claim", "pairs", "mde"}
 
 
 def _measured(*processes, **fields):
-    return read_document(measure_document("resnet50", FACTS, measured(*processes, **fields)))
+    return read_document(to_json(measured(*processes, **fields), "resnet50", FACTS))
 
 
 def test_a_measurement_has_the_promised_keys():
@@ -99,8 +100,12 @@ def test_measured_numbers_that_are_none_are_null():
 # -- comparisons --------------------------------------------------------------------------------
 
 
+def _saved(found):
+    return to_json(found, found.workload, FACTS)
+
+
 def test_a_comparison_has_the_promised_keys():
-    document = read_document(compare_document(FACTS, compared(), False))
+    document = read_document(_saved(compared()))
     assert document.keys() >= HEAD | COMPARE
     assert document["effect"] == {"estimate": -0.1234, "low": -0.13, "high": -0.117}
     assert (document["kind"], document["verdict"]) == ("compare", "faster")
@@ -112,26 +117,28 @@ def test_a_comparison_has_the_promised_keys():
 
 def test_what_each_side_does_by_itself_is_told():
     alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, None))
-    document = read_document(compare_document(FACTS, compared(dwells=alone), False))
+    document = read_document(_saved(compared(dwells=alone)))
     assert [each["side"] for each in document["dwells"]] == ["a", "b"]
     assert document["dwells"][1] == {
         "side": "b", "seconds": 10.02, "median_ns": 12.6e6, "sm_clock_mhz": None
     }  # fmt: skip
-    assert read_document(compare_document(FACTS, compared(), False))["dwells"] == []
+    assert read_document(_saved(compared()))["dwells"] == []
 
 
 def test_names_of_files_that_are_no_utf_8_are_written_all_the_same():
     name = os.fsdecode(b"bad\xff\xc3\xa9.json")
-    document = read_document(compare_document(FACTS, compared(name, "good.json"), False))
+    document = read_document(_saved(compared(name, "good.json")))
     assert document["a"]["name"] == "bad\ufffd\u00e9.json"
     assert document["workload"] == "bad\ufffd\u00e9.json / good.json"
-    half = read_document(compare_document(FACTS, compared("\ud800"), False))
+    half = read_document(_saved(compared("\ud800")))
     assert half["a"]["name"] == "\ufffd"
 
 
 def test_a_comparison_without_an_interval_has_nulls():
-    found = compared(low=None, high=None, mde=None, verdict="undecided", failed="no")
-    document = read_document(compare_document(FACTS, found, True))
+    found = compared(
+        low=None, high=None, mde=None, verdict="undecided", failed="no", gate_failed=True
+    )
+    document = read_document(_saved(found))
     assert document["effect"] == {"estimate": -0.1234, "low": None, "high": None}
     assert (document["gate_failed"], document["failed"]) == (True, "no")
 
@@ -146,7 +153,7 @@ def saved(tmp_path):
     def write(content=None, **changes):
         path = tmp_path / "saved.json"
         if content is None:
-            document = json.loads(measure_document("resnet50", FACTS, measured()))
+            document = json.loads(to_json(measured(), "resnet50", FACTS))
             content = json.dumps({**document, **changes}).encode()
         path.write_bytes(content)
         return path
@@ -157,7 +164,7 @@ def saved(tmp_path):
 def test_what_was_written_is_read_back(tmp_path):
     made = measured(*[process(series(level)) for level in (12.1e6, 12.4e6, 12.6e6)])
     path = tmp_path / "a.json"
-    path.write_bytes(measure_document(HOSTILE, FACTS, made))
+    path.write_bytes(to_json(made, HOSTILE, FACTS))
     found = read_measure(path)
     assert found.workload == HOSTILE
     assert found.environment == FACTS
@@ -167,9 +174,15 @@ def test_what_was_written_is_read_back(tmp_path):
 def test_processes_that_ended_early_are_not_read_back_where_others_did_not(tmp_path):
     path, cut = tmp_path / "a.json", process(series(9e6, 30), complete=False)
     for made, medians in [((process(), cut), [process()]), ((cut,), [cut])]:
-        path.write_bytes(measure_document("resnet50", FACTS, measured(*made)))
+        path.write_bytes(to_json(measured(*made), "resnet50", FACTS))
         found = read_measure(path)
         assert found.process_medians_ns == tuple(p.period.median_ns for p in medians)
+
+
+def _timed(median_ns):
+    """A process as a file has it, with another median."""
+    whole = msgspec.to_builtins(process())
+    return {**whole, "period": {**whole["period"], "median_ns": median_ns}}
 
 
 @pytest.mark.parametrize(
@@ -182,13 +195,13 @@ def test_processes_that_ended_early_are_not_read_back_where_others_did_not(tmp_p
         ({"schema": "1"}, "is not a saved result"),
         ({"environment": {}}, "is not a saved result"),
         ({"processes": []}, "holds invalid medians"),
-        ({"processes": [{"period": {"median_ns": 0}}]}, "holds invalid medians"),
-        ({"processes": [{"period": {"median_ns": -1e6}}]}, "holds invalid medians"),
-        ({"processes": [{"period": {"median_ns": None}}]}, "is not a saved result"),
+        ({"processes": [_timed(0)]}, "holds invalid medians"),
+        ({"processes": [_timed(-1e6)]}, "holds invalid medians"),
+        ({"processes": [_timed(None)]}, "is not a saved result"),
         ({"processes": [{}]}, "is not a saved result"),
         ({"processes": {"period": 1}}, "is not a saved result"),
     ],
-    ids=str,
+    ids=range(12),
 )
 def test_a_file_of_another_shape_is_one_clear_line(saved, changes, said):
     with pytest.raises(UsageError) as caught:
@@ -210,7 +223,7 @@ def test_what_is_no_result_is_one_clear_line(saved, content):
 
 
 def test_a_cut_file_is_one_clear_line(saved):
-    whole = measure_document("resnet50", FACTS, measured())
+    whole = to_json(measured(), "resnet50", FACTS)
     for share in (0.1, 0.5, 0.99):
         with pytest.raises(UsageError, match="is not a saved result"):
             read_measure(saved(whole[: int(share * len(whole))]))
@@ -226,7 +239,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
 def test_saved_results_are_compared_by_path(tmp_path):
     for name, factor in (("a.json", 1.0), ("b.json", 0.8)):
         made = measured(*[process(series(factor * level)) for level in (12e6, 12.1e6, 12.2e6)])
-        (tmp_path / name).write_bytes(measure_document("resnet50", FACTS, made))
+        (tmp_path / name).write_bytes(to_json(made, "resnet50", FACTS))
     found = steadytorch.compare(tmp_path / "a.json", str(tmp_path / "b.json"))
     assert (found.effect.verdict, found.effect.claim) == ("faster", "machine")
     assert (found.a.name, found.metric) == (str(tmp_path / "a.json"), "period")

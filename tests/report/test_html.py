@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import ast
 import base64
 import hashlib
-import inspect
 import json
 import re
 from html.parser import HTMLParser
@@ -14,7 +12,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from steadytorch.errors import UsageError
-from steadytorch.report import documents, html, pages
+from steadytorch.report import html, pages
 from steadytorch.report.html import page
 
 from .documents import DOCUMENTS
@@ -77,12 +75,7 @@ def variant(request):
 
 
 def test_every_kind_that_is_written_has_a_page():
-    calls = [
-        node.args[0].value
-        for node in ast.walk(ast.parse(inspect.getsource(documents)))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_document"
-    ]
-    assert set(calls) == set(pages.KINDS) == {name.partition(",")[0] for name in DOCUMENTS}
+    assert set(pages.KINDS) == {name.partition(",")[0] for name in DOCUMENTS}
 
 
 def test_a_result_becomes_a_whole_page_with_its_facts(variant):
@@ -181,7 +174,7 @@ def test_lone_surrogates_are_refused_or_shown():
         (b"\xff\xfe", "is not a saved result"),
         (b'{"kind": "tune"}', "missing required field `schema`"),
         (b'{"schema": 2, "kind": "tune"}', "has schema 2, this version reads 1"),
-        (b'{"schema": 1, "kind": "rivals"}', "holds a 'rivals' result, and pages are made of meas"),
+        (b'{"schema": 1, "kind": "rivals"}', "holds a 'rivals' result; pages exist for meas"),
         (b'{"schema": 1, "kind": "%s"}' % (b"x" * 10**6), "xx…' result"),
         (b'{"schema": 1, "kind": "measure"}', "missing required field `workload`"),
         (b'{"schema": 1, "kind": "tune", "x": ' + b"[" * 200_000, "not a saved result"),

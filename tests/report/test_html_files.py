@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from steadytorch.bench import saved
 from steadytorch.errors import UsageError
 from steadytorch.plan import files
 from steadytorch.report.html import report
+from steadytorch.results import saved
 
 from .documents import DOCUMENTS
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.explain.result import StepTime
 from steadytorch.ledger.ledger import CPU_SLICES, SLICES
 from steadytorch.report.ledger import in_words, render_ledger, shown_slices
+from steadytorch.results.explain import StepTime
 
 from .conftest import HOSTILE, Screen
 from .explained import FULL, MS, explained

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from steadytorch.report.measure import headline, render_measure, representative
+from steadytorch.report.measure import headline, render_measure
 
 from .conftest import HOSTILE, Screen
 from .measured import DEVICE, HOST, MS, measured, process, series
@@ -46,7 +46,7 @@ def test_few_samples_show_the_90th_percentile_and_why_there_is_no_interval():
     assert "p90 +" in line
     assert "p99" not in line
     short = headline(measured(process(series(count=30))))
-    assert short.count("too few samples to judge (30 of 50 needed)") == 1
+    assert short.count("too few samples (30 effective of 50 needed)") == 1
 
 
 def test_what_is_not_steady_says_why_once():
@@ -57,7 +57,7 @@ def test_what_is_not_steady_says_why_once():
 
 def test_two_processes_say_what_an_interval_needs():
     line = headline(measured(process(), process(), median_ci_ns=None))
-    assert "no interval: 3 processes are needed for one over processes" in line
+    assert "no interval: an interval over processes needs three of them" in line
 
 
 def test_figures_share_the_unit_of_the_median():
@@ -65,10 +65,17 @@ def test_figures_share_the_unit_of_the_median():
     assert line.startswith("999.6 us, 95 % within 998.7 to 1001.2;")
 
 
+def test_too_few_samples_are_told_once():
+    line = headline(measured(process(series(count=12))))
+    assert line.count("too few samples") == 1
+    assert "no interval: too few samples (12 effective of 50 needed)" in line
+    assert "not steady" not in line
+
+
 def test_the_representative_is_the_process_in_the_middle():
     levels = (12.6e6, 12.1e6, 12.4e6)
     result = measured(*[process(series(level)) for level in levels])
-    assert representative(result) is result.processes[2]
+    assert result.representative is result.processes[2]
 
 
 # -- the whole ----------------------------------------------------------------------------------
@@ -77,13 +84,13 @@ def test_the_representative_is_the_process_in_the_middle():
 def test_the_whole_fits_80_columns_with_its_pictures():
     screen = _printed(measured(process(series(slow=SLOW, causes=COLLECTED))))
     assert "over time, medians from" in screen.text
-    assert "how often" in screen.text
+    assert "distribution" in screen.text
     assert "above █" not in screen.text
     rows = [line for line in screen.text.splitlines() if "█" in line]
     assert len(rows) >= 5
     assert "the probe adds 0.21 us (0.00%)" in screen.flat
     assert "3 garbage collections (7.00 ms), involuntary switches: 1,234" in screen.flat
-    assert "set-up 1.3 s, 41 calls to warm up, peak memory 1.15 GiB" in screen.flat
+    assert "set-up 1.3 s, 41 warm-up calls, peak memory 1.15 GiB" in screen.flat
     assert "claim: process" in screen.text
     assert "raise --budget" not in screen.text
 
@@ -96,14 +103,14 @@ def test_nothing_is_padded_where_output_is_kept_in_a_file():
 def test_several_processes_are_listed_with_their_spread():
     three = [process(series(level)) for level in (12.1e6, 12.4e6, 12.6e6)]
     flat = _printed(measured(*three)).flat
-    assert "3 processes: 12.10 ms, 12.40 ms, 12.60 ms; they differ by 0.31 %" in flat
+    assert "3 processes: 12.10 ms, 12.40 ms, 12.60 ms; standard deviation 0.31 %" in flat
     assert "claim: machine" in flat
 
 
 def test_a_process_that_ended_early_is_told_and_not_counted():
     cut = process(series(9e6, 30), complete=False)
     flat = _printed(measured(process(), cut)).flat
-    assert "2 processes: 12.41 ms; 1 ended early and is not counted" in flat
+    assert "2 processes: 12.41 ms; 1 ended early, not counted" in flat
     assert "12.41 ms, " in flat.partition(";")[0]
 
 
@@ -134,7 +141,7 @@ def test_warm_up_that_was_left_out_is_told():
     rising = series(slow={i: 6 * MS for i in range(60)})
     assert rising.warmup_dropped >= 60
     flat = _printed(measured(process(rising))).flat
-    assert f"the first {rising.warmup_dropped} samples were warm-up, kept but not used" in flat
+    assert f"warm-up: the first {rising.warmup_dropped} samples, kept but not counted" in flat
 
 
 def test_too_little_time_asks_for_more():

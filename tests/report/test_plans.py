@@ -138,7 +138,7 @@ def test_an_import_says_of_each_plan_whether_it_fits(screen):
         "resnet50, 8x3x224x224:float32: channels_last + inference_mode",
         "stored",
         "fits this machine",
-        "was here already, and stays as it is",
+        "already stored, left unchanged",
         "does not fit here: driver was 570.1, is 590.44",
         "2 plans, 1 of them for this machine",
     ):
@@ -182,7 +182,7 @@ def test_too_few_processes_show_no_interval(screen):
 
 def test_the_empty_plan_has_nothing_to_verify(screen):
     render_reverified(screen.console, Reverified(plan=plan(candidate=())))
-    assert "leaves the workload untouched: there is nothing to verify" in screen.flat
+    assert "leaves the workload untouched: nothing to verify" in screen.flat
 
 
 def test_hostile_plans_are_exchanged_and_verified_harmlessly(screen):

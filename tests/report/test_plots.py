@@ -39,7 +39,7 @@ def test_every_stretch_keeps_its_smallest_and_its_largest():
 
 def test_what_is_not_drawn_is_told():
     assert thinning_told(7, 7) == ""
-    assert thinning_told(7, 8000, "pairs").startswith("7 of 8,000 pairs are drawn: the smallest")
+    assert thinning_told(7, 8000, "pairs").startswith("7 of 8,000 pairs are drawn: the minimum")
 
 
 @given(st.text())
@@ -63,7 +63,7 @@ def test_long_tables_say_what_is_not_shown():
     assert table(["x"], [(1,)] * MOST_ROWS).note == ""
     cut = table(["x"], [(1,)] * (MOST_ROWS + 1), note="Read so.")
     assert len(cut.rows) == MOST_ROWS
-    assert cut.note.startswith("Read so. The first 2,000 of 2,001 rows are shown")
+    assert cut.note.startswith("Read so. Shown: the first 2,000 of 2,001 rows")
 
 
 @pytest.mark.parametrize(

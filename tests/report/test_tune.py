@@ -2,55 +2,97 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
+from steadytorch.plan.record import as_result
+from steadytorch.report.tune import (
+    name_of,
+    render_interrupted,
+    render_left_out,
+    render_plan,
+    render_summary,
+    render_trials,
+    short_hashes,
+)
 
-from .conftest import HOSTILE, LONG, TRIALS, WINNER, Screen, evidence, key, plan, spec, trial
+from .conftest import (
+    HOSTILE,
+    LONG,
+    TRIALS,
+    WINNER,
+    Screen,
+    evidence,
+    key,
+    plan,
+    result,
+    spec,
+    trial,
+)
+from .recorded import PLAN, TRAINED, found
+
+
+def searched(trials=TRIALS, chosen=WINNER, **fields):
+    """The result of a search with these trials; without a plan if nothing was chosen."""
+    found = result(candidates=tuple(trials), chosen=chosen or (), **fields)
+    kept = None if chosen is None else plan(candidate=chosen, evidence=evidence(trials=trials))
+    return found.as_result(kept, inputs="8x3x224x224:float32", trains=False)
+
+
+def show_trials(console, trials, chosen):
+    render_trials(console, searched(trials, chosen))
+
+
+def show_plan(console, made, heading):
+    render_plan(console, as_result(made), heading)
+
+
+def show_left_out(console, kept):
+    render_left_out(console, as_result(plan(evidence=kept)))
+
 
 # -- the table of candidates --------------------------------------------------------------------
 
 
 def test_candidates_stand_fastest_first(screen):
-    render_trials(screen.console, TRIALS, WINNER)
+    show_trials(screen.console, TRIALS, WINNER)
     places = [screen.text.index(name) for name in ("autocast", "channels_last", "untouched")]
     assert places == sorted(places)
 
 
 def test_a_candidate_shows_its_figures(screen):
-    render_trials(screen.console, TRIALS, WINNER)
+    show_trials(screen.console, TRIALS, WINNER)
     row = next(line for line in screen.text.splitlines() if "channels_last" in line)
     for figure in ("14.20", "2.02x", "1e-07", "1.15 GiB", "24 s"):
         assert figure in row
 
 
 def test_the_winner_is_marked(screen):
-    render_trials(screen.console, TRIALS, WINNER)
+    show_trials(screen.console, TRIALS, WINNER)
     assert screen.text.count("<- the plan") == 1
 
 
 def test_without_a_choice_nothing_is_marked(screen):
-    render_trials(screen.console, TRIALS, None)
+    show_trials(screen.console, TRIALS, None)
     assert "<- the plan" not in screen.text
     assert "untouched" in screen.text
 
 
 def test_untimed_candidates_give_their_reasons(screen):
-    render_trials(screen.console, TRIALS, WINNER)
+    show_trials(screen.console, TRIALS, WINNER)
     assert "cudnn_deterministic: failed: set-up: RuntimeError: no" in screen.flat
     assert "allow with X" in screen.flat
 
 
 def test_no_candidates_print_nothing(screen):
-    render_trials(screen.console, (), None)
+    show_trials(screen.console, (), None)
     assert screen.text == ""
 
 
 def test_a_search_that_timed_nothing_shows_the_reasons_only(screen):
-    render_trials(screen.console, [TRIALS[-1]], None)
+    show_trials(screen.console, [TRIALS[-1]], None)
     assert screen.flat.strip() == "cudnn_deterministic: failed: set-up: RuntimeError: no"
 
 
 def test_long_names_wrap_and_stay_whole(screen):
-    render_trials(screen.console, TRIALS, LONG)
+    show_trials(screen.console, TRIALS, LONG)
     shown = "".join(line[:25].strip() for line in screen.text.splitlines())
     assert "max-autotune, freezing" in shown or "max-autotune,freezing" in shown
     for word in ("fold_batch_norm", "attention_backend", "mem_efficient", "threads"):
@@ -66,7 +108,7 @@ def test_figures_are_whole_however_large(screen):
         "p99_ns": 9e15,
     }
     trials = [trial(), trial(LONG, median_ns=2.5e12, median_ci_ns=(1e12, 9e12), **extreme)]
-    render_trials(screen.console, [trial(median_ns=1e3), *trials[1:]], None)
+    show_trials(screen.console, [trial(median_ns=1e3), *trials[1:]], None)
     for figure in ("139 GiB", "59 min 59 s", "1e-16", "2500000000.00"):
         assert figure in screen.text
 
@@ -74,9 +116,9 @@ def test_figures_are_whole_however_large(screen):
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_no_line_is_wider_than_the_console(width):
     screen = Screen(width)
-    render_trials(screen.console, TRIALS, WINNER)
-    render_plan(screen.console, plan(), "Plan")
-    render_left_out(screen.console, evidence())
+    show_trials(screen.console, TRIALS, WINNER)
+    show_plan(screen.console, plan(), "Plan")
+    show_left_out(screen.console, evidence())
     screen.check_width()
 
 
@@ -84,7 +126,7 @@ def test_no_line_is_wider_than_the_console(width):
 
 
 def test_a_plan_says_what_it_gains_and_costs(screen):
-    render_plan(screen.console, plan(), "Plan")
+    show_plan(screen.console, plan(), "Plan")
     for fact in (
         "channels_last + inference_mode",
         "2.02x",
@@ -103,7 +145,7 @@ def test_a_plan_says_what_it_gains_and_costs(screen):
 
 
 def test_a_plan_for_training_speaks_of_steps(screen):
-    render_plan(screen.console, plan(trains="0" * 64), "Plan")
+    show_plan(screen.console, plan(trains="0" * 64), "Plan")
     for fact in (
         "2.02x as fast as an untouched step (99 % interval",
         "latency of a step 14.20 ms",
@@ -115,24 +157,24 @@ def test_a_plan_for_training_speaks_of_steps(screen):
 
 
 def test_an_empty_plan_for_training_claims_nothing(screen):
-    render_plan(screen.console, plan(trains="0" * 64, candidate=()), "Plan")
-    assert "nothing was shown to be faster than an untouched step" in screen.flat
+    show_plan(screen.console, plan(trains="0" * 64, candidate=()), "Plan")
+    assert "no candidate was shown to be faster than an untouched step" in screen.flat
 
 
 def test_a_plan_in_memory_says_so(screen):
-    render_plan(screen.console, plan(path=None), "Plan")
+    show_plan(screen.console, plan(path=None), "Plan")
     assert "in memory only" in screen.flat
 
 
 def test_a_plan_that_never_pays_back_says_so(screen):
-    render_plan(screen.console, plan(evidence=evidence(break_even_calls=None)), "Plan")
+    show_plan(screen.console, plan(evidence=evidence(break_even_calls=None)), "Plan")
     assert "never paid back" in screen.flat
 
 
 def test_the_empty_plan_claims_nothing(screen):
-    render_plan(screen.console, plan(candidate=()), "Plan")
+    show_plan(screen.console, plan(candidate=()), "Plan")
     assert "untouched" in screen.flat
-    assert "nothing was shown to be faster" in screen.flat
+    assert "no candidate was shown to be faster" in screen.flat
     assert "x as fast" not in screen.flat
 
 
@@ -145,15 +187,15 @@ def test_the_empty_plan_claims_nothing(screen):
     ],
 )
 def test_a_gain_in_the_tail_is_called_one(screen, objective, claim):
-    render_plan(screen.console, plan(key=key(objective=objective)), "Plan")
+    show_plan(screen.console, plan(key=key(objective=objective)), "Plan")
     assert claim in screen.flat
 
 
 def test_an_untouched_workload_over_the_memory_cap_is_reported_once(screen):
     over = "the untouched workload itself peaks at 3.00 GiB, over the cap of 1.00 GiB"
     trials = (trial(reason=over), *TRIALS[1:])
-    render_trials(screen.console, trials, WINNER)
-    render_plan(screen.console, plan(evidence=evidence(trials=trials)), "Plan")
+    show_trials(screen.console, trials, WINNER)
+    show_plan(screen.console, plan(evidence=evidence(trials=trials)), "Plan")
     assert [line.strip() for line in screen.text.splitlines() if "itself" in line] == [over]
 
 
@@ -161,27 +203,90 @@ def test_no_interval_no_claim(screen):
     from steadytorch.plan.record import Speedup
 
     unsure = Speedup(2.02, None, None, "process", "undecided", 5)
-    render_plan(screen.console, plan(evidence=evidence(speedup=unsure)), "Plan")
+    show_plan(screen.console, plan(evidence=evidence(speedup=unsure)), "Plan")
     assert "2.02" not in screen.flat
+
+
+# -- the summary --------------------------------------------------------------------------------
+
+
+def summary(kept, width=80):
+    screen = Screen(width)
+    of = {"inputs": "8x3x224x224:float32", "trains": kept.trains is not None}
+    render_summary(screen.console, found().as_result(kept, **of), as_result(kept))
+    screen.check_width()
+    return screen
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("kept", [PLAN, TRAINED, plan()], ids=["long", "training", "short"])
+def test_the_result_of_a_search_takes_at_most_25_lines(kept, width):
+    assert len(summary(kept, width).text.splitlines()) <= 25
+
+
+def test_the_summary_has_the_plan_its_gain_its_costs_and_two_runners_up():
+    shown = summary(PLAN, 100).flat
+    for fact in (
+        "Plan: fold_batch_norm + channels_last + cudnn_engines(#",
+        "2.02x as fast as the untouched workload (99 % interval 1.90 to 2.10, 27 fresh pairs",
+        "set-up 24 s at the first call, paid back after 1,234 calls",
+        "peak memory 1.15 GiB, untouched 1.15 GiB",
+        "1.90x 15.10 ms fold_batch_norm + channels_last + compile(",
+        "1.88x 15.30 ms channels_last + compile(",
+        "24 candidates timed, 1 rejected, 1 failed",
+        "42 not tried: the budget ended (12); reason 0 of those that exist (6)",
+        f"All candidates: steady plans show {PLAN.id}",
+    ):
+        assert fact in shown
+    assert "transform_0" not in shown
+
+
+def test_a_plan_in_memory_cannot_be_shown_later(screen):
+    made = as_result(plan(path=None))
+    render_summary(screen.console, made, made)
+    assert "All candidates: run with --all" in screen.flat
+    assert "plans show" not in screen.flat
+
+
+def test_candidates_that_the_user_did_not_allow_are_no_runners_up(screen):
+    made = searched()
+    render_summary(screen.console, made, as_result(plan()))
+    assert "autocast" not in screen.text
+    assert "fold_batch_norm" in screen.text
+
+
+def test_an_interrupted_search_shows_the_fastest_five(screen):
+    cut = found(interrupted=True, chosen=(), speedup=None)
+    render_interrupted(screen.console, cut.as_result(None, inputs="x", trains=False))
+    lines = screen.text.splitlines()
+    assert len(lines) <= 9
+    assert "2.02x   14.20 ms  fold_batch_norm" in lines[1]
+    assert "All candidates: run with --all" in screen.flat
+
+
+def test_hashes_are_cut_to_12_digits():
+    assert short_hashes(f"workload was {'0123456789ab' * 5}0123, is x") == (
+        "workload was 0123456789ab, is x"
+    )
 
 
 # -- what was left out --------------------------------------------------------------------------
 
 
 def test_what_was_not_tried_is_grouped_by_reason(screen):
-    render_left_out(screen.console, evidence())
+    show_left_out(screen.console, evidence())
     assert "no CUDA device: cuda_graph, tf32" in screen.flat
     assert "budget exhausted: compile(max-autotune)" in screen.flat
 
 
 def test_long_lists_are_cut_with_their_number(screen):
     many = {f"candidate{i}": "budget exhausted" for i in range(40)}
-    render_left_out(screen.console, evidence(not_applicable={}, not_tried=many))
+    show_left_out(screen.console, evidence(not_applicable={}, not_tried=many))
     assert "and 34 more" in screen.flat
 
 
 def test_nothing_left_out_prints_nothing(screen):
-    render_left_out(screen.console, evidence(not_applicable={}, not_tried={}))
+    show_left_out(screen.console, evidence(not_applicable={}, not_tried={}))
     assert screen.text == ""
 
 
@@ -195,21 +300,21 @@ def test_names_and_reasons_cannot_act_on_the_terminal(screen):
         trial(candidate, status="rejected", reason=HOSTILE),
         trial(candidate, median_ns=None, status="failed", reason=HOSTILE),
     ]
-    render_trials(screen.console, trials, candidate)
+    show_trials(screen.console, trials, candidate)
     hostile = evidence(
         trials=(trial(), trial(candidate, error=0.1)),
         not_applicable={HOSTILE: HOSTILE},
         reference=HOSTILE,
     )
-    render_left_out(screen.console, hostile)
+    show_left_out(screen.console, hostile)
     stored = plan(candidate=candidate, evidence=hostile, path=f"/a/{HOSTILE}/b/c.json")
-    render_plan(screen.console, stored, "Plan")
+    show_plan(screen.console, stored, "Plan")
     assert screen.text.count("boo") >= 7
 
 
 def test_markup_is_shown_and_not_obeyed():
     screen = Screen(200)
-    render_plan(screen.console, plan(candidate=spec("[bold]x[/bold]")), "Plan")
+    show_plan(screen.console, plan(candidate=spec("[bold]x[/bold]")), "Plan")
     assert "[bold]x[/bold]" in screen.text
 
 

@@ -16,7 +16,8 @@ except SystemExit as end:
     assert end.code in (0, None), end.code
 """
 IMPORTED = """
-import steadytorch.results.candidate, steadytorch.results.signature
+import steadytorch.results.candidate, steadytorch.results.saved, steadytorch.results.signature
+import steadytorch.report.html, steadytorch.report.pages
 import steadytorch.plan.record, steadytorch.plan.store
 """
 

@@ -14,8 +14,7 @@ import numpy as np
 from steadytorch.bench.measure import HANDLER, start
 from steadytorch.bench.saved import compare_files
 from steadytorch.bench.series import Series
-from steadytorch.bench.sustained_runs import Dwell, dwells
-from steadytorch.bench.verdict import CompareResult, Effect, Side
+from steadytorch.bench.sustained_runs import dwells
 from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UsageError
@@ -24,6 +23,7 @@ from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.compare import CompareResult, Dwell, Effect, Side
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -135,11 +135,11 @@ def compare_live(
     if not any(taken.pairs for taken in done):
         raise UsageError(str(ended)) if isinstance(ended, _Fails) else KeyboardInterrupt
     times = np.concatenate([np.reshape(taken.pairs, (-1, 2)) for taken in done])
-    return CompareResult(
+    return CompareResult.of(
+        _combined(done),
         a=Side(a[2], float(np.median(times[:, 0]))),
         b=Side(b[2], float(np.median(times[:, 1]))),
         metric=metric,
-        effect=_combined(done),
         note=f"stopped early: {ended}" if isinstance(ended, _Fails) else _too_few(processes),
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,

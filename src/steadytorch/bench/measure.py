@@ -12,16 +12,24 @@ import numpy as np
 
 from steadytorch import transforms
 from steadytorch.bench.series import Series
-from steadytorch.bench.worker import STOP, TAKEN, BrokenOff, SetUp, save_payload
+from steadytorch.bench.worker import STOP, TAKEN, BrokenOff, save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
 from steadytorch.errors import UsageError
-from steadytorch.measure.measurement import Measurement, summarize
+from steadytorch.measure.measurement import summarize
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.measure import (
+    DeviceBlock,
+    HostBlock,
+    MeasureResult,
+    ProcessMeasurement,
+    SetUp,
+    replicates_of,
+)
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -31,101 +39,6 @@ LATENCY_SHARE = 0.3
 SETUP_S = 600.0
 PATIENCE_S = 10.0
 """Timeout for the samples of an interrupted series; the worker checks twice a second."""
-
-
-class HostBlock(msgspec.Struct, frozen=True):
-    """Host activity during the measurement.
-
-    Attributes:
-        enqueue_median_ns: median time to enqueue an iteration; on the CPU the iteration itself.
-        overhead_ns: time the probe adds to an iteration, measured on an empty step; None if the
-            workload failed before it was measured.
-        gc_collections: runs of Python's garbage collector.
-        gc_ns: total time of these runs.
-        involuntary_switches: involuntary context switches; None if unknown.
-        major_faults: pages read from disk; None if unknown.
-        steal_ns: CPU time taken by other virtual machines, over all cores; None if unknown.
-        recorder_share: CPU time of the recorder over the time recorded.
-    """
-
-    enqueue_median_ns: float
-    overhead_ns: float | None
-    gc_collections: int
-    gc_ns: int
-    involuntary_switches: int | None
-    major_faults: int | None
-    steal_ns: int | None
-    recorder_share: float
-
-
-class DeviceBlock(msgspec.Struct, frozen=True):
-    """GPU telemetry during the measurement; None if a value could not be observed.
-
-    Attributes:
-        sm_clock_mhz: median SM clock.
-        power_watts: median power draw.
-        clock_held_by: all reasons that throttled the clock.
-        other_processes: largest number of other processes with a context.
-        clock_difference: total period by the device's clock over that by the host's, minus one.
-    """
-
-    sm_clock_mhz: float | None
-    power_watts: float | None
-    clock_held_by: tuple[str, ...] | None
-    other_processes: int | None
-    clock_difference: float | None = None
-
-
-class ProcessMeasurement(msgspec.Struct, frozen=True):
-    """The measurement of one process.
-
-    Attributes:
-        period: time from the end of one iteration to the end of the next.
-        latency: time from call to finished result; None on the CPU, where it equals the period.
-        set_up: set-up time, warm-up and peak memory.
-        resolved: whether the median's interval became narrow enough in time.
-        host: host activity.
-        device: GPU telemetry; None on the CPU.
-        unknown: reason why a channel could not be observed, by channel.
-        complete: whether it ran to its end, without an interrupt or an exception.
-    """
-
-    period: Measurement
-    latency: Measurement | None
-    set_up: SetUp
-    resolved: bool
-    host: HostBlock
-    device: DeviceBlock | None
-    unknown: dict[str, str]
-    complete: bool = True
-
-
-class MeasureResult(msgspec.Struct, frozen=True):
-    """All processes of one measurement.
-
-    Attributes:
-        processes: measured processes in the order taken; at least one.
-        claim: `machine` from three replicates on, else `process`.
-        median_ns: the replicate's median, or the geometric mean of the replicates' medians.
-        median_ci_ns: 95 % interval of the median: within the replicate, or by Student's t over the
-            replicates' log medians. None if the samples support no interval.
-        spread: standard deviation of the replicates' log medians; None for one.
-        failed: the exception that ended the measurement early, or None; earlier samples are kept.
-        interrupted: whether the user stopped it.
-    """
-
-    processes: tuple[ProcessMeasurement, ...]
-    claim: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    spread: float | None
-    failed: str | None = None
-    interrupted: bool = False
-
-    @property
-    def replicates(self) -> tuple[ProcessMeasurement, ...]:
-        """The complete processes, or all of them if none is complete."""
-        return tuple(each for each in self.processes if each.complete) or self.processes
 
 
 def measure(
@@ -195,19 +108,22 @@ def measure(
 def _together(
     done: tuple[ProcessMeasurement, ...], failed: str | None, interrupted: bool
 ) -> MeasureResult:
-    result = MeasureResult(done, "process", 0.0, None, None, failed, interrupted)
-    counted = result.replicates
+    counted = replicates_of(done)
     logs = np.log([process.period.median_ns for process in counted])
-    spread = float(np.std(logs, ddof=1)) if len(counted) > 1 else None
     if len(counted) == 1:
         claim, interval = "process", counted[0].period.median_ci_ns
     elif len(counted) < LEAST_PROCESSES:
         claim, interval = "process", None
     else:
         claim, interval = "machine", t_interval(logs)
-    median_ns = float(np.exp(logs.mean()))
-    return msgspec.structs.replace(
-        result, claim=claim, median_ns=median_ns, median_ci_ns=interval, spread=spread
+    return MeasureResult.of(
+        done,
+        claim=claim,
+        median_ns=float(np.exp(logs.mean())),
+        median_ci_ns=interval,
+        spread=float(np.std(logs, ddof=1)) if len(counted) > 1 else None,
+        failed=failed,
+        interrupted=interrupted,
     )
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from steadytorch.bench.verdict import CompareResult, Effect, Side
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import ALPHA, LEAST_PROCESSES, POWER, TIE, verdict_of
 from steadytorch.measure.statistics import detectable
-
-SCHEMA = 1
-"""Schema version of result files."""
-MOST_BYTES = 256 << 20
-"""Largest file read. Each sample takes about 22 bytes, so this holds ten million samples; reading
-them takes less than 2 GiB of memory."""
-
-T = TypeVar("T")
+from steadytorch.results.compare import CompareResult, Effect, Side
+from steadytorch.results.measure import MeasureResult
+from steadytorch.results.saved import content_of, decode, kind_of, named
 
 
 class SavedMeasure(msgspec.Struct, frozen=True):
@@ -40,82 +31,6 @@ class SavedMeasure(msgspec.Struct, frozen=True):
     process_medians_ns: tuple[float, ...]
 
 
-class _Period(msgspec.Struct):
-    median_ns: float
-
-
-class _Process(msgspec.Struct):
-    period: _Period
-    complete: bool = True
-
-
-class _Head(msgspec.Struct):
-    schema: int
-    kind: str
-
-
-class _Measure(msgspec.Struct):
-    workload: str
-    environment: DeviceFacts
-    processes: list[_Process]
-
-
-def _named(path: Path) -> str:
-    """A path as printable text."""
-    return str(path) if str(path).isprintable() else repr(str(path))
-
-
-def content_of(path: Path) -> bytes:
-    """The content of a result file; never blocks on a pipe or reads an oversized file whole.
-
-    Raises:
-        UsageError: the file is missing, unreadable, too large or not a regular file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        status = os.fstat(descriptor)
-        with open(descriptor, "rb") as file:
-            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
-    except OSError as error:
-        raise UsageError(f"{_named(path)} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # such as a path with a NUL byte
-        raise UsageError(f"{_named(path)} cannot be read: {error}") from error
-    if content is None:
-        raise UsageError(f"{_named(path)} is not a regular file: pass one that --json wrote")
-    if len(content) > MOST_BYTES:
-        raise UsageError(
-            f"{_named(path)} exceeds {MOST_BYTES >> 20} MiB: measure with a smaller --budget"
-        )
-    return content
-
-
-def kind_of(path: Path, content: bytes) -> str:
-    """The kind of a result.
-
-    Raises:
-        UsageError: the content is not a result, or has another schema.
-    """
-    head = decoded(path, content, _Head)
-    if head.schema != SCHEMA:
-        raise UsageError(f"{_named(path)} has schema {head.schema}, this version reads {SCHEMA}")
-    return head.kind
-
-
-def decoded(path: Path, content: bytes, form: type[T]) -> T:
-    """Decodes a result into a struct; other fields are ignored.
-
-    Raises:
-        UsageError: the content is not JSON, or a field is missing or has another type.
-    """
-    try:
-        return msgspec.json.decode(content, type=form)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise UsageError(
-            f"{_named(path)} is not a saved result: {error}; pass a file that this version wrote "
-            "with --json"
-        ) from error
-
-
 def read_measure(path: Path) -> SavedMeasure:
     """Reads what `steady measure --json` wrote.
 
@@ -126,14 +41,14 @@ def read_measure(path: Path) -> SavedMeasure:
     kind = kind_of(path, content)
     if kind != "measure":
         raise UsageError(
-            f"{_named(path)} holds a {kind!r} result: pass one from steady measure --json"
+            f"{named(path)} holds a {kind!r} result: pass one from steady measure --json"
         )
-    saved = decoded(path, content, _Measure)
-    whole = [process for process in saved.processes if process.complete] or saved.processes
-    medians = tuple(process.period.median_ns for process in whole)
+    saved = decode(path, content, kind)
+    result: MeasureResult = saved.result
+    medians = tuple(process.period.median_ns for process in result.replicates)
     if not medians or not all(0 < median < float("inf") for median in medians):
-        raise UsageError(f"{_named(path)} holds invalid medians: {medians}; measure again")
-    return SavedMeasure(saved.workload, saved.environment, medians)
+        raise UsageError(f"{named(path)} holds invalid medians: {medians}; measure again")
+    return SavedMeasure(saved.head.workload, saved.head.environment, medians)
 
 
 def compare_files(a: str | Path, b: str | Path) -> tuple[CompareResult, DeviceFacts]:
@@ -189,22 +104,18 @@ def compare_saved(
         _, error, freedom = _welch(logs[0], logs[1])
         mde = float(np.expm1(detectable(freedom, ALPHA, POWER) * error)) if error else 0.0
         verdict = verdict_of(low, high, TIE)
-    return CompareResult(
-        a=Side(a[0], float(np.median(a[1]))),
-        b=Side(b[0], float(np.median(b[1]))),
-        metric=metric,
-        effect=Effect(
-            estimate=estimate,
-            low=low,
-            high=high,
-            verdict=verdict,
-            claim="process" if low is None else "machine",
-            pairs=0,
-            processes=fewest,
-            mde=mde,
-        ),
-        note=note,
+    effect = Effect(
+        estimate=estimate,
+        low=low,
+        high=high,
+        verdict=verdict,
+        claim="process" if low is None else "machine",
+        pairs=0,
+        processes=fewest,
+        mde=mde,
     )
+    sides = [Side(name, float(np.median(medians))) for name, medians in (a, b)]
+    return CompareResult.of(effect, a=sides[0], b=sides[1], metric=metric, note=note)
 
 
 def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -6,7 +6,7 @@ side settles at its own clock, which pairs cannot show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -14,6 +14,7 @@ import numpy as np
 
 from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording, reasons
+from steadytorch.results.compare import Dwell
 
 POWER = "power_cap"
 PROBE_S = 2.0
@@ -23,22 +24,6 @@ ROUNDS = 2
 
 Ask = Callable[[int, float], Series]
 """Runs a side (0 is A, 1 is B) for a number of seconds without a break."""
-
-
-class Dwell(msgspec.Struct, frozen=True):
-    """One sustained run of one side.
-
-    Attributes:
-        side: `a` or `b`.
-        seconds: duration.
-        median_ns: median time in the second half, when the clock has settled.
-        sm_clock_mhz: median SM clock in the second half; None if unknown.
-    """
-
-    side: str
-    seconds: float
-    median_ns: float
-    sm_clock_mhz: float | None
 
 
 def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
@@ -55,12 +40,6 @@ def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
         return ()
     order = [side for _ in range(ROUNDS) for side in rng.sample((0, 1), 2)]
     return tuple(_dwell("ab"[side], ask(side, DWELL_S)) for side in order)
-
-
-def effect_of(found: Sequence[Dwell]) -> float:
-    """Effect of B against A in sustained runs, as a fraction, from mean log times."""
-    logs = {side: np.mean([np.log(d.median_ns) for d in found if d.side == side]) for side in "ab"}
-    return float(np.expm1(logs["b"] - logs["a"]))
 
 
 def _held(series: Series) -> bool:

@@ -33,6 +33,7 @@ from steadytorch.measure.sampler import (
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.warmup import steady_part
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.measure import SetUp
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload import operators, travel
@@ -71,22 +72,6 @@ def save_payload(workload: Workload, directory: Path) -> None:
             f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make its "
             f"{held} picklable"
         ) from error
-
-
-class SetUp(msgspec.Struct, frozen=True):
-    """Set-up and warm-up of a candidate.
-
-    Attributes:
-        setup_s: seconds to apply it and make the first call, including compilation but not process
-            start and model loading.
-        warm_up: the warm-up.
-        peak_memory_bytes: peak of allocated device memory (CUDA) or resident host memory (CPU) up
-            to the end of the warm-up.
-    """
-
-    setup_s: float
-    warm_up: WarmUp
-    peak_memory_bytes: int
 
 
 class BrokenOff(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The command line: one file per command, each loaded only when it is used."""
+"""The command line: one file per command, imported on use."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ INTERRUPTED = 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _COMMANDS = {
-    "demo": "see the main job on a bundled ResNet-50; nothing is downloaded",
-    "measure": "how fast and how steady a workload runs, with confidence",
-    "explain": "where time and variability go, with evidence and the fix",
-    "compare": "a verdict between two workloads or saved results, for CI gates",
-    "tune": "search, verify and store the fastest steady plan for a workload",
-    "conv": "which cuDNN engine runs each convolution, and what others would take",
+    "demo": "explain and tune a bundled ResNet-50; downloads nothing",
+    "measure": "measure how fast and how steady a workload runs",
+    "explain": "find where time and variability go, and the fix",
+    "compare": "compare two workloads or saved results; CI gates",
+    "tune": "find, verify and store the fastest plan for a workload",
+    "conv": "choose the cuDNN engine of each convolution",
     "plans": "list, show, verify, exchange and remove stored plans",
-    "report": "a saved result as one HTML page to read, print and pass on, offline",
-    "doctor": "this machine: versions, device, noise, and what cannot be observed",
+    "report": "turn a saved result into one offline HTML page",
+    "doctor": "check this machine: versions, device, noise, limits",
 }
 
 
 class LazyGroup(click.Group):
-    """Lists commands without importing them: `--help` must answer at once."""
+    """A group that lists its commands without importing them, so that `--help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every command, in the order a new user needs them."""
+        """The commands, in the order in which a new user needs them."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the one that is asked for."""
+        """Imports a command."""
         if cmd_name not in _COMMANDS:
             return None
         return getattr(import_module(f"steadytorch.cli.{cmd_name}"), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the table of commands from their one-line descriptions."""
+        """Writes the table of commands and their descriptions."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
-    epilog="Exit codes: 0 done; 1 the answer is a failed gate or verification; 2 bad usage or "
+    epilog="Exit codes: 0 done; 1 a gate or a verification failed; 2 bad usage or "
     "input; 3 this machine cannot do it; 130 interrupted, partial results kept; 143 terminated; "
     "129 hung up.",
 )
@@ -65,8 +65,8 @@ class LazyGroup(click.Group):
 def steady() -> None:
     """Benchmark mode for a whole PyTorch workload.
 
-    Measures, tries every execution option that applies, verifies the numbers, and keeps the fastest
-    steady plan.
+    Tries every execution option that applies, verifies the numbers, and keeps the fastest steady
+    plan for each input shape.
     """
 
 
@@ -81,13 +81,13 @@ def _show(error: click.ClickException) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and exits with its code; every expected error is one clear line."""
+    """Runs the command line and exits with its code. Expected errors print one line."""
     with _ended_once(), printable_anywhere():
         _main(arguments)
 
 
 class _Terminated(BaseException):
-    """By a signal, SIGTERM or SIGHUP. Not SystemExit: that may also come from a workload."""
+    """Ended by SIGTERM or SIGHUP. Not a SystemExit, which a workload may raise."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -98,7 +98,7 @@ class _Terminated(BaseException):
 def _ended_once() -> Iterator[None]:
     """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
 
-    Signals that are ignored already stay so, as `nohup` wants it.
+    Signals that were ignored before stay ignored, for `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -123,7 +123,7 @@ def _ended_once() -> Iterator[None]:
 
 
 def _drop_terminal() -> None:
-    """Sends output nowhere if its terminal is gone: writing there raises."""
+    """Discards output if its terminal is gone, where writing raises."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
@@ -140,14 +140,14 @@ def _main(arguments: list[str] | None) -> None:
         _show(error)
         sys.exit(2)
     except SteadyError as error:
-        # What it names may come from files and from others' exceptions.
+        # The message may quote files and foreign exceptions.
         lines = "\n".join(plain(line) for line in str(error).split("\n"))
         click.echo(f"steady: {lines}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        what = error.filename or "what it has to say"
+        what = error.filename or "the output"
         click.echo(f"steady: {plain(what)} cannot be written: {error.strerror}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""`steady compare`: a verdict between two workloads, two settings, or two saved results."""
+"""`steady compare`: a verdict between two workloads, settings or saved results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_PROCESSES = 3
 GATE_PROCESSES = 5
 
 if TYPE_CHECKING:
-    from steadytorch.bench.verdict import CompareResult
+    from steadytorch.results.compare import CompareResult
 
 
 @click.command()
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
-    help="Fresh pairs of processes; 3 or more support a claim for the machine.  [default: 1, or 5 "
-    "with --fail-slower]",
+    help="Fresh pairs of processes; 3 or more support a claim about the machine.  [default: 1, or "
+    "5 with --fail-slower]",
 )
 @click.option(
     "--metric",
     type=click.Choice(["latency", "period"]),
     default="latency",
     show_default=True,
-    help="Call to finished result, or the period with the device's queue filled.",
+    help="latency: call to finished result; period: time per call with the queue filled.",
 )
 @click.option(
     "--fail-slower",
     metavar="PERCENT",
-    help="Exit with 1 if B is slower by more than this, with confidence; never on noise.",
+    help="Exit with 1 if B is slower than A by more than this, with 99 % confidence.",
 )
 @click.option(
     "--markdown",
     "markdown_path",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
-    help="Write a summary for a CI page; - for standard output.",
+    help="Write a Markdown summary for a CI page; - for standard output.",
 )
 @options.json_file
 @options.quiet
@@ -65,15 +65,17 @@ def compare(
     json_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Compares A with B: two workloads, or two results that steady measure saved with --json.
+    """Compare B with A: two workloads, or two results that steady measure --json saved.
 
-    A workload may carry transforms, which compares settings of one model: resnet50 and
+    To compare settings of one model, name transforms: resnet50 and
     resnet50@channels_last+inference_mode.
     """
+    from msgspec.structs import replace
+
     from steadytorch.bench.compare import compare_files, compare_live
     from steadytorch.device.facts import load_facts, resolve_device
     from steadytorch.report.compare import markdown, render_compare
-    from steadytorch.report.documents import compare_document
+    from steadytorch.results.saved import to_json
 
     limit = None if fail_slower is None else _fraction(fail_slower)
     replicates = _replicates(processes, limit)
@@ -97,10 +99,11 @@ def compare(
             seed=seed,
             progress=options.teller(console),
         )
-    render_compare(console, result)
     failed = limit is not None and result.effect.slower_than(limit)
+    result = replace(result, gate_failed=failed)
+    render_compare(console, result)
     gate = None if limit is None else _gate(result, limit)
-    options.write_json(json_path, compare_document(facts, result, failed))
+    options.write_json(json_path, to_json(result, result.workload, facts))
     options.write("--markdown", markdown_path, markdown(result, gate).encode())
     _leave(result, gate, failed)
 
@@ -109,7 +112,7 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
     from steadytorch.report.text import plain
 
     if result.interrupted:
-        click.echo("steady: interrupted; what was measured until then is above", err=True)
+        click.echo("steady: interrupted; earlier pairs are above", err=True)
         sys.exit(INTERRUPTED)
     if result.failed is not None:
         click.echo(f"steady: {plain(result.failed)}", err=True)
@@ -120,7 +123,7 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
 
 
 def _refuse_live_options() -> None:
-    """Saved results were taken as they were: what shapes a live comparison would be ignored."""
+    """Refuses options that saved results would ignore."""
     context = click.get_current_context()
     for name in ("metric", "processes", "batch", "inputs", "train", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -139,7 +142,7 @@ def _gate(result: CompareResult, limit: float) -> str:
 
 
 def _replicates(asked: int | None, limit: float | None) -> int:
-    """A gate needs replicates: two processes of one and the same program can differ by percents."""
+    """The number of processes. A gate needs replicates: equal programs differ by percents."""
     if limit is None:
         return asked or 1
     if asked is not None and asked < LEAST_PROCESSES:

@@ -1,4 +1,4 @@
-"""`steady conv`: which engine of cuDNN runs each convolution, and what others would take."""
+"""`steady conv`: the cuDNN engine of each convolution."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from steadytorch.errors import UsageError
 @click.command()
 @options.workload
 @click.option(
-    "--layer", type=click.IntRange(min=1), metavar="N", help="All engines of row N of the table."
+    "--layer",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Show all engines of row N of the table.",
 )
 @click.option("--budget", default="60s", show_default=True, help="Time for choosing engines.")
-@click.option("--deterministic", is_flag=True, help="Only engines that give the same bits always.")
+@click.option(
+    "--deterministic", is_flag=True, help="Only engines that give the same bits on every run."
+)
 @options.store
 @options.json_file
 @options.quiet
@@ -34,19 +39,19 @@ def conv(
     json_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Measures every engine that cuDNN has for each convolution of WORKLOAD.
+    """Measure all cuDNN engines for each convolution of WORKLOAD, and choose one.
 
-    WORKLOAD is as for steady measure: WORKLOAD@cast_weights(fp16)+channels_last shows the engines
-    for that element type and layout. With --train there is a row for each pass of a training step:
-    forward, the gradient by the input and the gradient by the weight.
+    WORKLOAD takes the forms that steady measure takes. WORKLOAD@cast_weights(fp16)+channels_last
+    shows the engines for that dtype and layout. --train adds a row for each pass of a training
+    step: forward, gradient by the input, gradient by the weight.
 
-    What was chosen before on this kind of device, here or by steady tune, stays unless another
-    engine is shown to be clearly faster; what is chosen is kept in the plan store for next time.
+    The plan store keeps the choices. A later run on this kind of device starts from them, and
+    replaces one only if another engine is clearly faster.
     """
     from steadytorch.device.facts import load_facts
     from steadytorch.quantities import parse_duration
     from steadytorch.report.conv import render_conv, render_layer
-    from steadytorch.report.documents import conv_document
+    from steadytorch.results.saved import to_json
     from steadytorch.tune.engines import conv as choose
     from steadytorch.tune.engines import resolve_cuda
 
@@ -70,6 +75,6 @@ def conv(
         render_conv(console, workload, report)
     elif layer <= count:
         render_layer(console, report.layers[layer - 1])
-    options.write_json(json_path, conv_document(workload, facts, report))
+    options.write_json(json_path, to_json(report, workload, facts))
     if layer is not None and layer > count:
         raise UsageError(f"--layer {layer}: the table of {workload} has {count} rows")

@@ -1,4 +1,4 @@
-"""`steady doctor`: the machine, and what cannot be observed on it."""
+"""`steady doctor`: a check-up of the machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from steadytorch.cli import options
 @options.json_file
 @options.quiet
 def doctor(device: str, json_path: Path | None, quiet: bool) -> None:
-    """Shows the machine, its noise floor, cuDNN's switch, and what cannot be observed and why."""
+    """Show the machine, its noise floor, cuDNN's benchmark mode, and what cannot be observed."""
     from steadytorch.doctor import doctor as look
     from steadytorch.report.doctor import render_doctor
-    from steadytorch.report.documents import doctor_document
+    from steadytorch.results.saved import to_json
 
     found = look(device)
     render_doctor(options.console(quiet), found)
-    options.write_json(json_path, doctor_document(found))
+    options.write_json(json_path, to_json(found, "", found.environment))

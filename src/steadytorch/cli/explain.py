@@ -1,4 +1,4 @@
-"""`steady explain`: where time and variability go, with evidence and what it would bring back."""
+"""`steady explain`: where time and variability go, and the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadytorch.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from steadytorch.explain.result import Explanation
+    from steadytorch.results.explain import Explanation
 
 TRACES = (".json", ".json.gz")
 
@@ -22,21 +22,24 @@ TRACES = (".json", ".json.gz")
 @click.command()
 @click.argument("subject", metavar="WORKLOAD|TRACE")
 @options.shaping
-@click.option("--budget", default="20s", show_default=True, help="Time for sampling in all.")
+@click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
 @click.option(
     "--steps",
     default=5,
     show_default=True,
     type=click.IntRange(min=1, max=1000),
-    help="Steps to profile at the most.",
+    help="Most steps to profile.",
 )
 @click.option(
     "--pause",
     metavar="TIME",
-    help="Time between calls in production, such as 100ms; by default they follow one another.",
+    help="Pause between calls in production, such as 100ms.  [default: none]",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="All findings and evidence, and why rules abstain."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Show all findings and evidence, and why rules abstained.",
 )
 @options.json_file
 @options.quiet
@@ -54,14 +57,14 @@ def explain(
     json_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Explains where the time and the variability of WORKLOAD, or of the steps in TRACE, go.
+    """Find where time and variability go in WORKLOAD, or in the steps of TRACE.
 
-    WORKLOAD is as for steady measure. TRACE is a file of PyTorch's profiler, .json or .json.gz;
-    it is read without running anything.
+    WORKLOAD takes the forms that steady measure takes. TRACE is a .json or .json.gz file of
+    PyTorch's profiler; reading it runs no code of the workload.
     """
-    from steadytorch.report.documents import explain_document
     from steadytorch.report.explain import render_explain
     from steadytorch.report.text import plain
+    from steadytorch.results.saved import to_json
 
     console = options.console(quiet)
     if is_trace(subject):
@@ -73,9 +76,9 @@ def explain(
         result = _run(subject, shape, device, console, asked)
     name = Path(subject).name if is_trace(subject) else subject
     render_explain(console, name, result, everything)
-    options.write_json(json_path, explain_document(subject, result))
+    options.write_json(json_path, to_json(result, subject, result.environment))
     if result.interrupted:
-        click.echo("steady: interrupted; what was complete by then is above", err=True)
+        click.echo("steady: interrupted; complete parts are above", err=True)
         sys.exit(INTERRUPTED)
     if result.failed is not None:
         click.echo(f"steady: the workload failed while timed: {plain(result.failed)}", err=True)
@@ -83,7 +86,7 @@ def explain(
 
 
 def is_trace(subject: str) -> bool:
-    """Whether a subject is meant as a trace file: an ending that no workload has."""
+    """Whether a subject is a trace file, by its ending, which no workload has."""
     return subject.endswith(TRACES)
 
 
@@ -107,7 +110,7 @@ def _run(
 
 
 def _refuse_run_options() -> None:
-    """A trace is read as it is: what shapes a run would be ignored."""
+    """Refuses options that a trace file would ignore."""
     context = click.get_current_context()
     for name in ("batch", "inputs", "device", "train", "seed", "budget", "steps", "pause"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

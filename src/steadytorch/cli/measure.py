@@ -1,4 +1,4 @@
-"""`steady measure`: how fast and how steady, with confidence."""
+"""`steady measure`: how fast and how steady a workload runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from steadytorch.cli import INTERRUPTED, options
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Fresh processes; 3 or more support a claim for the machine.",
+    help="Fresh processes; 3 or more support a claim about the machine.",
 )
-@click.option("--budget", default="20s", show_default=True, help="Time for sampling in all.")
+@click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
 @options.json_file
 @options.quiet
 def measure(
@@ -34,16 +34,16 @@ def measure(
     json_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Measures how fast and how steady WORKLOAD runs, with confidence.
+    """Measure how fast and how steady WORKLOAD runs.
 
-    WORKLOAD is as for steady tune; WORKLOAD@TRANSFORM+TRANSFORM applies transforms to it, such as
-    resnet50@channels_last+inference_mode.
+    WORKLOAD takes the forms that steady tune lists. WORKLOAD@TRANSFORM+TRANSFORM applies
+    transforms, such as resnet50@channels_last+inference_mode.
     """
     from steadytorch.bench.measure import measure as take
     from steadytorch.device.facts import load_facts, resolve_device
-    from steadytorch.report.documents import measure_document
     from steadytorch.report.measure import render_measure
     from steadytorch.report.text import plain
+    from steadytorch.results.saved import to_json
 
     resolved = resolve_device(device)
     facts = load_facts(resolved)
@@ -59,9 +59,9 @@ def measure(
         progress=options.teller(console),
     )
     render_measure(console, workload, result)
-    options.write_json(json_path, measure_document(workload, facts, result))
+    options.write_json(json_path, to_json(result, workload, facts))
     if result.interrupted:
-        click.echo("steady: interrupted; what was measured until then is above", err=True)
+        click.echo("steady: interrupted; earlier measurements are above", err=True)
         sys.exit(INTERRUPTED)
     if result.failed is not None:
         click.echo(f"steady: the workload failed while timed: {plain(result.failed)}", err=True)

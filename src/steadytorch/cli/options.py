@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they resolve to."""
+"""Options that several commands share, and the objects that they resolve to."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _KEPT = "steadytorch.standard_output"
 def check_writable(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Refuses a file that cannot be written now rather than after minutes of work.
+    """Refuses an unwritable file at once rather than after minutes of work.
 
-    For `-` it keeps standard output for that document alone: all else goes to standard error.
+    For `-` it reserves standard output for the document; everything else goes to standard error.
     """
     if path is None or ctx.resilient_parsing:
         return path
@@ -62,7 +62,7 @@ def _keep_standard_output(ctx: click.Context, option: str) -> None:
 
 @contextlib.contextmanager
 def _all_on_standard_error(kept: int) -> Iterator[None]:
-    """Redirects the descriptor as well as Python's stream: libraries print past Python too."""
+    """Redirects the descriptor as well, since libraries write to it directly."""
     if sys.stdout is not None:
         sys.stdout.flush()
     os.dup2(2, 1)
@@ -75,7 +75,11 @@ def _all_on_standard_error(kept: int) -> Iterator[None]:
 
 
 device = click.option(
-    "--device", default="auto", show_default=True, metavar="auto|cpu|cuda[:i]", help="Where to run."
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="auto|cpu|cuda[:i]",
+    help="Device to run on.",
 )
 json_file = click.option(
     "--json",
@@ -84,7 +88,7 @@ json_file = click.option(
     callback=check_writable,
     help="Write the result as one JSON object; - for standard output.",
 )
-quiet = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+quiet = click.option("--quiet", is_flag=True, help="Print errors only.")
 store = click.option(
     "--store",
     type=click.Path(file_okay=False, path_type=Path),
@@ -92,20 +96,29 @@ store = click.option(
 )
 
 
+def repeated(store: Path | None) -> str:
+    """The option `--store` for a suggested command; empty for the default store."""
+    import shlex
+
+    from steadytorch.report.text import plain
+
+    return "" if store is None else f" --store {shlex.quote(plain(store))}"
+
+
 def shaping(command: Command) -> Command:
     """The options that shape a workload."""
     for decorate in (
-        click.option("--seed", default=0, show_default=True, help="Of weights and inputs."),
-        click.option("--train", is_flag=True, help="A training step instead of inference."),
+        click.option("--seed", default=0, show_default=True, help="Seed of weights and inputs."),
+        click.option("--train", is_flag=True, help="Run a training step instead of inference."),
         device,
         click.option(
             "--input",
             "inputs",
             multiple=True,
             metavar="SHAPE[:DTYPE]",
-            help="An input, such as 64x3x224x224:float32; repeat it for several.",
+            help="An input, such as 64x3x224x224:float32; repeat for several.",
         ),
-        click.option("--batch", type=click.IntRange(min=1), help="Leading size of the inputs."),
+        click.option("--batch", type=click.IntRange(min=1), help="Batch size."),
     ):
         command = decorate(command)
     return command
@@ -119,7 +132,7 @@ def workload(command: Command) -> Command:
 def load(
     spec: str, *, batch: int | None, inputs: tuple[str, ...], train: bool, seed: int
 ) -> Workload:
-    """The workload on the CPU; workers move their copy to the device."""
+    """Loads a workload on the CPU; workers move their copies to the device."""
     from steadytorch.workload.loading import load_workload
 
     return load_workload(spec, batch=batch, inputs=inputs, device="cpu", train=train, seed=seed)
@@ -128,14 +141,14 @@ def load(
 def load_with_transforms(
     name: str, facts: DeviceFacts, *, quiet: bool = False, **shape: Any
 ) -> tuple[Workload, Candidate]:
-    """The workload and the candidate that `WORKLOAD@TRANSFORM+TRANSFORM` names.
+    """Loads the workload and the candidate of `WORKLOAD@TRANSFORM+TRANSFORM`.
 
-    That a search would leave out a transform here is told: it may do nothing.
+    Prints a note for each transform that a search would skip here.
 
     Args:
-        name: what the user typed.
-        facts: of the device that it is to run on.
-        quiet: tells nothing.
+        name: as the user typed it.
+        facts: of the device to run on.
+        quiet: whether to omit the notes.
         shape: as for `load`.
 
     Raises:
@@ -147,7 +160,7 @@ def load_with_transforms(
     from steadytorch.transforms.traits import no_cuda
 
     spec, at, settings = name.rpartition("@")
-    # In user@host/model.py:factory it is part of a path: what follows would be no transform.
+    # In user@host/model.py:factory the @ is part of a path.
     if not at or set(settings) & set("/:"):
         return load(name, **shape), ()
     candidate = transforms.parse(settings, facts)
@@ -165,7 +178,7 @@ def load_with_transforms(
 
 
 def teller(console: Console) -> Callable[[str], None]:
-    """Prints what is going on, in passing."""
+    """A function that prints progress messages."""
 
     def tell(message: str) -> None:
         console.print(message, style="dim")
@@ -173,12 +186,16 @@ def teller(console: Console) -> Callable[[str], None]:
     return tell
 
 
+def silent(message: str) -> None:
+    """Prints nothing: takes the place of a `teller`."""
+
+
 def console(quiet: bool) -> Console:
-    """Where commands print. Output that is not a terminal is 100 columns wide and plain."""
+    """Makes a command's console. Without a terminal, output is plain and 100 columns wide."""
     from rich.console import Console
 
     class Patient(Console):
-        """One that goes on silently when nobody reads on: files are still to be written."""
+        """A console that survives a closed pipe, since files must still be written."""
 
         def on_broken_pipe(self) -> None:
             self.quiet = True
@@ -193,7 +210,7 @@ def console(quiet: bool) -> Console:
 
 
 def write_json(path: Path | None, document: bytes) -> None:
-    """Writes a result where one was asked for.
+    """Writes the file of `--json`, if the user asked for one.
 
     Raises:
         UsageError: the file cannot be written.
@@ -202,7 +219,7 @@ def write_json(path: Path | None, document: bytes) -> None:
 
 
 def write(option: str, path: Path | None, content: bytes) -> None:
-    """Writes what an option asked for, if it did.
+    """Writes the file of an option, if the user asked for one.
 
     Raises:
         UsageError: the file cannot be written.
@@ -220,7 +237,7 @@ def write(option: str, path: Path | None, content: bytes) -> None:
 
 def _write_kept(content: bytes) -> None:
     with (
-        contextlib.suppress(BrokenPipeError),  # whoever reads has read enough
+        contextlib.suppress(BrokenPipeError),  # the reader has closed the pipe
         os.fdopen(os.dup(click.get_current_context().meta[_KEPT]), "wb") as output,
     ):
         output.write(content)
@@ -228,7 +245,7 @@ def _write_kept(content: bytes) -> None:
 
 @contextlib.contextmanager
 def file_for(option: str, path: Path) -> Iterator[Path]:
-    """The file to write for an option; of `-` a temporary one, copied to standard output."""
+    """Yields the file to write for an option; for `-`, one that is copied to standard output."""
     if path != STANDARD_OUTPUT:
         yield path
         return

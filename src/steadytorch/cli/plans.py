@@ -23,22 +23,21 @@ if TYPE_CHECKING:
 
 @click.group()
 def plans() -> None:
-    """Lists, shows, verifies, exchanges and removes stored plans.
+    """List, show, verify, exchange and remove stored plans.
 
-    An ID is that of a plan as `steady plans list` shows it, or its first digits.
+    ID is the id of a plan, as `steady plans list` shows it, or its first digits.
 
-    What is shown and changed here is the local store. Where it has no plan, steady tune and the
-    library also look into the store whose URL is in STEADYTORCH_SECOND_STORE, and copy what they
-    find; it is never written.
+    These commands use the local store. On a miss, steady tune and the library also ask the
+    read-only store at the URL in STEADYTORCH_SECOND_STORE, and copy its plan.
     """
 
 
 @plans.command("list")
 @options.store
 def list_plans(store: Path | None) -> None:
-    """Lists the stored plans, and files that are none.
+    """List the stored plans and any unreadable files.
 
-    Files that were moved aside are counted.
+    Counts the files in quarantine.
     """
     from steadytorch.plan.record import PlanRecord
     from steadytorch.report.plans import render_list
@@ -53,7 +52,7 @@ def list_plans(store: Path | None) -> None:
 @click.argument("plan_id", metavar="ID")
 @options.store
 def show(plan_id: str, store: Path | None) -> None:
-    """Shows a plan, its evidence, and what it is for."""
+    """Show a plan, its evidence, and its key."""
     from steadytorch.report.plans import render_show
 
     plan = _plan(_open(store), plan_id)
@@ -66,12 +65,12 @@ def show(plan_id: str, store: Path | None) -> None:
     "--all",
     "every",
     is_flag=True,
-    help="All files of the store, what was moved aside, and engines kept beside the plans.",
+    help="Remove all files: plans, quarantine, and engine choices.",
 )
-@click.option("--yes", is_flag=True, help="With --all: do not ask.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask first.")
 @options.store
 def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) -> None:
-    """Removes plans, and files that are none, by ID."""
+    """Remove plans or unreadable files by ID."""
     from steadytorch.report.text import plain
 
     _one_of("an ID", bool(plan_ids), every)
@@ -79,7 +78,7 @@ def remove(plan_ids: Sequence[str], every: bool, yes: bool, store: Path | None) 
     if every:
         files = list(_all_files(opened))
         if files and not yes and not _agreed(f"Remove {len(files)} files of {opened.root}?"):
-            click.echo("nothing was removed")
+            click.echo("removed no files")
             return
     else:
         paths = dict.fromkeys(opened.find(plan_id).path for plan_id in plan_ids)
@@ -109,9 +108,9 @@ def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
 @click.argument("plan_ids", metavar="[ID]...", nargs=-1)
 @options.store
 def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
-    """Writes plans to a FILE for another machine.
+    """Write plans to FILE for another machine.
 
-    All of them by default; FILE may be - for standard output.
+    Writes all plans by default. FILE may be - for standard output.
     """
     from steadytorch.report.plans import render_exported
     from steadytorch.serve.exchange import export_plans
@@ -125,10 +124,10 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @options.store
 def import_(path: Path, store: Path | None) -> None:
-    """Stores the plans of an exported FILE.
+    """Store the plans of an exported FILE.
 
-    It says which of them fit this machine. Each is stored under its own key: one that does not fit
-    here is kept, and not used. A plan that is stored already stays as it is.
+    Says which of them fit this machine. A plan that does not fit is stored but not used. A plan
+    that the store already has stays unchanged.
     """
     from steadytorch.report.plans import render_imported
     from steadytorch.serve.exchange import import_plans
@@ -138,11 +137,11 @@ def import_(path: Path, store: Path | None) -> None:
 
 @plans.command("verify")
 @click.argument("plan_id", metavar="[ID]", required=False)
-@click.option("--all", "every", is_flag=True, help="Every plan of a bundled workload.")
+@click.option("--all", "every", is_flag=True, help="Verify every plan of a bundled workload.")
 @click.option(
     "--workload",
     metavar="WORKLOAD",
-    help="What the plan was tuned for, with the same options; a bundled one needs no naming.",
+    help="The workload that was tuned, with the same options; not needed for a bundled one.",
 )
 @options.shaping
 @click.option(
@@ -167,18 +166,18 @@ def verify(
     store: Path | None,
     quiet: bool,
 ) -> None:
-    """Verifies a plan's numerics and times it anew.
+    """Verify a plan's numerics and time it again.
 
-    It is timed against the untouched workload, here and now. Exits with 1 if it computes something
-    else, or is slower with confidence.
+    Times the plan against the untouched workload on this machine. Exits with 1 if its results
+    differ, or if it is slower with 99 % confidence.
     """
     from steadytorch.tune.reverify import rebuilt, reverify
 
     _one_of("an ID", plan_id is not None, every)
     if every and workload is not None:
-        raise UsageError("--all and --workload exclude each other: a workload has its own plans")
+        raise UsageError("--all and --workload exclude each other: name a plan by its ID")
     if workload is None and (batch is not None or inputs or train):
-        raise UsageError("--batch, --input and --train say how to make --workload: name it as well")
+        raise UsageError("--batch, --input and --train shape --workload: name it as well")
     console, opened = options.console(quiet), _open(store)
 
     def run(plan: Plan) -> Reverified:
@@ -203,7 +202,7 @@ def verify(
 def _run_all(
     console: Console, opened: Store, run: Callable[[Plan], Reverified]
 ) -> Iterator[Reverified]:
-    """The results one by one; plans that cannot be looked at here are named and passed over."""
+    """Yields results one by one; prints and skips plans that cannot be verified here."""
     from steadytorch.report.plans import render_passed_over
     from steadytorch.serve.plan import Plan
 
@@ -217,11 +216,11 @@ def _run_all(
         done += 1
         yield result
     if not done:
-        raise UnsupportedError(f"none of the plans in {opened.root} can be verified here")
+        raise UnsupportedError(f"no plan in {opened.root} can be verified here")
 
 
 def _leave(console: Console, results: Iterable[Reverified]) -> None:
-    """Shows results as they come, and ends with 1 if any failed."""
+    """Prints results as they come, and exits with 1 if any failed."""
     from steadytorch.report.plans import render_reverified
     from steadytorch.report.text import plain
 
@@ -237,7 +236,7 @@ def _leave(console: Console, results: Iterable[Reverified]) -> None:
 
 
 def _open(store: Path | None) -> Store:
-    """The local store alone: what these commands show and change is on this machine."""
+    """Opens the local store, without the second one."""
     from steadytorch.plan.store import Store
 
     return Store(store, second="")
@@ -261,5 +260,5 @@ def _one_of(what: str, given: bool, every: bool) -> None:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("--all asks before it removes, and nobody can answer here: add --yes")
+        raise UsageError("--all asks first, but standard input is not a terminal: add --yes")
     return click.confirm(question)

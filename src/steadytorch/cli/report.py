@@ -12,7 +12,7 @@ from steadytorch.cli import options
 def _kept_for_page(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Files are checked when they are written, see `report.html`."""
+    """Checks standard output alone; `report.html` checks files when it writes them."""
     return options.check_writable(ctx, parameter, path) if path == options.STANDARD_OUTPUT else path
 
 
@@ -26,9 +26,9 @@ def _kept_for_page(
 )
 @options.quiet
 def report(result: Path, output: Path | None, quiet: bool) -> None:
-    """Turns RESULT, which --json has saved, into one HTML page that opens anywhere, offline.
+    """Turn RESULT into one HTML page that opens anywhere, offline.
 
-    RESULT is a file of steady measure, explain, tune, compare, conv or doctor.
+    RESULT is a file that --json of measure, explain, tune, compare, conv or doctor wrote.
     """
     from steadytorch.quantities import size
     from steadytorch.report.html import report as written

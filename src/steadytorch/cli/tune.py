@@ -1,4 +1,4 @@
-"""`steady tune`: search, verify, store the plan, say what it gains and when it pays back."""
+"""`steady tune`: find, verify and store the fastest plan for a workload."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from steadytorch.errors import PlanError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from steadytorch.results.tune import TuneReport
     from steadytorch.tune.session import Session
 
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     type=click.Choice(["latency", "p99", "throughput"]),
     default="latency",
     show_default=True,
-    help="What to make fast.",
+    help="The time to minimise.",
 )
 @click.option(
     "--precision",
     type=click.Choice(["same", "tf32", "bf16", "fp16"]),
     default="same",
     show_default=True,
-    help="How far numerics may move.",
+    help="Lowest precision allowed.",
 )
 @click.option("--tolerance", type=float, help="Relative L2 error allowed for a lower precision.")
 @click.option("--budget", default="3m", show_default=True, help="Time for the search.")
@@ -42,15 +43,15 @@ if TYPE_CHECKING:
     type=click.Choice(["replay", "tune", "strict"]),
     default="replay",
     show_default=True,
-    help="replay: take a stored plan, search where there is none; tune: always search; "
-    "strict: only take a stored plan, fail without one.",
+    help="replay: use a stored plan, else search; tune: always search; strict: use a stored "
+    "plan, else fail.",
 )
 @click.option(
     "--bundle",
     is_flag=True,
-    help="Also keep what the plan compiles, for a fast start of who asks for it (see "
-    "docs/production.md).",
+    help="Also keep compiled code, for faster cold starts (see docs/production.md).",
 )
+@click.option("--all", "everything", is_flag=True, help="Show the table of all candidates.")
 @options.json_file
 @options.quiet
 def tune(
@@ -68,10 +69,11 @@ def tune(
     store: Path | None,
     mode: str,
     bundle: bool,
+    everything: bool,
     json_path: Path | None,
     quiet: bool,
 ) -> None:
-    """Finds the fastest steady way to run WORKLOAD here, verifies it and stores it as a plan.
+    """Find the fastest steady way to run WORKLOAD here, verify it, and store it as a plan.
 
     WORKLOAD is a bundled name (resnet18, resnet50, mobilenet_v3_large, vit_b_16, unet, gpt2),
     torchvision:NAME, timm:NAME, transformers:NAME, path/to/file.py:factory or
@@ -93,30 +95,49 @@ def tune(
     loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
     session = Session(loaded, asked, device, store)
     console = options.console(quiet)
-    plan = run(session, mode, console, json_path)
+    plan = run(session, mode, console, json_path, store, everything=everything)
     if bundle:
-        console.print("  keeping what it compiles", style="dim")
+        console.print("  keeping compiled code", style="dim")
         reason = session.keep_bundle(plan)
         console.print(
             f"  no bundle: {plain(reason)}" if reason else "  bundle kept beside the plan"
         )
 
 
-def run(session: Session, mode: str, console: Console, json_path: Path | None) -> Any:
-    """Replays or searches, shows the outcome and writes the JSON.
+def run(
+    session: Session,
+    mode: str,
+    console: Console,
+    json_path: Path | None,
+    store: Path | None,
+    *,
+    everything: bool = False,
+    brief: bool = False,
+) -> Any:
+    """Replays or searches, prints the result and writes the JSON.
+
+    Args:
+        session: the workload and its options.
+        mode: `replay`, `tune` or `strict`.
+        console: where to print.
+        json_path: the file for the JSON, if one was asked for.
+        store: the option `--store`, for the suggested command.
+        everything: print all candidates instead of the summary.
+        brief: print no line per candidate while the search runs.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: mode `strict` and nothing is stored.
+        PlanError: mode `strict`, and the store has no plan.
     """
     from rich.text import Text
 
-    from steadytorch.report.documents import replay_document, tune_document
+    from steadytorch.plan.record import as_result
     from steadytorch.report.progress import Progress
     from steadytorch.report.text import plain
-    from steadytorch.report.tune import render_left_out, render_plan, render_trials
+    from steadytorch.report.tune import render_plan, short_hashes
+    from steadytorch.results.saved import to_json
 
     name, facts = session.workload.name, session.facts
     where = f"{facts.name or facts.device}, {session.key.signature}"
@@ -124,28 +145,58 @@ def run(session: Session, mode: str, console: Console, json_path: Path | None) -
     console.print(Text.assemble((plain(name), "bold"), f"{step} on {plain(where)}"))
     if mode != "tune":
         plan, reason = session.look_up()
+        reason = short_hashes(reason)
         if plan is not None:
-            render_plan(console, plan, "Stored plan")
+            stored = as_result(plan)
+            if everything:
+                _render_all(console, stored)
+            render_plan(console, stored, "Stored plan")
             console.print("  replayed; search anew with --mode tune")
-            options.write_json(json_path, replay_document(name, facts, plan))
+            options.write_json(json_path, to_json(stored, name, facts))
             return plan
         if mode == "strict":
             raise PlanError(f"no stored plan for {name}: {reason}")
         console.print(Text(plain(reason), "dim"))
+    with Progress(console, session.options.budget_s, brief) as progress:
+        found = session.search(progress)
+    plan = None if found.interrupted else session.keep(found, anew=mode == "tune")
     of = {"inputs": session.key.signature, "trains": session.workload.is_training}
-    with Progress(console, session.options.budget_s) as progress:
-        result = session.search(progress)
-    if result.interrupted:
-        render_trials(console, result.candidates, None)
-        options.write_json(json_path, tune_document(name, facts, result, None, **of))
-        click.echo("steady: interrupted; what was measured until then is above", err=True)
-        sys.exit(INTERRUPTED)
-    plan = session.keep(result, anew=mode == "tune")
+    result = found.as_result(plan, **of)
+    kept = None if plan is None else as_result(plan)
     console.print()
-    render_trials(console, result.candidates, result.chosen)
-    render_left_out(console, plan.evidence)
-    if plan.candidate != result.chosen:
-        console.print("  kept the plan that another process stored first")
-    render_plan(console, plan, "Plan")
-    options.write_json(json_path, tune_document(name, facts, result, plan, **of))
+    _render(console, result, kept, store, everything)
+    options.write_json(json_path, to_json(result, name, facts))
+    if plan is None:
+        click.echo("steady: interrupted; earlier measurements are above", err=True)
+        sys.exit(INTERRUPTED)
     return plan
+
+
+def _render(
+    console: Console,
+    result: TuneReport,
+    kept: TuneReport | None,
+    store: Path | None,
+    everything: bool,
+) -> None:
+    from steadytorch.report.tune import render_interrupted, render_plan, render_summary
+
+    if everything:
+        _render_all(console, result)
+    if kept is None:
+        if not everything:
+            render_interrupted(console, result)
+        return
+    if kept.chosen != result.chosen:
+        console.print("  kept the plan that another process stored first")
+    if everything:
+        render_plan(console, kept, "Plan")
+    else:
+        render_summary(console, result, kept, options.repeated(store))
+
+
+def _render_all(console: Console, result: TuneReport) -> None:
+    from steadytorch.report.tune import render_left_out, render_trials
+
+    render_trials(console, result)
+    render_left_out(console, result)

@@ -34,6 +34,7 @@ from steadytorch.conv.timing import (
     take_rounds,
 )
 from steadytorch.errors import UnsupportedError
+from steadytorch.results.conv import Outcome
 
 ERROR_FACTOR = 2.0
 """Maximum error of an engine, as a multiple of PyTorch's error in the problem's element type.
@@ -65,34 +66,6 @@ class Options(msgspec.Struct, frozen=True):
     seed: int = 0
     other_half: bool = False
     padded: bool = True
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """Measurements and choice for one problem.
-
-    Attributes:
-        problem: its key.
-        choice: the choice as text.
-        default_ns: time of PyTorch's default, with separate kernels for the epilogue. This and the
-            next two are None if not timed.
-        benchmark_ns: time of PyTorch's benchmark mode.
-        chosen_ns: time of the chosen engine.
-        engines: all engines: those timed, fastest first, then those excluded.
-        seconds: time that the choice took.
-    """
-
-    problem: str
-    choice: str
-    default_ns: float | None
-    benchmark_ns: float | None
-    chosen_ns: float | None
-    engines: tuple[Measured, ...]
-    seconds: float
-
-    @property
-    def chosen(self) -> Measured:
-        """Measurements of the chosen engine."""
-        return next(engine for engine in self.engines if engine.choice == self.choice)
 
 
 def choose(

@@ -16,14 +16,13 @@ from steadytorch.conv.denylist import denied, engine_number
 from steadytorch.conv.frontend import Target, frontend, version
 from steadytorch.conv.problem import ConvProblem, Layout, strides
 from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.results.conv import NONDETERMINISTIC
 
 WORKSPACE_CAP_BYTES = 256 * 2**20
 """Default cap; fixed, so that the set of engines does not depend on free memory."""
 INPUT, WEIGHT, BIAS, OTHER, OUTPUT = 1, 2, 3, 4, 9
 """Tensor IDs of a graph. The gradient of the output is INPUT in dgrad, and WEIGHT in wgrad."""
 
-NONDETERMINISTIC = "NONDETERMINISTIC"
-"""Note of engines whose results may differ from run to run."""
 _NOTES = (
     "TENSOR_CORE",
     "DOWN_CONVERT_INPUTS",

@@ -18,9 +18,9 @@ import torch
 from steadytorch.conv.blocks import Flush, Lead, block_ns
 from steadytorch.conv.check import Operands
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.engines import NONDETERMINISTIC
 from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.measure.race import race
+from steadytorch.results.conv import Measured
 
 BENCHMARK = "aten, benchmark mode"
 """PyTorch's choice in benchmark mode. It is shown but never chosen, because it cannot be stored."""
@@ -34,41 +34,6 @@ HOPELESS = 3.0
 """Arms slower than this multiple of the fastest drop out after the first screening round.
 Of about 100 engines, the slow ones would take most of the time."""
 RACE_LOOKS = (16, 24, 36)
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """Measurements of one engine.
-
-    Attributes:
-        choice: the choice as text.
-        median_ns: median of its blocks; None if it was not timed.
-        spread: half the interquartile range over the median; None with fewer than two blocks.
-        runs: number of timed blocks.
-        workspace_bytes: workspace; None if unknown (PyTorch's own).
-        notes: cuDNN's notes.
-        error: relative L2 error; None if it was not verified.
-        excluded: why it must not be used, or None.
-        repeats: whether two runs were bitwise equal; None if it was not run twice.
-    """
-
-    choice: str
-    median_ns: float | None = None
-    spread: float | None = None
-    runs: int = 0
-    workspace_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-    error: float | None = None
-    excluded: str | None = None
-    repeats: bool | None = None
-
-    @property
-    def deterministic(self) -> bool | None:
-        """Whether results are bitwise reproducible.
-
-        False if cuDNN notes that the engine is nondeterministic, else whether two runs were equal;
-        None if it was not run twice, as for PyTorch's own.
-        """
-        return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
 def device_answers() -> bool:

@@ -7,81 +7,16 @@ import re
 from importlib import metadata
 from typing import Any
 
-import msgspec
 import psutil
 
 from steadytorch.device import host
 from steadytorch.device.nvml import mig_profile_in, open_gpu, open_nvml
 from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.results.machine import DeviceFacts
 
 _GPU_FIELDS = ("compute_capability", "sm_count", "l2_cache_bytes", "mig_profile", "driver")
 _TRITON_PACKAGES = ("triton", "pytorch-triton")
-
-
-class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Hardware and software of a machine, as plain data that opens on any other machine.
-
-    A field that could not be observed is None and has its reason in `unknown`. A `mig_profile` of
-    None without a reason means a whole GPU.
-
-    Attributes:
-        device: "cpu" or "cuda", without an index.
-        name: GPU name, or the processor's model.
-        compute_capability: As "9.0".
-        sm_count: Multiprocessors of the GPU or of the MIG slice.
-        memory_bytes: Memory of the GPU, or main memory.
-        l2_cache_bytes: L2 cache of the GPU.
-        mig_profile: As "1g.10gb", None for a whole GPU.
-        driver: NVIDIA driver version.
-        cuda: CUDA version that PyTorch was built with.
-        cudnn: cuDNN version as "9.19.0".
-        triton: Triton version.
-        torch: PyTorch version with its build tag.
-        python: Python version.
-        cores_physical: Physical cores usable by this process.
-        cores_logical: Logical cores usable by this process (affinity, cgroup quota).
-        cpu_name: The processor's model.
-        isa: Vector instructions PyTorch uses on the CPU, as "AVX512".
-        os: Kernel name, release and architecture.
-        unknown: Reason for each field that could not be observed, by field name.
-    """
-
-    device: str
-    name: str | None = None
-    compute_capability: str | None = None
-    sm_count: int | None = None
-    memory_bytes: int | None = None
-    l2_cache_bytes: int | None = None
-    mig_profile: str | None = None
-    driver: str | None = None
-    cuda: str | None = None
-    cudnn: str | None = None
-    triton: str | None = None
-    torch: str | None = None
-    python: str | None = None
-    cores_physical: int | None = None
-    cores_logical: int | None = None
-    cpu_name: str | None = None
-    isa: str | None = None
-    os: str | None = None
-    unknown: dict[str, str] = {}
-
-    def to_json(self) -> str:
-        """The facts as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> DeviceFacts:
-        """Parse the output of `to_json`.
-
-        Raises:
-            UsageError: The text is not JSON or has another structure.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a record of device facts: {error}") from None
 
 
 def parse_device(device: str) -> tuple[str, int]:

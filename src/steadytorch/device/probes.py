@@ -12,11 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from steadytorch.device import host
 from steadytorch.device.nvml import open_nvml
 from steadytorch.device.observe import NotObservable, Readings
+from steadytorch.results.machine import Observation
 
 # Above this perf_event_paranoid refuses hardware counters to unprivileged processes (manual page
 # of perf_event_open).
@@ -24,22 +23,6 @@ _PARANOID_LIMIT = 2
 CUDNN_EXTRA = "steadytorch[cudnn]"
 CUDNN_FRONTEND = "1.26"
 """The only supported version: 1.27 rewrote the graph API, 1.29 needs further packages."""
-
-
-class Observation(msgspec.Struct, frozen=True):
-    """Result of one probe.
-
-    Attributes:
-        name: Short name of the capability.
-        ok: Whether it can be observed or used here.
-        detail: The value seen, or the reason why it is unavailable.
-        remedy: What the user can do; None if `ok`.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str | None = None
 
 
 def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:

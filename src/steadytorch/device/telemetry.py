@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import msgspec
 import psutil
 
 from steadytorch.device.facts import gpu_properties, parse_device
 from steadytorch.device.nvml import NvmlGpu, open_gpu
 from steadytorch.device.observe import NOT_ON_CPU, NotObservable, Readings
-from steadytorch.errors import UsageError
+from steadytorch.results.machine import Snapshot
 
 # Fields of `Snapshot` and the GPU reading for each.
 _GPU_READINGS: dict[str, Callable[[NvmlGpu], Any]] = {
@@ -26,59 +25,6 @@ _GPU_READINGS: dict[str, Callable[[NvmlGpu], Any]] = {
     "clock_event_reasons": NvmlGpu.clock_event_reasons,
 }
 _GPU_FIELDS = (*_GPU_READINGS, "other_gpu_processes")
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the machine at one time; a field that could not be observed is None.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        load_average_1m: Runnable processes, averaged over the last minute.
-        cpu_busy: Fraction of all CPU time used by any process during the snapshot.
-        cpu_steal: Fraction of all CPU time stolen by other virtual machines during the snapshot.
-        memory_free_bytes: Main memory available without swapping.
-        gpu_memory_free_bytes: Free memory of the GPU or MIG slice.
-        other_gpu_processes: Processes with a compute context on the GPU, without this process and
-            its descendants.
-        sm_clock_mhz: Current SM clock.
-        sm_clock_max_mhz: Maximum SM clock.
-        power_watts: Power draw of the whole GPU.
-        power_limit_watts: Enforced power limit.
-        temperature_celsius: Temperature of the GPU.
-        clock_event_reasons: Names of the active clock limits; empty if there are none.
-        unknown: Reason for each field that could not be observed, by field name.
-    """
-
-    device: str
-    load_average_1m: float | None = None
-    cpu_busy: float | None = None
-    cpu_steal: float | None = None
-    memory_free_bytes: int | None = None
-    gpu_memory_free_bytes: int | None = None
-    other_gpu_processes: int | None = None
-    sm_clock_mhz: int | None = None
-    sm_clock_max_mhz: int | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
-    temperature_celsius: int | None = None
-    clock_event_reasons: tuple[str, ...] | None = None
-    unknown: dict[str, str] = {}
-
-    def to_json(self) -> str:
-        """The snapshot as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Snapshot:
-        """Parse the output of `to_json`.
-
-        Raises:
-            UsageError: The text is not JSON or has another structure.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a snapshot of a device: {error}") from None
 
 
 class CpuShares(NamedTuple):

@@ -10,7 +10,6 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.explain.result import Explanation, StepTime
 from steadytorch.findings.finding import Case
 from steadytorch.ledger.conditions import Conditions, join
 from steadytorch.ledger.ledger import Ledger, build_ledger, host_columns
@@ -19,6 +18,7 @@ from steadytorch.quantities import parse_duration
 from steadytorch.rates.regime import regime_of
 from steadytorch.rates.roofline import roofline
 from steadytorch.rates.utilisation import utilisation
+from steadytorch.results.explain import Explanation, StepTime
 from steadytorch.rules import findings
 from steadytorch.traces.quality import quality
 from steadytorch.traces.reader import read_trace

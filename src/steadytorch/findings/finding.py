@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
+from steadytorch.results.explain import Abstention, Finding
 
 if TYPE_CHECKING:
     from steadytorch.bench.measure import ProcessMeasurement
@@ -28,57 +28,6 @@ SOURCES = (
     "compiler",
 )
 CONFIDENCES = ("high", "medium", "low")
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of time or variability. Times are ns per step unless stated otherwise.
-
-    Attributes:
-        id: stable name, such as `launch-bound`.
-        source: one of `SOURCES`.
-        title: one line with the figures that matter.
-        evidence: events and times that support it, one line each, most telling first.
-        slices: ledger slices that it claims.
-        cost_ns: time per step that it accounts for.
-        recoverable_ns: [lo, hi]: hi is the time the cause owns; lo is 0 unless the fix was
-            measured.
-        variance_share: share of the steps' variance that it explains; None if it explains none.
-        confidence: one of `CONFIDENCES`.
-        fix: what to do, in one or two sentences.
-        transforms: names of transforms that apply the fix; empty if there is none.
-        check: a command that shows whether the fix worked.
-        false_alarm: condition under which the finding is wrong, as a clause after "if".
-        information: whether it only informs and needs no fix.
-    """
-
-    id: str
-    source: str
-    title: str
-    evidence: tuple[str, ...]
-    slices: tuple[str, ...] = ()
-    cost_ns: int = 0
-    recoverable_ns: tuple[int, int] = (0, 0)
-    variance_share: float | None = None
-    confidence: str = "medium"
-    fix: str
-    transforms: tuple[str, ...] = ()
-    check: str
-    false_alarm: str
-    information: bool = False
-
-
-class Abstention(msgspec.Struct, frozen=True):
-    """A rule that could not tell. This never means "healthy".
-
-    Attributes:
-        rule: name of the rule.
-        why: what is missing.
-        recapture: how to capture it.
-    """
-
-    rule: str
-    why: str
-    recapture: str
 
 
 @dataclass(frozen=True, eq=False)

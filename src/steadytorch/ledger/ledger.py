@@ -13,6 +13,7 @@ import numpy as np
 
 from steadytorch.ledger.idle_owners import Owned, own_idle
 from steadytorch.ledger.operator_slices import CPU_SLICES, own_host
+from steadytorch.results.explain import GpuTotals
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.evidence import Evidence, evidence
 from steadytorch.traces.intervals import NEVER, Spans, covered_ns, joined, subtract, union
@@ -48,21 +49,6 @@ SLICES = (
 - `idle_cross_stream`: the next event waited for another stream.
 - `idle_profiler`: the profiler saved its records.
 - `unknown`: no record gives a reason; the owner is the host's current event."""
-
-
-@dataclass(frozen=True)
-class GpuTotals:
-    """Totals of one GPU over the whole trace, with or without step marks.
-
-    Attributes:
-        busy_ns: time with any event running.
-        idle_ns: the rest.
-        total_ns: from the start of the first event to the end of the last.
-    """
-
-    busy_ns: int
-    idle_ns: int
-    total_ns: int
 
 
 @dataclass(frozen=True, eq=False)

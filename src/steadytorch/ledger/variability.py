@@ -10,6 +10,7 @@ import numpy as np
 from steadytorch.ledger.conditions import Conditions, unusual
 from steadytorch.ledger.ledger import Ledger
 from steadytorch.ledger.repeated_kernels import Repeats, repeats
+from steadytorch.results.explain import KernelSplit, SlowStep
 from steadytorch.traces.events import Trace
 from steadytorch.traces.kernel_names import short
 
@@ -23,38 +24,6 @@ TOLD = 0.1
 """Minimum share of a step's excess for a difference to be reported."""
 NAME = 80
 """Maximum characters shown of an event's name."""
-
-
-@dataclass(frozen=True)
-class KernelSplit:
-    """The kernels' share of the variance in two parts that add up to `shares["gpu_kernel"]`.
-
-    Attributes:
-        more_kernels: steps ran other kernels, or more or fewer of them.
-        same_kernels_slower: the same kernels took longer, or overlapped less.
-    """
-
-    more_kernels: float
-    same_kernels_slower: float
-
-
-@dataclass(frozen=True)
-class SlowStep:
-    """A step slower than usual.
-
-    Attributes:
-        index: place in `Ledger.steps`.
-        name: name of the step.
-        total_ns: length of the step.
-        over_median_ns: excess over the median step.
-        what: differences with figures, one line each, largest first.
-    """
-
-    index: int
-    name: str
-    total_ns: int
-    over_median_ns: int
-    what: tuple[str, ...]
 
 
 @dataclass(frozen=True)

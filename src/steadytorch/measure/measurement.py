@@ -4,69 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.correlation import effective_size
 from steadytorch.measure.statistics import quantile_interval
 from steadytorch.measure.variability import (
-    Outlier,
-    Variability,
     describe_variability,
     find_outliers,
 )
 from steadytorch.measure.warmup import WarmUpVerdict, steady_part
+from steadytorch.results.measure import Measurement
 
 MOST_WARM_UP = 0.4
 """Maximum warm-up share of a series for which an interval is claimed. In a short series, one late
 change of level may also be a clock with two states."""
 P99_NEEDS = 1000
 """Minimum effective samples for p99: ten lie beyond it."""
-
-
-class Measurement(msgspec.Struct, frozen=True):
-    """Samples of one series and their summary. All times are nanoseconds per iteration.
-
-    All samples are kept; the summary leaves out the warm-up.
-
-    Attributes:
-        metric: `period` or `latency`; see `measure.sampler`.
-        median_ns: the headline.
-        median_ci_ns: 95 % interval of the median, or None with the reason in `why_no_ci`.
-        why_no_ci: why there is no interval, else None.
-        p90_ns: 90th percentile.
-        p99_ns: 99th percentile, None below 1,000 effective samples.
-        max_ns: the slowest sample.
-        mean_ns: arithmetic mean, for throughput.
-        cv: standard deviation over mean.
-        p99_over_median: ratio, None without a p99.
-        samples_ns: every sample in the order taken, none dropped.
-        p99_ci_ns: 95 % interval of p99, or None if none can be claimed.
-        warmup_dropped: number of samples at the start that the summary excludes as warm-up.
-        steady: whether the rest stays on one level.
-        why_unsteady: why the series is not steady, else None.
-        outliers: outliers with their causes.
-        variability: how the steady part varies.
-    """
-
-    metric: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    why_no_ci: str | None
-    p90_ns: float
-    p99_ns: float | None
-    max_ns: float
-    mean_ns: float
-    cv: float
-    p99_over_median: float | None
-    samples_ns: tuple[int, ...]
-    p99_ci_ns: tuple[float, float] | None
-    warmup_dropped: int
-    steady: bool
-    why_unsteady: str | None
-    outliers: tuple[Outlier, ...]
-    variability: Variability
 
 
 def summarize(

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
-import msgspec
 import numpy as np
 
 from steadytorch.measure.race import log_ratios
 from steadytorch.measure.sampler import grouped, sampler_for, warm_up
+from steadytorch.results.machine import NoiseFloor
 
 PAIRS = 27
 _BLOCK = 7
 _DISCARD = 2
-
-
-class NoiseFloor(msgspec.Struct, frozen=True):
-    """The spread between paired blocks of the same step.
-
-    Attributes:
-        a_a_spread: robust standard deviation of the log ratio of a pair, as a fraction.
-        pairs: number of pairs.
-        what: description of the step.
-    """
-
-    a_a_spread: float
-    pairs: int
-    what: str
 
 
 def noise_floor(device: str, side: int = 512, seed: int = 0) -> NoiseFloor:

@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from steadytorch.measure.clock import Clock, HostClock
+from steadytorch.results.measure import WarmUp
 
 GROUPING_BELOW_NS = 100_000
 """Shorter iterations are timed in groups, because CUDA events resolve 0.5 us."""
@@ -282,22 +282,6 @@ def _elapsed_ns(starts: list[Any], ends: list[Any]) -> np.ndarray:
 def sampler_for(device_type: str, clock: Clock | None = None) -> Sampler:
     """Return the sampler for a device type, `cpu` or `cuda`."""
     return CudaSampler(clock) if device_type == "cuda" else HostSampler(clock)
-
-
-class WarmUp(msgspec.Struct, frozen=True):
-    """The warm-up of a step.
-
-    Attributes:
-        first_call_ns: synchronised latency of the first call, compilation included.
-        calls: total number of calls.
-        iteration_ns: median latency of the other calls, a first estimate.
-        group: iterations to time together, so that a sample is well above the clock's resolution.
-    """
-
-    first_call_ns: int
-    calls: int
-    iteration_ns: int
-    group: int
 
 
 def warm_up(

@@ -4,57 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 
 from steadytorch.measure.warmup import TOLERANCE, slope
+from steadytorch.results.measure import Outlier, Variability
 
 UNATTRIBUTED = "unattributed"
 FAR_OUT = 3.0
 """Outer fence, in interquartile ranges beyond the quartiles (J. Tukey, "Exploratory Data Analysis",
 1977). Two in a million normal samples lie beyond it."""
-
-
-class Outlier(msgspec.Struct, frozen=True):
-    """An outlier.
-
-    Attributes:
-        index: its index in `samples_ns`.
-        sample_ns: its duration.
-        cause: the attributed cause, or `unattributed`.
-    """
-
-    index: int
-    sample_ns: int
-    cause: str
-
-
-class Variability(msgspec.Struct, frozen=True):
-    """Variability of the steady part of a series, as fractions unless the name says otherwise.
-
-    Attributes:
-        cv: standard deviation over mean.
-        robust_cv: 1.4826 MAD over median, equal to `cv` for normal samples.
-        iqr_over_median: interquartile range over median.
-        p99_over_median: ratio; None with too few samples for a p99.
-        jitter: median absolute change from sample to sample, over median.
-        von_neumann: mean squared change over variance: 2 for independent samples, less under
-            correlation; None for a constant series.
-        drift_percent_per_minute: Theil-Sen slope over elapsed time; None below ten samples.
-            Extrapolated if the series lasts less than a minute.
-        regimes: number of levels in the series.
-        outliers_per_1000: outliers per 1,000 samples.
-    """
-
-    cv: float
-    robust_cv: float
-    iqr_over_median: float
-    p99_over_median: float | None
-    jitter: float
-    von_neumann: float | None
-    drift_percent_per_minute: float | None
-    regimes: int
-    outliers_per_1000: float
 
 
 def describe_variability(

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from steadytorch.plan.fingerprint import Key
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Signature
-
-
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measurement without its samples. All times in ns per iteration.
-
-    Attributes are those of `measure.measurement.Measurement`; `samples` is their number.
-    """
-
-    metric: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    p90_ns: float
-    p99_ns: float | None
-    samples: int
+from steadytorch.results.tune import CandidateResult, Gain, KeptPlan, Replayed, Status, Timing
 
 
 class Speedup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,3 +128,55 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def id(self) -> str:
         """The first 12 digits of the key's digest."""
         return self.key.digest[:12]
+
+
+def as_result(plan: PlanRecord) -> Replayed:
+    """The result of replaying a plan: its evidence, as `--json` writes it."""
+    evidence = plan.evidence
+    return Replayed(
+        baseline=evidence.baseline,
+        winner=evidence.winner,
+        chosen=texts(plan.candidate),
+        regime=evidence.regime,
+        candidates=candidate_results(evidence.trials),
+        not_applicable=evidence.not_applicable,
+        not_tried=evidence.not_tried,
+        speedup=gain(evidence.speedup),
+        break_even_calls=evidence.break_even_calls,
+        reference=evidence.reference,
+        seconds=evidence.search_s,
+        interrupted=False,
+        inputs=plan.key.signature,
+        trains=plan.trains is not None,
+        plan=kept_plan(plan),
+        replayed=True,
+    )
+
+
+def kept_plan(plan: PlanRecord) -> KeptPlan:
+    """What results say of a plan."""
+    return KeptPlan(plan.id, plan.path, texts(plan.candidate), plan.key.objective)
+
+
+def candidate_results(trials: Sequence[Trial]) -> tuple[CandidateResult, ...]:
+    """Trials with their transforms as text."""
+    return tuple(
+        CandidateResult(
+            **{
+                **msgspec.structs.asdict(trial),
+                "status": msgspec.convert(trial.status, Status),
+                "transforms": texts(trial.transforms),
+            }
+        )
+        for trial in trials
+    )
+
+
+def gain(speedup: Speedup) -> Gain:
+    """A speedup as results show it."""
+    return Gain(**msgspec.structs.asdict(speedup))
+
+
+def texts(candidate: Candidate) -> tuple[str, ...]:
+    """The transforms of a candidate as text."""
+    return tuple(map(str, candidate))

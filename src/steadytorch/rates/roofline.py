@@ -17,65 +17,9 @@ from steadytorch.rates.device_rates import Rates
 from steadytorch.rates.launches import Launches, Operators, launches_of, operators_of
 from steadytorch.rates.operator_work import MATRIX, Work
 from steadytorch.rates.products import PRODUCTS, UNCOUNTED
+from steadytorch.results.explain import Line, Roofline
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.kernel_names import uses_tensor_cores
-
-
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one name; without a GPU, all calls of one operator.
-
-    Attributes:
-        name: name in the trace.
-        count: number of kernels or calls over all steps.
-        time_ns: their time over all steps; for operators, without nested calls.
-        share: share of the time of all lines.
-        known_ns: part of that time with known work; the fields below refer to this part.
-        bytes: minimum bytes moved; None if nothing is known, as all below.
-        flops: floating-point operations.
-        bytes_per_s: achieved bandwidth.
-        flops_per_s: achieved rate.
-        share_of_limit: minimum time at the measured rates over the time taken. Above 1, data came
-            from a cache. None also if a rate was not measured.
-        bound: "memory" or "compute", whichever takes longer at the measured rates.
-    """
-
-    name: str
-    count: int
-    time_ns: int
-    share: float
-    known_ns: int
-    bytes: int | None = None
-    flops: int | None = None
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-    share_of_limit: float | None = None
-    bound: str | None = None
-
-
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines by time, longest first, and the step. Times are ns per step.
-
-    Attributes:
-        lines: one line per name.
-        steps: number of steps.
-        busy_ns: time of all lines.
-        known_ns: the part with known work and measured rates.
-        least_ns: minimum time of that part at the measured rates.
-        step_ns: mean length of a step.
-        share_of_limit: `least_ns` over `known_ns`; None if nothing is known.
-        memory_share: share of the memory bandwidth over `known_ns`; None if nothing is known.
-        compute_share: share of the matrix rate over `known_ns`; None if nothing is known.
-    """
-
-    lines: tuple[Line, ...]
-    steps: int
-    busy_ns: int
-    known_ns: int
-    least_ns: int
-    step_ns: int = 0
-    share_of_limit: float | None = None
-    memory_share: float | None = None
-    compute_share: float | None = None
 
 
 class _Rows(NamedTuple):

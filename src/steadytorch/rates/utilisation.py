@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from steadytorch.ledger.ledger import Ledger
+from steadytorch.results.explain import Utilisation
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.intervals import Spans, covered_ns, crossings, union
 from steadytorch.traces.kernel_names import uses_tensor_cores
 from steadytorch.traces.steps import gpu_rows
-
-
-@dataclass(frozen=True)
-class Utilisation:
-    """Utilisation of one GPU over the steps, as PyTorch's TensorBoard plug-in defines it.
-
-    Attributes:
-        gpu_percent: share of the steps with a kernel running.
-        sm_efficiency_percent: the same, with each moment weighted by the SMs that the running
-            blocks can occupy, min(1, blocks per SM); None if missing from the trace.
-        achieved_occupancy_percent: time-weighted mean of the kernels' estimated occupancy, which
-            follows from launch shapes and is not measured; None if missing from the trace.
-        tensor_core_percent: share of kernel time in kernels whose names show tensor cores.
-    """
-
-    gpu_percent: float
-    sm_efficiency_percent: float | None
-    achieved_occupancy_percent: float | None
-    tensor_core_percent: float
 
 
 def utilisation(trace: Trace, ledger: Ledger) -> Utilisation | None:

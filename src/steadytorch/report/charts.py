@@ -1,4 +1,4 @@
-"""Small pictures of a series in text: a timeline and a histogram."""
+"""Small text charts of a series: a timeline and a histogram."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def timeline(samples_ns: Sequence[float], width: int = 60) -> str:
-    """One column per stretch of time: its median, between the smallest and the largest median.
+    """A bar per stretch of time, scaled between the smallest and the largest median.
 
     Args:
         samples_ns: in the order taken; at least one.
-        width: columns at the most.
+        width: most columns.
     """
     columns = [median(part) for part in _parts(samples_ns, width)]
     low, high = min(columns), max(columns)
@@ -25,17 +25,17 @@ def timeline(samples_ns: Sequence[float], width: int = 60) -> str:
 
 
 def timeline_scale(samples_ns: Sequence[float], width: int = 60) -> tuple[float, float]:
-    """What the lowest and the highest column of `timeline` stand for, in ns."""
+    """The values of the lowest and the highest bar of `timeline`, in ns."""
     columns = [median(part) for part in _parts(samples_ns, width)]
     return min(columns), max(columns)
 
 
 def histogram(samples_ns: Sequence[float], rows: int = 8, width: int = 40) -> list[str]:
-    """Rows of `from | bar | count`, over equal bins up to the 99th percentile, and the rest as one.
+    """Rows of `from | bar | count`: equal bins up to the 99th percentile, then one for the rest.
 
     Args:
         samples_ns: at least one.
-        rows: bins of equal width.
+        rows: number of equal bins.
         width: columns of the longest bar.
     """
     ordered = sorted(samples_ns)
@@ -59,7 +59,7 @@ def histogram(samples_ns: Sequence[float], rows: int = 8, width: int = 40) -> li
 
 
 def _label(nanoseconds: float) -> str:
-    """A time in ten columns: hours where seconds would take more."""
+    """A time in at most ten columns, in hours if seconds take more."""
     text = duration(nanoseconds)
     return text if len(text) <= 10 else f"{nanoseconds / 3.6e12:.1f} h"
 

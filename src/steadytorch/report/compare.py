@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.bench.sustained_runs import effect_of
 from steadytorch.report.text import duration, plain, print_indented
-
-if TYPE_CHECKING:
-    from steadytorch.bench.verdict import CompareResult
-    from steadytorch.report.pages.compare import CompareDocument
+from steadytorch.results.compare import CompareResult, effect_of
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 
 
-def sentence(result: CompareResult | CompareDocument) -> str:
-    """The verdict in one sentence that names what it rests on."""
+def sentence(result: CompareResult) -> str:
+    """The verdict in one sentence, with its interval."""
     effect, b = result.effect, plain(result.b.name)
     if effect.estimate is None:
         return "nothing was measured"
@@ -30,21 +25,21 @@ def sentence(result: CompareResult | CompareDocument) -> str:
     if effect.verdict == "tie":
         return f"a tie within 0.5 % ({interval})"
     if effect.verdict == "undecided":
-        mde = "" if effect.mde is None else f"; it would have shown {100 * effect.mde:.2f} %"
+        mde = "" if effect.mde is None else f"; detectable: {100 * effect.mde:.2f} %"
         return f"cannot tell ({interval}{mde})"
     return f"{b} is {effect.verdict} by {size} ({interval})"
 
 
-def basis(result: CompareResult | CompareDocument) -> str:
-    """What the verdict rests on."""
+def basis(result: CompareResult) -> str:
+    """The evidence of the verdict: pairs, processes and claim."""
     effect = result.effect
     pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
     several = "" if effect.processes == 1 else "es"
     return f"{pairs}{effect.processes} process{several} a side; claim: {effect.claim}"
 
 
-def alone(result: CompareResult | CompareDocument) -> str:
-    """What each side does by itself, where alternating with the other hides its clock."""
+def alone(result: CompareResult) -> str:
+    """The effect with each side run alone, where alternating sides share one clock."""
     clocks = []
     for letter in "ab":
         known = [d.sm_clock_mhz for d in result.dwells if d.side == letter and d.sm_clock_mhz]
@@ -52,13 +47,13 @@ def alone(result: CompareResult | CompareDocument) -> str:
     seconds = min(dwell.seconds for dwell in result.dwells)
     told = ", ".join(filter(None, clocks))
     return (
-        f"the power limit holds the clock: by themselves, {seconds:.0f} s at a time, B takes "
+        f"the power limit holds the clock: run alone for {seconds:.0f} s each, B takes "
         f"{100 * effect_of(result.dwells):+.2f} % time" + (f" ({told})" if told else "")
     )
 
 
 def render_compare(console: Console, result: CompareResult) -> None:
-    """Prints the verdict, both sides and what it rests on."""
+    """Prints the verdict, both sides and the evidence."""
     style = _STYLES.get(result.effect.verdict, "bold")
     console.print(Text(sentence(result), style))
     for letter, side in (("A", result.a), ("B", result.b)):
@@ -72,7 +67,7 @@ def render_compare(console: Console, result: CompareResult) -> None:
 
 
 def markdown(result: CompareResult, gate: str | None) -> str:
-    """The same as a Markdown section, for the summary page of a CI run."""
+    """The comparison as a Markdown section, for the summary page of a CI run."""
     lines = [
         f"### {_prose(sentence(result))}",
         "",
@@ -93,5 +88,5 @@ def markdown(result: CompareResult, gate: str | None) -> str:
 
 
 def _prose(text: str) -> str:
-    """The text without a character that Markdown, or HTML in it, would act on."""
+    """The text with every character of Markdown and HTML syntax escaped."""
     return re.sub(r"[\\`*_{}\[\]<>#|~!$&@]|:(?=//)", r"\\\g<0>", plain(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,24 +10,20 @@ from rich.table import Table
 
 from steadytorch.quantities import size
 from steadytorch.report.text import plain, seconds, share
-
-if TYPE_CHECKING:
-    from steadytorch.conv.timing import Measured
-    from steadytorch.report.pages.conv import ConvDocument, Convolution, Engine, Omitted
-    from steadytorch.tune.conv import ConvReport, Layer, LeftOut
+from steadytorch.results.conv import ConvReport, Layer, LeftOut, Measured
 
 _US = 1e-3
 _CONVOLUTIONS = "distinct convolutions"
 _PASSES = " pass: forward (fprop), gradient by the input (dgrad) or by the weight (wgrad)."
 _BITS = {True: "=", False: "~", None: "?"}
-"""Marks of engines that are deterministic, that are not, and of which it is not known."""
+"""Marks of engines: deterministic, not deterministic, unknown."""
 ENGINE_HEADINGS = ("us", "spread", "runs", "workspace", "error", "notes")
 
 
 def render_conv(console: Console, workload: str, report: ConvReport) -> None:
-    """The table of distinct convolutions, in the order of the network.
+    """Prints the table of distinct convolutions, in the order of the network.
 
-    Of a training step it has a row for each pass of each. Below it stands what has no row.
+    A training step has a row for each pass. Convolutions without a row follow the table.
     """
     console.print(f"{plain(workload)}: {headline(report)}")
     if report.layers:
@@ -39,17 +34,17 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
         _render_legend(console, report)
 
 
-def headline(report: ConvReport | ConvDocument) -> str:
-    """What the rows of the table are, and how many there are."""
+def headline(report: ConvReport) -> str:
+    """The number of rows, and what they are."""
     rows = (
         "passes of distinct convolutions in a training step" if _trains(report) else _CONVOLUTIONS
     )
     return f"{len(report.layers)} {rows}"
 
 
-def left_out_told(left: LeftOut | Omitted) -> str:
-    """Convolutions that have no row, and why."""
-    return f"Left out, run by PyTorch: {_names(left)} ({len(left.names)}): {plain(left.reason)}"
+def left_out_told(left: LeftOut) -> str:
+    """Convolutions without a row, and the reason."""
+    return f"Left to PyTorch: {_names(left)} ({len(left.names)}): {plain(left.reason)}"
 
 
 def _render_rows(console: Console, report: ConvReport) -> None:
@@ -65,8 +60,8 @@ def _render_rows(console: Console, report: ConvReport) -> None:
         console.print(f"    {plain(engine_of(layer))}", style="dim", soft_wrap=True)
 
 
-def headings(report: ConvReport | ConvDocument) -> list[str]:
-    """Of the columns of `rows`."""
+def headings(report: ConvReport) -> list[str]:
+    """The headings of `rows`."""
     named = ["#", "pass"] if _trains(report) else ["#"]
     figures = [
         "n",
@@ -83,7 +78,7 @@ def headings(report: ConvReport | ConvDocument) -> list[str]:
     return [*named, *figures, ""]
 
 
-def rows(report: ConvReport | ConvDocument) -> list[tuple[str, ...]]:
+def rows(report: ConvReport) -> list[tuple[str, ...]]:
     """A row per convolution, or per pass of one, in the order of the network."""
     total_ns = sum(_total_ns(layer) for layer in report.layers)
     made = []
@@ -93,40 +88,40 @@ def rows(report: ConvReport | ConvDocument) -> list[tuple[str, ...]]:
     return made
 
 
-def engine_of(layer: Layer | Convolution) -> str:
-    """What runs it."""
+def engine_of(layer: Layer) -> str:
+    """The engine of a layer, in words."""
     return "not measured" if layer.outcome is None else layer.outcome.choice
 
 
 def _render_legend(console: Console, report: ConvReport) -> None:
-    """The sums, and what the columns mean."""
+    """Prints the sums and the legend."""
     for line in sums(report):
         console.print(line)
     console.print(legend(report), style="dim")
 
 
-def legend(report: ConvReport | ConvDocument) -> str:
-    """What the columns of `rows` mean."""
-    cache = "flushed before each run, since the network overflows it" if report.cold else "warm"
+def legend(report: ConvReport) -> str:
+    """The legend of `rows`."""
+    cache = "flushed before each run, as the network overflows it" if report.cold else "warm"
     return (
-        "n: how often; us: one, with what is fused into it; default and bench: the same by "
-        "PyTorch, without and with its benchmark mode, the rest in kernels of its own. limit: the "
-        "least time that the measured rates allow over the time; memory: workspace. Last: = the "
-        "same bits from run to run, by cuDNN's notes and two runs; ~ not so; ? not known. L2 cache "
+        "n: occurrences. us: time of one, with the fused epilogue. default, bench: the same in "
+        "PyTorch, without and with benchmark mode, the epilogue in separate kernels. limit: least "
+        "time at the measured rates over the time. memory: workspace. Last column: = same bits on "
+        "every run, by cuDNN's notes and two runs; ~ not the same; ? unknown. L2 cache "
         f"{cache}.{_PASSES if _trains(report) else ''}"
     )
 
 
-def _trains(report: ConvReport | ConvDocument) -> bool:
+def _trains(report: ConvReport) -> bool:
     return len(report.passes) > 1
 
 
-def sums(report: ConvReport | ConvDocument) -> list[str]:
-    """What all convolutions that were measured take, of a training step by passes as well."""
+def sums(report: ConvReport) -> list[str]:
+    """The total time of all measured convolutions; of a training step, by pass too."""
     if not (any(map(_total_ns, report.layers)) and any(map(_default_ns, report.layers))):
         return []
 
-    def told(of: Callable[[Layer | Convolution], float | None]) -> str:
+    def told(of: Callable[[Layer], float | None]) -> str:
         each = dict.fromkeys(report.passes, 0.0)
         for layer in report.layers:
             each[layer.operation] += len(layer.names) * (of(layer) or 0.0) * _US
@@ -134,13 +129,13 @@ def sums(report: ConvReport | ConvDocument) -> list[str]:
         return f"{sum(each.values()):.0f} us{f' ({parts})' if len(each) > 1 else ''}"
 
     return [
-        f"All together {told(_chosen_ns)} by the chosen engines, {told(_default_ns)} by PyTorch's "
-        f"default. Chosen in {seconds(report.seconds)}."
+        f"Total: {told(_chosen_ns)} with the chosen engines, {told(_default_ns)} with PyTorch's "
+        f"default. Choosing took {seconds(report.seconds)}."
     ]
 
 
 def render_layer(console: Console, layer: Layer) -> None:
-    """All engines of one convolution: the field, fastest first, then those excluded and why."""
+    """Prints all engines of one convolution: fastest first, then the excluded ones with reasons."""
     console.print(plain(layer.problem), f"({len(layer.names)} times: {_names(layer)})")
     if layer.outcome is None:
         console.print(f"Not measured: {plain(layer.reason or 'the time ran out before')}.")
@@ -156,12 +151,10 @@ def render_layer(console: Console, layer: Layer) -> None:
         mark = " *" if engine.choice == layer.outcome.choice else ""
         table.add_row(plain(engine.choice) + mark, *engine_row(engine))
     console.print(table)
-    console.print("* chosen. spread: half the distance between the quartiles.", style="dim")
+    console.print("* chosen. spread: half the interquartile range.", style="dim")
 
 
-def _row(
-    layer: Layer | Convolution, report: ConvReport | ConvDocument, total_ns: float
-) -> tuple[str, ...]:
+def _row(layer: Layer, report: ConvReport, total_ns: float) -> tuple[str, ...]:
     outcome, times = layer.outcome, str(len(layer.names))
     if outcome is None or not outcome.chosen_ns:
         return (times, *[""] * 10)
@@ -183,8 +176,8 @@ def _row(
     )
 
 
-def engine_row(engine: Measured | Engine) -> tuple[str, ...]:
-    """An engine's figures, under `ENGINE_HEADINGS`."""
+def engine_row(engine: Measured) -> tuple[str, ...]:
+    """An engine's figures, in the order of `ENGINE_HEADINGS`."""
     said = [engine.excluded] if engine.excluded else []
     return (
         _microseconds(engine.median_ns),
@@ -196,19 +189,19 @@ def engine_row(engine: Measured | Engine) -> tuple[str, ...]:
     )
 
 
-def _total_ns(layer: Layer | Convolution) -> float:
+def _total_ns(layer: Layer) -> float:
     return len(layer.names) * (_chosen_ns(layer) or 0.0)
 
 
-def _chosen_ns(layer: Layer | Convolution) -> float | None:
+def _chosen_ns(layer: Layer) -> float | None:
     return None if layer.outcome is None else layer.outcome.chosen_ns
 
 
-def _default_ns(layer: Layer | Convolution) -> float | None:
+def _default_ns(layer: Layer) -> float | None:
     return None if layer.outcome is None else layer.outcome.default_ns
 
 
-def _names(layer: Layer | LeftOut | Omitted) -> str:
+def _names(layer: Layer | LeftOut) -> str:
     shown = ", ".join(map(plain, layer.names[:3]))
     return f"{shown}, ..." if len(layer.names) > 3 else shown
 
@@ -222,5 +215,5 @@ def _bytes(count: int | None) -> str:
 
 
 def _table(between: int = 1) -> Table:
-    """An empty table with so many spaces between columns, beside the one of its rules."""
+    """An empty table with so many extra spaces between columns."""
     return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, between, 0, 0))

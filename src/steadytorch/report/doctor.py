@@ -1,34 +1,33 @@
-"""The check-up of a machine as calm text for a terminal of 80 columns."""
+"""The check-up of a machine in a terminal of 80 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.observe import NOT_ON_CPU
-from steadytorch.device.probes import Observation
-from steadytorch.device.telemetry import Snapshot
-from steadytorch.measure.noise import NoiseFloor
 from steadytorch.report.text import plain
-
-if TYPE_CHECKING:
-    from steadytorch.doctor import CheckUp
-    from steadytorch.report.pages.doctor import DoctorDocument, SwitchState
-    from steadytorch.runtime.switch import Switch
+from steadytorch.results.machine import (
+    CheckUp,
+    DeviceFacts,
+    NoiseFloor,
+    Observation,
+    Snapshot,
+    Switch,
+)
 
 _WIDTH = 80
 _LABEL_WIDTH = 22
 _UNKNOWN = "unknown"
 
-# What is missing of it is said in its place.
+# A missing version shows its reason in its place.
 _SOFTWARE = ("torch", "cuda", "cudnn", "triton", "driver", "python")
-# Field of the facts or of the snapshot to what a reader calls it.
+# Field of the facts or of the snapshot to its label.
 _LABELS = {
     "name": "device name",
     "compute_capability": "compute capability",
@@ -62,14 +61,14 @@ _LABELS = {
 }
 
 Rows = list[tuple[str, str]]
-# What is hidden, why, and each remedy.
+# Names of what is hidden, the reason, and the remedies.
 Hidden = tuple[list[str], str, list[str]]
 HIDDEN = "Cannot be observed here, and what to do"
-"""What a list of it is headed by."""
+"""The heading of the list of hidden things."""
 
 
 class Section(NamedTuple):
-    """A part of what is known: labels with their values, and sentences below them."""
+    """A section of the check-up: labels with values, then sentences."""
 
     title: str
     rows: Rows
@@ -80,19 +79,19 @@ def render_doctor(
     console: Console,
     found: CheckUp,
 ) -> None:
-    """Prints the machine, its software, its present state, and what is hidden and why.
+    """Prints the machine, its software, its state, and what is hidden and why.
 
     Args:
-        console: where to print; no more than 80 columns of it are used.
-        found: what is told.
+        console: where to print; output uses at most 80 columns.
+        found: the check-up.
     """
     for section in sections(found):
         _section(console, *section)
     _hidden_section(console, HIDDEN, hidden(found))
 
 
-def sections(found: CheckUp | DoctorDocument) -> list[Section]:
-    """All that is known of the machine."""
+def sections(found: CheckUp) -> list[Section]:
+    """The sections of known facts."""
     noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
     title = "cuDNN's benchmark mode in a new process"
@@ -105,8 +104,8 @@ def sections(found: CheckUp | DoctorDocument) -> list[Section]:
     ]
 
 
-def hidden(found: CheckUp | DoctorDocument) -> list[Hidden]:
-    """What is not known of it."""
+def hidden(found: CheckUp) -> list[Hidden]:
+    """The unknown facts, grouped by reason."""
     unknown = found.environment.unknown.items()
     fields = {field: why for field, why in unknown if field not in _SOFTWARE}
     return _hidden({**fields, **found.state.unknown}, found.observability)
@@ -144,7 +143,7 @@ def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
 
 
 def machine(facts: DeviceFacts) -> Rows:
-    """What there is to run on."""
+    """The hardware."""
     rows: Rows = []
     if facts.device == "cuda":
         slice_unknown = "mig_profile" in facts.unknown
@@ -168,7 +167,7 @@ def machine(facts: DeviceFacts) -> Rows:
 
 
 def software(facts: DeviceFacts) -> Rows:
-    """The versions that results depend on."""
+    """The software versions that affect results."""
     return [
         (_LABELS[field], getattr(facts, field) or facts.unknown.get(field, _UNKNOWN))
         for field in _SOFTWARE
@@ -196,8 +195,8 @@ def _state(now: Snapshot) -> Rows:
     ]
 
 
-def _switch(switch: Switch | SwitchState) -> tuple[Rows, tuple[str, ...]]:
-    """Where the switch stands, and what to know of it."""
+def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
+    """The state of benchmark mode, and its pitfalls."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())
     rows = [
@@ -209,7 +208,7 @@ def _switch(switch: Switch | SwitchState) -> tuple[Rows, tuple[str, ...]]:
     ]
     if not switch.traps:
         return rows, ()
-    head = "It is on:" if switch.benchmark else "Before it is switched on:"
+    head = "It is on:" if switch.benchmark else "Before you switch it on:"
     return rows, (head, *(f"- {trap}" for trap in switch.traps))
 
 
@@ -222,7 +221,7 @@ def _tried(limit: int | None) -> str:
 
 
 def _hidden(unknown: Mapping[str, str], observations: Iterable[Observation]) -> list[Hidden]:
-    """What cannot be observed, gathered by reason in the order met."""
+    """Groups what cannot be observed by reason, in the order met."""
     names: dict[str, dict[str, None]] = {}
     remedies: dict[str, dict[str, None]] = {}
     for observation in observations:

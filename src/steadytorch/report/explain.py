@@ -1,4 +1,4 @@
-"""An explanation in the terminal: a verdict, where a step goes, findings, and what is not known."""
+"""An explanation in the terminal: verdict, slices of a step, findings, caveats."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.explain.result import Explanation
-from steadytorch.findings.finding import NO_GPU_EVENTS, Abstention, Finding
+from steadytorch.findings.finding import NO_GPU_EVENTS
 from steadytorch.quantities import counted
 from steadytorch.rates.regime import REGIMES
-from steadytorch.rates.roofline import Line, Roofline
 from steadytorch.report.ledger import in_words, render_ledger
 from steadytorch.report.text import duration, percent_above, plain, print_indented, share
+from steadytorch.results.explain import Abstention, Explanation, Finding, Line, Roofline
 from steadytorch.traces.kernel_names import short
 
 MOST_FINDINGS = 5
 MOST_KERNELS = 5
 _MOST_SLOW = 2
+_BRIEF_SLICES = 3
+_BRIEF_FINDINGS = 2
 _DISTORTED = 1.1
-"""From here on, shares of profiled steps may mislead, and it is said in colour."""
+"""Print a warning if profiling slowed the steps by this factor or more."""
 
 
 def render_explain(
@@ -29,10 +30,10 @@ def render_explain(
     """Prints the explanation; every line fits the console.
 
     Args:
-        console: where to.
+        console: where to print.
         name: of the workload or the trace file.
-        result: what was found.
-        everything: all findings with all their evidence, and why rules could not tell.
+        result: the explanation.
+        everything: whether to print all findings with all evidence, and why rules abstained.
     """
     _headline(console, name, result)
     if result.steps:
@@ -46,19 +47,48 @@ def render_explain(
         _say(console, f"ended early: {plain(result.failed)}", "yellow")
 
 
+def render_brief(console: Console, name: str, result: Explanation) -> None:
+    """Prints the verdict, the largest slices and the first findings, in at most 19 lines.
+
+    Args:
+        console: where to print.
+        name: of the workload.
+        result: the explanation.
+    """
+    print_indented(console, _verdict(name, result), 0, 2)
+    for line in list(times(result))[:1]:
+        print_indented(console, Text(line), 2, 1)
+    if result.steps:
+        render_ledger(console, result, _BRIEF_SLICES)
+    shown = [each for each in result.findings if not each.information][:_BRIEF_FINDINGS]
+    if shown:
+        console.print()
+        console.print(Text("Findings, by recoverable time", "bold"))
+    for number, finding in enumerate(shown, 1):
+        title = Text(f"{number}. {plain(finding.title)}", "bold yellow")
+        print_indented(console, title, 2, 1)
+        print_indented(console, Text(plain(f"fix: {finding.fix}")), 4, 2)
+    if result.failed is not None:
+        print_indented(console, Text(f"ended early: {plain(result.failed)}", "yellow"), 0, 1)
+
+
 # -- the headline -------------------------------------------------------------------------------
 
 
 def _headline(console: Console, name: str, result: Explanation) -> None:
-    regime = (plain(result.regime), "bold")
-    what = f", {REGIMES[result.regime]}" if result.regime in REGIMES else ""
-    print_indented(console, Text.assemble((plain(name), "bold"), ": ", regime, what), 0)
+    print_indented(console, _verdict(name, result), 0)
     for line in times(result):
         print_indented(console, Text(line))
 
 
+def _verdict(name: str, result: Explanation) -> Text:
+    what = f", {REGIMES[result.regime]}" if result.regime in REGIMES else ""
+    regime = (plain(result.regime), "bold")
+    return Text.assemble((plain(name), "bold"), ": ", regime, what)
+
+
 def times(result: Explanation) -> Iterator[str]:
-    """How long a step takes, without the profiler and with it."""
+    """Time of a step, without and with the profiler."""
     if result.measured is not None:
         period = result.measured
         steadiness = "steady" if period.steady else f"not steady: {plain(period.why_unsteady)}"
@@ -77,10 +107,10 @@ def _profiled(result: Explanation) -> str:
         f"a step, mean of {count} profiled" if count > 1 else "in the one profiled step"
     )
     if not result.marked:
-        text = f"{duration(result.step_ns)} in all, no step is marked"
+        text = f"{duration(result.step_ns)} in total; the trace marks no steps"
     elif result.measured is not None:
         times = result.step_ns / result.measured.median_ns
-        text += f", {times:.2f} times as long as without the profiler"
+        text += f", {times:.2f}x the time without the profiler"
     if result.gpu is not None:
         text += f"; GPU busy {share(result.gpu.busy_ns, result.gpu.total_ns)}"
     return text
@@ -94,10 +124,10 @@ def _findings(console: Console, result: Explanation, everything: bool) -> None:
     console.print()
     if not shown:
         console.print(Text("No findings", "bold"))
-        asked = "every rule could tell" if not result.abstained else "some rules could not tell"
-        print_indented(console, Text(f"nothing was found that could be mended; {asked}"))
+        asked = "some rules lacked data" if result.abstained else "every rule had its data"
+        print_indented(console, Text(asked))
         return
-    console.print(Text("Findings, by time that could be recovered", "bold"))
+    console.print(Text("Findings, by recoverable time", "bold"))
     for number, finding in enumerate(shown, 1):
         _finding(console, number, finding, result, everything)
     left = len(result.findings) - len(shown)
@@ -117,25 +147,25 @@ def _finding(
         named = f" Transforms: {', '.join(finding.transforms)}." if finding.transforms else ""
         lines.append(f"fix: {finding.fix}{named}")
     if everything:
-        lines += [f"check: {finding.check}", f"a false alarm if: {finding.false_alarm}"]
+        lines += [f"check: {finding.check}", f"false alarm if: {finding.false_alarm}"]
     for line in lines:
         if line:
             print_indented(console, Text(plain(line)), 4)
 
 
 def recoverable(finding: Finding, result: Explanation) -> str:
-    """What a finding would bring back, as a range, and how sure that is."""
+    """The recoverable time of a finding, with its confidence."""
     low, high = finding.recoverable_ns
     parts = []
     if high > 0:
         amount = f"up to {duration(high)}" if low <= 0 else f"{duration(low)} to {duration(high)}"
-        # Of what was measured without the profiler, steps may have been longer than the profiled.
+        # Unprofiled steps may be longer than the profiled ones.
         part = f" ({share(high, result.step_ns)})" if high <= result.step_ns else ""
         parts.append(f"recoverable: {amount} a step{part}")
     if finding.variance_share is not None:
         parts.append(f"{100 * finding.variance_share:.0f} % of the variance")
     if finding.information:
-        parts.append("for information, nothing to mend")
+        parts.append("for information")
     parts.append(f"confidence: {finding.confidence}")
     return "; ".join(parts)
 
@@ -158,16 +188,16 @@ def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
 
 
 def least(lines: Roofline) -> str:
-    """How long the work whose limits are known would take at these limits."""
+    """Time of the work with known limits, if it ran at these limits."""
     if lines.least_ns > lines.known_ns:
         return (
-            "faster than the measured limits allow: data came from caches, or the machine was busy "
-            "when its limits were measured"
+            "faster than the measured limits: data came from caches, or the machine was busy while "
+            "its limits were measured"
         )
     known = share(lines.known_ns, lines.busy_ns)
     return (
-        f"at this device's limits {known} of this work would take {duration(lines.least_ns)}; it "
-        f"takes {duration(lines.known_ns)}"
+        f"{known} of this work takes {duration(lines.known_ns)}; at this device's limits it would "
+        f"take {duration(lines.least_ns)}"
     )
 
 
@@ -193,7 +223,7 @@ def _variability(console: Console, result: Explanation) -> None:
 
 
 def variation(result: Explanation) -> Iterator[str]:
-    """How much the steps vary and what makes them, a line each."""
+    """The variability of the steps and its causes, a line each."""
     if result.measured is not None:
         varies = result.measured.variability
         outliers = len(result.measured.outliers)
@@ -204,13 +234,13 @@ def variation(result: Explanation) -> Iterator[str]:
     if result.variance_shares:
         ranked = sorted(result.variance_shares.items(), key=lambda item: -abs(item[1]))
         parts = [f"{in_words(k)} {_whole(v)}" for k, v in ranked[:4] if abs(v) >= 0.01]
-        yield f"of the variance of the profiled steps: {', '.join(parts)}"
+        yield f"variance of the profiled steps: {', '.join(parts)}"
     elif result.why_no_variance_shares:
-        yield f"no shares of the variance: {result.why_no_variance_shares}"
+        yield f"variance not split: {result.why_no_variance_shares}"
     split = result.kernel_variance
     if split is not None and max(split.same_kernels_slower, split.more_kernels) >= 0.05:
         slower, more = _whole(split.same_kernels_slower), _whole(split.more_kernels)
-        yield f"kernels: the same ones slower {slower}, more of them {more}"
+        yield f"kernels: {slower} from slower kernels, {more} from more kernels"
     for slow in result.slowest[:_MOST_SLOW]:
         what = f": {in_words(slow.what[0])}" if slow.what else ""
         yield f"{slow.name} took {duration(slow.over_median_ns)} more than the median{what}"
@@ -237,7 +267,7 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
 
 
 def doubts(result: Explanation) -> Iterator[str]:
-    """Why figures may mislead, a line each."""
+    """Warnings about the figures, a line each."""
     if result.distortion is not None and result.distortion >= _DISTORTED:
         yield _distorted(result.distortion, result.gpu is not None)
     if result.distortion is not None and result.distortion * _DISTORTED <= 1:
@@ -246,10 +276,10 @@ def doubts(result: Explanation) -> Iterator[str]:
 
 
 def _untold(abstained: Sequence[Abstention]) -> str:
-    """Which rules could not tell, in a line; those that a run without a GPU leaves out as one."""
+    """The rules that lacked data, in a line; rules about a GPU count as one entry."""
     others = [a.rule for a in abstained if not a.why.startswith(NO_GPU_EVENTS)]
     left_out = len(abstained) - len(others)
-    named = [*others, f"{left_out} that are about a GPU"] if left_out else others
+    named = [*others, f"{left_out} about a GPU"] if left_out else others
     return f"Could not tell ({len(abstained)}, --all says why): {', '.join(named)}"
 
 
@@ -270,7 +300,7 @@ def _short(times: float) -> str:
 
 
 def by_reason(abstained: Sequence[Abstention]) -> dict[tuple[str, str], list[str]]:
-    """What is missing, and how to capture it, to the rules that could not tell for it."""
+    """Missing data, with how to capture them, to the rules that lacked them."""
     found: dict[tuple[str, str], list[str]] = {}
     for abstention in abstained:
         found.setdefault((abstention.why, abstention.recapture), []).append(abstention.rule)

@@ -1,4 +1,4 @@
-"""A saved result as one HTML page that needs nothing else: no network, no file beside it."""
+"""A saved result as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from steadytorch.report.text import plain
 if TYPE_CHECKING:
     import jinja2
 
+    from steadytorch.results.saved import Saved
+
 _ABSENT = "-"
 _LONGEST = 100_000
-"""Characters of one text: the longest list of layers that a network has is shorter."""
+"""Most characters of one text; longer than any network's list of layers."""
 
 
 def report(result: str | Path, output: str | Path | None = None) -> Path:
-    """Writes a saved result as an HTML page to read, to print and to pass on.
+    """Writes a saved result as an HTML page to read, print and share.
 
-    The page holds all that it needs, fetches nothing and makes sense without JavaScript. Its
-    figures are those of the file.
+    The page is complete, fetches nothing and works without JavaScript.
 
     Args:
-        result: what `--json` of measure, explain, tune, compare, conv or doctor wrote; at most
-            256 MiB.
-        output: the page; None for the result's name with the ending `.html`, beside it. What is
-            there already is replaced.
+        result: a file that `--json` of measure, explain, tune, compare, conv or doctor wrote; at
+            most 256 MiB.
+        output: the page, which is overwritten; None for the result's name with the ending `.html`.
 
     Returns:
-        Where the page is.
+        The path of the page.
 
     Raises:
-        UsageError: the result cannot be read or is none, or the page cannot be written.
+        UsageError: the result is unreadable or not a saved result, or the page is not writable.
     """
-    from steadytorch.bench.saved import content_of
+    from steadytorch.results.saved import content_of
 
     source = Path(result)
     content = content_of(source)
@@ -50,32 +50,32 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
 
 
 def page(source: Path, content: bytes) -> str:
-    """The page of a result.
+    """The page of a result, as HTML.
 
     Args:
-        source: the file that it came from, for messages.
-        content: of that file.
+        source: the source file, for messages.
+        content: content of that file.
 
     Raises:
-        UsageError: it is no result, or holds what no result can.
+        UsageError: the content is not a result, or its figures contradict each other.
     """
     import numpy as np
 
-    from steadytorch.bench.saved import decoded, kind_of
     from steadytorch.report import pages
     from steadytorch.report.plots import shortened
+    from steadytorch.results.saved import decode, kind_of
 
     kind = kind_of(source, content)
-    found = pages.KINDS.get(kind)
-    if found is None:
+    contents = pages.KINDS.get(kind)
+    if contents is None:
         known = ", ".join(pages.KINDS)
         raise UsageError(
-            f"{plain(source)} holds a {shortened(kind, 40)!r} result, and pages are made of {known}"
+            f"{plain(source)} holds a {shortened(kind, 40)!r} result; pages exist for {known}"
         )
-    document = decoded(source, content, found.document)
+    saved = decode(source, content, kind)
     try:
         with np.errstate(all="raise"):
-            return _rendered(kind, document, found.contents(document))
+            return _rendered(saved, contents(saved))
     # Well-formed fields may still contradict each other: a median of zero, indices beyond the end.
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
         raise UsageError(
@@ -83,7 +83,7 @@ def page(source: Path, content: bytes) -> str:
         ) from error
 
 
-def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
+def _rendered(saved: Saved, contents: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     from steadytorch.report.doctor import machine, software
@@ -91,12 +91,13 @@ def _rendered(kind: str, document: Any, contents: dict[str, Any]) -> str:
 
     pictured = any(isinstance(each, Plot) for each in contents.values())
     scripts = (get_plotlyjs(), _source("draw.js")) if pictured else ()
-    template = _templates().get_template(f"{kind}.html")
+    template = _templates().get_template(f"{saved.kind}.html")
     return template.render(
-        kind=kind,
-        document=document,
-        machine=machine(document.environment),
-        software=software(document.environment),
+        kind=saved.kind,
+        document=saved.result,
+        created=saved.head.created,
+        machine=machine(saved.head.environment),
+        software=software(saved.head.environment),
         scripts=scripts,
         hashes=[_hash(script) for script in scripts],
         style=_source("page.css"),
@@ -112,7 +113,7 @@ def _templates() -> jinja2.Environment:
     from steadytorch.report.plots import embedded
 
     def shown(value: Any) -> Any:
-        """What any expression of a template becomes, before it is escaped."""
+        """The text of a template expression, before escaping."""
         if isinstance(value, Markup):
             return value
         text = _ABSENT if value is None else str(value)
@@ -145,7 +146,7 @@ def _hash(script: str) -> str:
 
 
 def _check(source: Path, target: Path) -> None:
-    """Refuses a target that cannot be written before the work is done."""
+    """Refuses an unwritable target before the work starts."""
     name = plain(target)
     try:
         if target.exists() and target.samefile(source):
@@ -167,7 +168,7 @@ def _write(target: Path, text: str) -> None:
     from steadytorch.plan.files import write_whole
 
     try:
-        # A link stays one: the file that it leads to is replaced, for the same readers.
+        # Replace the target of a link, and keep its permissions.
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
         write_whole(target.resolve(), text.encode(), mode=mode)
     except (OSError, ValueError) as error:

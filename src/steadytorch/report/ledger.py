@@ -1,4 +1,4 @@
-"""Where a step goes, in the terminal: a bar of all slices and its legend."""
+"""The slices of a step in the terminal: a bar and its legend."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.explain.result import Explanation
 from steadytorch.report.text import duration, plain, print_indented, share
+from steadytorch.results.explain import Explanation
 
 _MOST_SLICES = 8
 _LEAST_SHARE = 0.005
-"""Smaller slices are added up in the bar and its legend."""
+"""The bar adds up smaller slices."""
 _FILLS = "█▓▒░#=+:-"
 _COLOURS = ("blue", "cyan", "magenta", "green", "red", "yellow", "bright_blue", "white", "dim")
 _NAMES = {
@@ -45,9 +45,15 @@ _NAMES = {
 _SLICE = re.compile(r"\b(?:gpu|idle|cpu)_[a-z_]+\b")
 
 
-def render_ledger(console: Console, result: Explanation) -> None:
-    """Prints the bar over the width of the console, and a line for each slice."""
-    slices, total = shown_slices(result), result.step_ns
+def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICES) -> None:
+    """Prints a bar over the width of the console, and a line for each slice.
+
+    Args:
+        console: where to print.
+        result: the explanation.
+        most: slices with a line of their own; the others are added up.
+    """
+    slices, total = shown_slices(result, most), result.step_ns
     console.print()
     console.print(Text("Where a step goes", "bold"))
     bar = Text()
@@ -62,10 +68,10 @@ def render_ledger(console: Console, result: Explanation) -> None:
         print_indented(console, line)
 
 
-def shown_slices(result: Explanation) -> list[tuple[str, float]]:
-    """Label and mean time of the slices worth a line, the others added up at the end, in ns."""
+def shown_slices(result: Explanation, most: int = _MOST_SLICES) -> list[tuple[str, float]]:
+    """Label and mean time in ns of the largest slices, with the sum of the others at the end."""
     means = {name: value for name, value in result.mean_slices_ns().items() if value > 0}
-    ranked = sorted(means, key=lambda name: -means[name])[:_MOST_SLICES]
+    ranked = sorted(means, key=lambda name: -means[name])[:most]
     large = {name for name in ranked if means[name] >= _LEAST_SHARE * result.step_ns}
     small = [name for name in means if name not in large]
     if len(small) == 1:
@@ -77,12 +83,12 @@ def shown_slices(result: Explanation) -> list[tuple[str, float]]:
 
 
 def slice_label(name: str) -> str:
-    """What a reader knows a slice as."""
+    """The name of a slice for people."""
     return _NAMES.get(name, plain(name))
 
 
 def _columns(times: list[float], width: int) -> list[int]:
-    """Columns for each, in proportion, adding up to `width`; the largest remainders round up."""
+    """Splits `width` columns in proportion to the times, by largest remainder."""
     total = sum(times) or 1.0
     exact = [value / total * width for value in times]
     whole = [int(value) for value in exact]
@@ -93,5 +99,5 @@ def _columns(times: list[float], width: int) -> list[int]:
 
 
 def in_words(text: str) -> str:
-    """The text with names of slices as a reader knows them from the legend."""
+    """The text with slice names as in the legend."""
     return _SLICE.sub(lambda found: _NAMES.get(found[0], found[0]), text)

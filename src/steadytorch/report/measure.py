@@ -1,14 +1,12 @@
-"""A measurement in the terminal: a headline, two small pictures, and what stood out."""
+"""A measurement in the terminal: a headline, two small charts, and details."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, overload
 
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.sampler import CLOCKS_AGREE
 from steadytorch.quantities import counted, size
 from steadytorch.report.charts import histogram, timeline, timeline_scale
@@ -20,18 +18,18 @@ from steadytorch.report.text import (
     seconds,
     unit_of,
 )
-
-if TYPE_CHECKING:
-    from steadytorch.bench.measure import MeasureResult, ProcessMeasurement
-    from steadytorch.report.pages.measure import MeasureDocument, Process
+from steadytorch.results.measure import Measurement, MeasureResult, ProcessMeasurement
 
 _WIDTH = 60
+_TOO_FEW = "too few samples"
 
 
-def headline(result: MeasureResult | MeasureDocument) -> str:
-    """All in one line, such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
-    shown = representative(result).period
-    parts = [_median(result), "steady" if shown.steady else f"not steady: {shown.why_unsteady}"]
+def headline(result: MeasureResult) -> str:
+    """One line such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
+    shown = result.representative.period
+    parts = [_median(result)]
+    if not _too_few(result):
+        parts.append("steady" if shown.steady else f"not steady: {shown.why_unsteady}")
     if shown.p99_ns is not None:
         parts.append(f"p99 {percent_above(shown.p99_ns, shown.median_ns)}")
     else:
@@ -40,21 +38,7 @@ def headline(result: MeasureResult | MeasureDocument) -> str:
     return "; ".join(parts)
 
 
-@overload
-def representative(result: MeasureResult) -> ProcessMeasurement: ...
-
-
-@overload
-def representative(result: MeasureDocument) -> Process: ...
-
-
-def representative(result: MeasureResult | MeasureDocument) -> ProcessMeasurement | Process:
-    """The replicate whose median is the middle one."""
-    ranked = sorted(result.replicates, key=lambda process: process.period.median_ns)
-    return ranked[(len(ranked) - 1) // 2]
-
-
-def _median(result: MeasureResult | MeasureDocument) -> str:
+def _median(result: MeasureResult) -> str:
     name, size_ns = unit_of(result.median_ns)
 
     def figure(value: float) -> str:
@@ -64,16 +48,23 @@ def _median(result: MeasureResult | MeasureDocument) -> str:
     if result.median_ci_ns is None:
         why = _why(result)
         # The next part of the headline says why it is not steady.
-        told = why is None or why == representative(result).period.why_unsteady
+        told = why is None or why == result.representative.period.why_unsteady
         return f"{text}, no interval" + ("" if told else f": {why}")
     low, high = map(figure, result.median_ci_ns)
     return f"{text}, 95 % within {low} to {high}"
 
 
-def _why(result: MeasureResult | MeasureDocument) -> str | None:
+def _too_few(result: MeasureResult) -> bool:
+    """Whether too few samples are the reason for the missing interval and for "not steady"."""
+    unsteady = result.representative.period.why_unsteady or ""
+    missing = result.median_ci_ns is None and (_why(result) or "")
+    return bool(missing) and all(why.startswith(_TOO_FEW) for why in (missing, unsteady))
+
+
+def _why(result: MeasureResult) -> str | None:
     if len(result.replicates) > 1:
-        return "3 processes are needed for one over processes"
-    return representative(result).period.why_no_ci
+        return "an interval over processes needs three of them"
+    return result.representative.period.why_no_ci
 
 
 def _outliers(measured: Measurement) -> str:
@@ -86,14 +77,14 @@ def _outliers(measured: Measurement) -> str:
 
 
 def render_measure(console: Console, name: str, result: MeasureResult) -> None:
-    """Prints the whole measurement; every line fits the console."""
+    """Prints the measurement; every line fits the console."""
     console.print(Text.assemble((plain(name), "bold"), f": {plain(headline(result))}"))
-    shown = representative(result).period
+    shown = result.representative.period
     low, high = timeline_scale(shown.samples_ns, _WIDTH)
     console.print()
     _line(console, f"over time, medians from {duration(low)} to {duration(high)}")
     _line(console, timeline(shown.samples_ns, _WIDTH))
-    _line(console, "how often")
+    _line(console, "distribution")
     for row in histogram(shown.samples_ns):
         _line(console, row)
     console.print()
@@ -107,15 +98,15 @@ def _line(console: Console, text: str) -> None:
     print_indented(console, Text(text))
 
 
-def details(result: MeasureResult | MeasureDocument) -> list[str]:
-    """What the pictures do not show, a line each: processes, claim, set-up, host and device."""
-    shown, count = representative(result), len(result.processes)
+def details(result: MeasureResult) -> list[str]:
+    """The details, a line each: processes, claim, latency, variability, host, device, set-up."""
+    shown, count = result.representative, len(result.processes)
     lines = []
     if count > 1:
         whole = result.replicates
         medians = ", ".join(duration(p.period.median_ns) for p in whole)
-        spread = f"; they differ by {100 * (result.spread or 0):.2f} % (standard deviation)"
-        cut = f"; {count - len(whole)} ended early and is not counted"
+        spread = f"; standard deviation {100 * (result.spread or 0):.2f} %"
+        cut = f"; {count - len(whole)} ended early, not counted"
         lines.append(
             f"{count} processes: {medians}"
             + (spread if len(whole) > 1 else "")
@@ -129,11 +120,11 @@ def details(result: MeasureResult | MeasureDocument) -> list[str]:
     if shown.device is not None:
         lines.append(_device(shown))
     lines.append(
-        f"set-up {seconds(shown.set_up.setup_s)}, {shown.set_up.warm_up.calls} calls to warm up, "
+        f"set-up {seconds(shown.set_up.setup_s)}, {shown.set_up.warm_up.calls} warm-up calls, "
         f"peak memory {size(shown.set_up.peak_memory_bytes)}"
     )
     if not (shown.resolved or result.failed or result.interrupted):
-        lines.append("the time was over before the median was known to 0.5 %: raise --budget")
+        lines.append("the budget ended before the median was known to 0.5 %: raise --budget")
     return lines
 
 
@@ -144,11 +135,11 @@ def _variability(measured: Measurement) -> list[str]:
         f"call {100 * varies.jitter:.2f} %"
     ]
     if measured.warmup_dropped:
-        lines.append(f"the first {measured.warmup_dropped} samples were warm-up, kept but not used")
+        lines.append(f"warm-up: the first {measured.warmup_dropped} samples, kept but not counted")
     return lines
 
 
-def _host(process: ProcessMeasurement | Process) -> str:
+def _host(process: ProcessMeasurement) -> str:
     host = process.host
     overhead = (
         "an unknown time"
@@ -164,7 +155,7 @@ def _host(process: ProcessMeasurement | Process) -> str:
     )
 
 
-def _device(process: ProcessMeasurement | Process) -> str:
+def _device(process: ProcessMeasurement) -> str:
     device = process.device
     assert device is not None
     clock = "unknown" if device.sm_clock_mhz is None else f"{device.sm_clock_mhz:.0f} MHz"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steadytorch.plan.fingerprint import told
-from steadytorch.plan.record import PlanRecord
+from steadytorch.plan.record import PlanRecord, as_result
 from steadytorch.plan.store import Stored
 from steadytorch.quantities import counted
 from steadytorch.report.text import duration, plain, print_indented
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def render_list(
     console: Console, entries: Sequence[Stored], root: Path | None, aside: Sequence[Path] = ()
 ) -> None:
-    """A line per plan; files that are none, with the problem; how many were moved aside."""
+    """Prints a line per plan, then unreadable files and the number of files in quarantine."""
     _render_entries(console, entries, root)
     if aside:
         files = counted(len(aside), "unusable file")
@@ -65,11 +65,12 @@ def _render_entries(console: Console, entries: Sequence[Stored], root: Path | No
 
 
 def render_show(console: Console, plan: PlanRecord, path: Path) -> None:
-    """One plan with all its evidence and its key."""
+    """Prints one plan with all its evidence and its key."""
     console.print(Text(f"{_named(plan)}, {plain(plan.key.signature)}", "bold"))
-    render_trials(console, plan.evidence.trials, plan.candidate)
-    render_left_out(console, plan.evidence)
-    render_plan(console, plan, "Plan")
+    result = as_result(plan)
+    render_trials(console, result)
+    render_left_out(console, result)
+    render_plan(console, result, "Plan")
     key = plan.key
     device = _listed({"": key.device, "compute capability": key.compute_capability})
     asked = {"": key.objective, "precision": key.precision, "tolerance": key.tolerance}
@@ -85,7 +86,7 @@ def render_show(console: Console, plan: PlanRecord, path: Path) -> None:
 
 
 def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> None:
-    """How many plans a file holds now, and what was left out of it."""
+    """Prints how many plans were exported, and which were left out."""
     left_out = [entry for entry in entries if entry.problem is not None]
     console.print(Text(f"{counted(len(entries) - len(left_out), 'plan')} in {plain(path)}"))
     for entry in left_out:
@@ -93,10 +94,10 @@ def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> 
 
 
 def render_imported(console: Console, imported: Sequence[Imported]) -> None:
-    """A paragraph per plan: what became of it, and whether it fits this machine."""
+    """Prints a paragraph per plan: stored or not, and whether it fits this machine."""
     for each in imported:
         console.print(_headline(each.plan))
-        done = "was here already, and stays as it is" if each.kept else "stored"
+        done = "already stored, left unchanged" if each.kept else "stored"
         print_indented(console, Text(done))
         if each.misfit:
             reason = f"does not fit here: {plain(told(each.misfit))}"
@@ -108,13 +109,13 @@ def render_imported(console: Console, imported: Sequence[Imported]) -> None:
 
 
 def render_passed_over(console: Console, plan: PlanRecord, reason: str) -> None:
-    """A plan that was not looked at, and why."""
+    """Prints a plan that was skipped, and why."""
     console.print(_headline(plan))
-    print_indented(console, Text(f"passed over: {plain(reason)}", "yellow"))
+    print_indented(console, Text(f"skipped: {plain(reason)}", "yellow"))
 
 
 def render_reverified(console: Console, result: Reverified) -> None:
-    """What a plan is worth here and now, beside what it was worth when it was made."""
+    """Prints a plan's gain on this machine, beside its gain when it was made."""
     console.print(_headline(result.plan))
     for line in _worth(result):
         print_indented(console, Text(plain(line)))
@@ -127,7 +128,7 @@ def render_reverified(console: Console, result: Reverified) -> None:
 
 def _worth(result: Reverified) -> list[str]:
     if not result.plan.candidate:
-        return ["leaves the workload untouched: there is nothing to verify"]
+        return ["leaves the workload untouched: nothing to verify"]
     lines = []
     if result.error is not None:
         lines.append(f"relative error {result.error:.1e}")
@@ -151,11 +152,11 @@ def _headline(plan: PlanRecord) -> Text:
 
 
 def _listed(facts: Mapping[str, object]) -> str:
-    """Names with their values; those that have none are left out."""
+    """Names with their values, without those that are None."""
     known = (f"{name} {value}".lstrip() for name, value in facts.items() if value is not None)
     return ", ".join(known)
 
 
 def _named(plan: PlanRecord) -> str:
-    """Its workload as people know it."""
+    """The name of a plan's workload; training is marked."""
     return plain(plan.name if plan.trains is None else f"{plan.name} (training)")

@@ -1,4 +1,4 @@
-"""Pictures for pages as Plotly's declarative figures, and tables: data only, nothing drawn here."""
+"""Figures and tables of pages as data; Plotly draws the figures in the browser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from steadytorch.report.text import plain
 
 MOST_POINTS = 20_000
-"""Points in one picture: with more a browser is slow, and a screen has fewer columns."""
+"""Most points in one chart: more make browsers slow."""
 MOST_ROWS = 2_000
-"""Rows of one table: a page with more takes seconds to open."""
+"""Most rows of one table: pages with more take seconds to open."""
 BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, GREY, TEAL, OLIVE = (
     *("#2b6cb0", "#dd7a1f", "#2f8f5b", "#c53d3d", "#7a5bb5"),
     *("#8a5a44", "#c85a9a", "#8b949e", "#1f9aa8", "#a8a12b"),
@@ -29,23 +29,23 @@ LEGEND = {
     "yanchor": "bottom",
     "traceorder": "normal",
 }
-"""Above the picture, where it takes no width."""
+"""Above the chart, where it takes no width."""
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 _LONGEST = 1000
-"""Characters of a string in a picture."""
+"""Most characters of a string in a chart."""
 _MARKUP = ("hovertemplate",)
-"""Keys whose strings are this project's own; all others may hold a foreign name."""
-# A browser ends a script, or begins a comment in it, at these wherever they stand.
+"""Keys whose strings are this project's own markup; all other strings are escaped."""
+# Browsers end a script, or start a comment, at these characters anywhere in it.
 _UNSAFE = {c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 class Plot(NamedTuple):
-    """One picture.
+    """One chart.
 
     Attributes:
-        title: what it shows, for people.
-        figure: `data` and `layout` as Plotly takes them.
-        note: what must be known to read it, such as what is not drawn.
+        title: its caption.
+        figure: Plotly's `data` and `layout`.
+        note: a line below it, such as what is not drawn.
     """
 
     title: str
@@ -57,10 +57,10 @@ class Table(NamedTuple):
     """One table.
 
     Attributes:
-        headings: of its columns.
-        rows: as many cells each.
-        words: columns that are read as words, and are flush left.
-        note: what must be known to read it.
+        headings: one per column.
+        rows: cells, one per column.
+        words: indices of text columns, aligned left.
+        note: a line below it.
     """
 
     headings: Sequence[str]
@@ -75,9 +75,9 @@ def table(
     words: tuple[int, ...] = (0,),
     note: str = "",
 ) -> Table:
-    """A table of no more than `MOST_ROWS` rows, which says so where there are more."""
+    """A table of at most `MOST_ROWS` rows; its note counts the rows that are cut."""
     if len(rows) > MOST_ROWS:
-        cut = f"The first {MOST_ROWS:,} of {len(rows):,} rows are shown; the file has all of them."
+        cut = f"Shown: the first {MOST_ROWS:,} of {len(rows):,} rows; the file has all of them."
         note = f"{note} {cut}".strip()
     return Table(headings, rows[:MOST_ROWS], words, note)
 
@@ -90,14 +90,14 @@ def figure(
     height: int = 340,
     layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A figure in the style of the page.
+    """A Plotly figure in the style of the page.
 
     Args:
         data: the traces.
         x: title of the horizontal axis, with its unit.
         y: of the vertical one.
-        height: in pixels; the width is the page's.
-        layout: what differs from the style; axes are added to.
+        height: in pixels; the width is that of the page.
+        layout: overrides of the style; axes are merged.
     """
     special = dict(layout or {})
     axis = {"automargin": True, "gridcolor": "#e4e8ee", "zerolinecolor": "#c3cad3"}
@@ -120,10 +120,10 @@ def figure(
 
 
 def embedded(value: Any, key: str = "") -> str:
-    """A figure as JSON that can stand in a script element.
+    """A figure as JSON that is safe in a script element.
 
-    Plotly reads a little HTML in strings: foreign ones are escaped for it, and control characters
-    are made visible.
+    Plotly renders some HTML in strings, so foreign strings are escaped, and control characters made
+    visible.
     """
     text = msgspec.json.encode(_escaped(value, key)).decode()
     return "".join(_UNSAFE.get(char, char) for char in text)
@@ -141,17 +141,17 @@ def _escaped(value: Any, key: str) -> Any:
 
 
 def shortened(name: str, most: int = 26) -> str:
-    """A name for an axis, where long ones would leave no room on a narrow screen."""
+    """A name cut to fit an axis."""
     shown = plain(name[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Places of the values to draw: all, or the smallest and the largest of each stretch.
+    """Indices of the values to draw: all, or the minimum and maximum of each stretch.
 
     Args:
-        values: in the order they are drawn.
-        most: places at the most; at least 2.
+        values: in drawing order.
+        most: most indices to return; at least 2.
     """
     count = len(values)
     if count <= most:
@@ -165,17 +165,17 @@ def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
 
 
 def thinning_told(drawn: int, count: int, what: str = "samples") -> str:
-    """What a picture leaves out; empty where that is nothing."""
+    """A note on the values that a chart omits; empty if it draws all."""
     if drawn == count:
         return ""
     return (
-        f"{drawn:,} of {count:,} {what} are drawn: the smallest and the largest of each stretch. "
+        f"{drawn:,} of {count:,} {what} are drawn: the minimum and maximum of each stretch. "
         "The file has all of them."
     )
 
 
 def lines_at(places: Iterable[tuple[float, str, str, str]]) -> dict[str, Any]:
-    """Upright lines over the whole height, each labelled at its top: place, label, colour, dash."""
+    """Vertical lines, labelled at the top, from (place, label, colour, dash)."""
     shapes, annotations = [], []
     for row, (at, label, colour, dash) in enumerate(places):
         ends = {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"}

@@ -1,4 +1,4 @@
-"""A search as it goes: a line per event, and on a terminal a live line of what is under way."""
+"""The progress of a search: a line per event, and on terminals a live line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from steadytorch.report.text import duration, plain, seconds
 
 
 class Progress:
-    """Watches a search and shows it on a console. Use it as a context manager.
+    """Shows the progress of a search; a context manager.
 
-    Nothing is drawn in the background: the live line changes only when the search says so, because
-    a redrawing thread would disturb what is being timed.
+    Redraws only when the search calls, because a redrawing thread would disturb the timing.
 
     Args:
-        console: where to show it; `quiet` consoles show nothing.
-        budget_s: of the search, for the clock.
+        console: where to print.
+        budget_s: time for the search, shown beside the clock.
+        brief: print no lines; a terminal still shows the live line.
     """
 
-    def __init__(self, console: Console, budget_s: float) -> None:
-        self._console, self._budget_s = console, budget_s
+    def __init__(self, console: Console, budget_s: float, brief: bool = False) -> None:
+        self._console, self._budget_s, self._brief = console, budget_s, brief
         self._start = time.monotonic()
         self._phase = "starting"
         self._under_way: dict[str, float] = {}
@@ -48,11 +48,12 @@ class Progress:
     def phase(self, message: str) -> None:
         """Prints a heading with the time spent so far."""
         self._phase = message
-        self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (plain(message), "bold")))
+        if not self._brief:
+            self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (plain(message), "bold")))
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """Prints a line when a candidate is out; what is under way shows in the live line."""
+        """Prints a line for a rejected or failed candidate; the live line shows set-ups."""
         if state == "set-up":
             self._under_way[label] = time.monotonic()
         else:
@@ -75,6 +76,8 @@ class Progress:
         return f"{minutes}:{rest:02d}"
 
     def _line(self, label: str, outcome: str, style: str) -> None:
+        if self._brief:
+            return
         self._print(Text.assemble(" " * 9, plain(label), "  ", (plain(outcome), style)))
 
     def _print(self, text: Text) -> None:

@@ -1,4 +1,4 @@
-"""Figures and foreign strings as people read them in a terminal."""
+"""Numbers and foreign strings as terminal text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASCII = {
     "…": "...",
     "µ": "u",
 }
-"""Stands for what a terminal's encoding lacks; all else becomes a question mark."""
+"""Replacements for characters that the terminal's encoding lacks; others become `?`."""
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -36,7 +36,7 @@ codecs.register_error("steadytorch.ascii", _in_ascii)
 
 @contextlib.contextmanager
 def printable_anywhere() -> Iterator[None]:
-    """Has standard output and error replace characters that their encoding lacks."""
+    """Makes standard output and error replace characters that their encoding lacks."""
     streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, io.TextIOWrapper)]
     before = [(stream, stream.errors) for stream in streams]
     for stream in streams:
@@ -50,14 +50,14 @@ def printable_anywhere() -> Iterator[None]:
 
 
 def plain(text: object) -> str:
-    """The text with everything a terminal would act on, or hide, written as an escape sequence."""
+    """The text with unprintable characters as escape sequences."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text)
     )
 
 
 def unit_of(nanoseconds: float) -> tuple[str, float]:
-    """The unit a time is best read in, and how many ns it has."""
+    """The best unit for a time, and its size in ns."""
     for name, size in _UNITS_NS:
         if nanoseconds >= size:
             return name, size
@@ -80,25 +80,41 @@ def seconds(value: float) -> str:
 
 
 def percent_above(value: float, base: float) -> str:
-    """How far a value lies above a base, such as `+4.1 %`."""
+    """The excess of a value over a base, such as `+4.1 %`."""
     return f"{100 * (value / base - 1):+.1f} %"
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole such as `4.1 %`; a dash where there is no whole."""
+    """A share such as `4.1 %`; a dash if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Each reason with all that it is the reason for, in the order met."""
+    """Reason to the names that share it, in the order met."""
     found: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
     return found
 
 
-def print_indented(console: Console, text: Text, columns: int = 2) -> None:
-    """Prints a paragraph some columns in; unlike padding, it leaves no blanks at the ends."""
-    for line in text.wrap(console, max(1, console.width - columns)):
+def print_indented(console: Console, text: Text, columns: int = 2, most: int | None = None) -> None:
+    """Prints a paragraph indented by some columns, without trailing blanks.
+
+    Args:
+        console: where to print.
+        text: the paragraph.
+        columns: the indent.
+        most: lines at most; a longer text ends in an ellipsis. None for no limit.
+    """
+    width = max(1, console.width - columns)
+    lines = list(text.wrap(console, width))
+    if most is not None and len(lines) > most:
+        last = lines[most - 1].copy()
+        last.rstrip()
+        last.append(" ").append_text(lines[most])
+        last.append("…")
+        last.truncate(width, overflow="ellipsis")
+        lines = [*lines[: most - 1], last]
+    for line in lines:
         line.rstrip()
         console.print(" " * columns, line, sep="")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,85 +12,188 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.quantities import size
-from steadytorch.report.text import duration, grouped, percent_above, plain, seconds, unit_of
-
-if TYPE_CHECKING:
-    from steadytorch.measure.measurement import Measurement
-    from steadytorch.plan.record import Evidence, PlanRecord, Speedup, Timing, Trial
-    from steadytorch.report.pages.tune import Gain, Taken, Tried
-    from steadytorch.results.candidate import Candidate
+from steadytorch.quantities import counted, size
+from steadytorch.report.text import (
+    duration,
+    grouped,
+    percent_above,
+    plain,
+    print_indented,
+    seconds,
+    unit_of,
+)
+from steadytorch.results.measure import Measurement
+from steadytorch.results.tune import CandidateResult, Gain, Timing, TuneReport
 
 _MOST_LISTED = 6
+_RUNNERS_UP = 2
+_MOST_INTERRUPTED = 5
+"""Candidates listed after an interrupted search."""
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 
 
 def name_of(candidate: Sequence[object]) -> str:
-    """The candidate in one line."""
+    """A candidate in one line."""
     return plain(" + ".join(map(str, candidate))) or "untouched"
 
 
-def render_trials(console: Console, trials: Sequence[Trial], chosen: Candidate | None) -> None:
-    """The table of candidates, fastest first; the others below, with their reasons."""
-    timed = sorted((t for t in trials if t.median_ns is not None), key=lambda t: t.median_ns or 0.0)
-    base = next((t.median_ns for t in timed if not t.transforms), None)
+def short_hashes(text: str) -> str:
+    """The text with long hashes cut to 12 digits."""
+    return _HASH.sub(r"\1", text)
+
+
+# -- the summary --------------------------------------------------------------------------------
+
+
+def render_summary(console: Console, search: TuneReport, plan: TuneReport, store: str = "") -> None:
+    """Prints the plan, its gain and costs, the runners-up and a line for the rest.
+
+    At most 25 lines in 80 columns.
+
+    Args:
+        console: where to print.
+        search: the search.
+        plan: the plan that was kept; another process may have stored a different one first.
+        store: the option that names the store, for the suggested command.
+    """
+    _say(console, _titled("Plan", plan), 0, most=4)
+    for line in _claims(plan):
+        _say(console, Text(plain(line)))
+    ranked = _runners_up(search)
+    if ranked:
+        _say(console, Text("Runners-up, as screened", "bold"), 0)
+    for each in ranked:
+        _say(console, _runner_up(each, search), most=1)
+    for line in _rest(search):
+        _say(console, Text(line, "dim"), 0, most=1)
+    show = "run with --all"
+    if plan.plan is not None and plan.plan.path is not None:
+        show = f"steady plans show {plan.plan.id}{store}"
+    console.print(Text(f"All candidates: {plain(show)}", "dim"), soft_wrap=True)
+
+
+def render_interrupted(console: Console, search: TuneReport) -> None:
+    """Prints the fastest candidates of an interrupted search and a line for the rest."""
+    timed = _by_time(search.candidates)
     if timed:
-        console.print(_table(timed, base, chosen))
-    for trial in trials:
-        if trial.median_ns is None:
-            outcome = plain(f"{trial.status}: {trial.reason}")
-            text = Text(f"{name_of(trial.transforms)}: {outcome}", "yellow")
+        _say(console, Text("Fastest so far, as screened", "bold"), 0)
+    for each in timed[:_MOST_INTERRUPTED]:
+        _say(console, _runner_up(each, search), most=1)
+    for line in _rest(search):
+        _say(console, Text(line, "dim"), 0, most=1)
+    _say(console, Text("All candidates: run with --all", "dim"), 0)
+
+
+def _say(console: Console, text: Text, indent: int = 2, most: int = 2) -> None:
+    print_indented(console, text, indent, most)
+
+
+def _by_time(candidates: Sequence[CandidateResult]) -> list[CandidateResult]:
+    timed = (each for each in candidates if each.median_ns is not None)
+    return sorted(timed, key=lambda each: each.median_ns or 0.0)
+
+
+def _runners_up(search: TuneReport) -> list[CandidateResult]:
+    """The fastest verified candidates that the user allowed, without the winner."""
+    others = [
+        each
+        for each in _by_time(search.candidates)
+        if each.transforms and each.transforms != search.chosen
+        if each.status == "ok" and each.allowed
+    ]
+    return others[:_RUNNERS_UP]
+
+
+def _runner_up(each: CandidateResult, search: TuneReport) -> Text:
+    base, median = search.untouched_tried, each.median_ns or 1.0
+    gain = ""
+    if base is not None and base.median_ns is not None and each.transforms:
+        gain = f"{base.median_ns / median:.2f}x"
+    return Text(f"{gain:>6} {duration(median):>10}  {name_of(each.transforms)}")
+
+
+def _rest(search: TuneReport) -> list[str]:
+    """The number of candidates by outcome, and a line for those not tried."""
+    timed = sum(each.median_ns is not None for each in search.candidates)
+    parts = [f"{counted(timed, 'candidate')} timed"]
+    for status in ("rejected", "failed", "skipped"):
+        found = sum(each.status == status for each in search.candidates)
+        if found:
+            parts.append(f"{found} {status}")
+    lines = [", ".join(parts)]
+    left = {**search.not_applicable, **search.not_tried}
+    if left:
+        reasons = sorted(grouped(left).items(), key=lambda item: -len(item[1]))
+        told = "; ".join(f"{reason} ({len(names)})" for reason, names in reasons)
+        lines.append(f"{len(left)} not tried: {plain(told)}")
+    return lines
+
+
+# -- the table of candidates --------------------------------------------------------------------
+
+
+def render_trials(console: Console, search: TuneReport) -> None:
+    """Prints all candidates: a table of those timed, fastest first; then the others."""
+    timed = _by_time(search.candidates)
+    if timed:
+        console.print(_table(timed, search))
+    for each in search.candidates:
+        if each.median_ns is None:
+            outcome = plain(f"{each.status}: {each.reason}")
+            text = Text(f"{name_of(each.transforms)}: {outcome}", "yellow")
             console.print(Padding(text, (0, 0, 0, 2)))
 
 
-def _table(trials: Sequence[Trial], base_ns: float | None, chosen: Candidate | None) -> Table:
-    unit, unit_ns = unit_of(trials[0].median_ns or 1.0)
+def _table(timed: Sequence[CandidateResult], search: TuneReport) -> Table:
+    unit, unit_ns = unit_of(timed[0].median_ns or 1.0)
+    base_ns = next((each.median_ns for each in timed if not each.transforms), None)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("candidate", ratio=1, overflow="fold")
     for heading in (unit, "±95 %", "gain", "tail", "error", "memory", "set-up"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for trial in trials:
-        median = trial.median_ns or 1.0
+    for each in timed:
+        median = each.median_ns or 1.0
         table.add_row(
-            _name_cell(trial, chosen),
+            _name_cell(each, search),
             f"{median / unit_ns:.2f}",
-            half_width(median, trial.median_ci_ns),
-            "" if base_ns is None or not trial.transforms else f"{base_ns / median:.2f}x",
-            tail(median, trial.p90_ns, trial.p99_ns),
-            "" if trial.error is None else f"{trial.error:.0e}",
-            "" if trial.peak_memory_bytes is None else size(trial.peak_memory_bytes),
-            "" if trial.setup_s is None else seconds(trial.setup_s),
+            half_width(median, each.median_ci_ns),
+            "" if base_ns is None or not each.transforms else f"{base_ns / median:.2f}x",
+            tail(median, each.p90_ns, each.p99_ns),
+            "" if each.error is None else f"{each.error:.0e}",
+            "" if each.peak_memory_bytes is None else size(each.peak_memory_bytes),
+            "" if each.setup_s is None else seconds(each.setup_s),
         )
     table.caption = screened(
-        None if chosen is None else "the plan's own figures follow below, taken afresh"
+        None if search.plan is None else "the plan was timed again; see its figures below"
     )
     table.caption_justify = "left"
     return table
 
 
 def screened(plan: str | None) -> str:
-    """How to read the table of candidates.
+    """The caption of the table of candidates.
 
     Args:
-        plan: where the plan's own figures are; None where no plan came of the search.
+        plan: where the plan's own figures are; None if there is no plan.
     """
     return (
-        f"Screening: {plan or 'no plan came of it'}. ±95 %: half-width of the median's interval; "
-        "tail: p99 above the median, or p90 (*) below 1,000 samples; error: relative L2 against "
-        "the reference."
+        f"Screening figures{f'; {plan}' if plan else ''}. ±95 %: half-width of the median's "
+        "interval. tail: p99 above the median; *: p90, below 1,000 samples. error: relative L2 "
+        "against the reference."
     )
 
 
-def _name_cell(trial: Trial, chosen: Candidate | None) -> Text:
-    name = Text(name_of(trial.transforms))
-    if trial.transforms == chosen:
+def _name_cell(each: CandidateResult, search: TuneReport) -> Text:
+    name = Text(name_of(each.transforms))
+    if search.plan is not None and each.transforms == search.chosen:
         name.stylize("bold green")
         name.append("\n<- the plan")
-    elif trial.transforms and (trial.status != "ok" or trial.reason):
-        label = trial.reason or trial.status
-        label = label if trial.status == "ok" else f"{trial.status}: {label}"
+    elif each.transforms and (each.status != "ok" or each.reason):
+        label = each.reason or each.status
+        label = label if each.status == "ok" else f"{each.status}: {label}"
         name.append(f"\n{plain(label)}", "yellow")
-    if trial.suggested_by:
-        name.append(f"\nfor {plain(', '.join(trial.suggested_by))}", "dim")
+    if each.suggested_by:
+        name.append(f"\nfor {plain(', '.join(each.suggested_by))}", "dim")
     return name
 
 
@@ -102,47 +205,72 @@ def half_width(median: float, interval: tuple[float, float] | None) -> str:
 
 
 def tail(median: float, p90: float | None, p99: float | None) -> str:
-    """How far p99 lies above the median; p90, marked by a star, where there is no p99."""
+    """How far p99 lies above the median; without p99, p90 with a star."""
     if p99 is not None:
         return f"+{100 * (p99 / median - 1):.0f}%"
     return "-" if p90 is None else f"+{100 * (p90 / median - 1):.0f}%*"
 
 
-def render_plan(console: Console, plan: PlanRecord, heading: str) -> None:
-    """What the plan is, what it gains, what it costs, and when it pays back."""
-    evidence = plan.evidence
-    console.print(Text.assemble((f"{heading}: ", "bold"), (name_of(plan.candidate), "bold green")))
-    for line in _claims(plan, evidence):
-        console.print(Padding(Text(plain(line)), (0, 0, 0, 2)))
+def render_left_out(console: Console, search: TuneReport) -> None:
+    """Prints what was not tried, by reason."""
+    reasons = grouped({**search.not_applicable, **search.not_tried})
+    if not reasons:
+        return
+    console.print(Text("Not tried", "bold"))
+    for reason, names in reasons.items():
+        listed = ", ".join(names[:_MOST_LISTED])
+        more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+        text = plain(f"{reason}: {listed}{more}")
+        console.print(Padding(Text(text, "dim"), (0, 0, 0, 2)))
 
 
-def _claims(plan: PlanRecord, evidence: Evidence) -> list[str]:
-    base, won, gain = evidence.baseline, evidence.winner, evidence.speedup
-    trains = plan.trains is not None
-    whom, of_step = untouched(trains), " of a step" if trains else ""
+# -- the plan -----------------------------------------------------------------------------------
+
+
+def render_plan(console: Console, plan: TuneReport, heading: str) -> None:
+    """Prints a plan, its gain, its costs and when it pays back."""
+    print_indented(console, _titled(heading, plan), 0)
+    for line in _claims(plan):
+        print_indented(console, Text(plain(line)))
+
+
+def _titled(heading: str, plan: TuneReport) -> Text:
+    return Text.assemble((f"{heading}: ", "bold"), (name_of(plan.chosen), "bold green"))
+
+
+def _claims(plan: TuneReport) -> list[str]:
+    gain, (base, won) = plan.speedup, plan.sides
+    whom, of_step = untouched(plan.trains), " of a step" if plan.trains else ""
     lines = []
-    if not plan.candidate:
-        lines.append(f"nothing was shown to be faster than {whom}")
-    elif gain.low is not None and gain.high is not None:
-        lines.append(gain_told(gain, plan.key.objective, whom))
-    # Its own trial is rejected for nothing: what is told of it is that it breaks the user's cap.
-    lines.extend(t.reason for t in evidence.trials if not t.transforms and t.reason)
-    lines.append(f"{won.metric}{of_step} {timing_told(won)}")
-    if plan.candidate:
+    if not plan.chosen:
+        lines.append(f"no candidate was shown to be faster than {whom}")
+    elif gain is not None and gain.low is not None and gain.high is not None:
+        lines.append(gain_told(gain, _objective(plan), whom))
+    # The untouched workload is never rejected: its reason is that it exceeds the memory cap.
+    lines.extend(t.reason for t in plan.candidates if not t.transforms and t.reason)
+    if won is not None:
+        lines.append(f"{won.metric}{of_step} {timing_told(won)}")
+    if plan.chosen and base is not None:
         lines.append(f"untouched {timing_told(base)}")
-    lines.extend(_costs(plan, evidence))
-    where = f"stored in {Path(plan.path).parent.parent}" if plan.path else "in memory only"
-    lines.append(f"plan {plan.id}, {where}")
+    lines.extend(costs_told(plan))
+    if plan.plan is not None:
+        path = plan.plan.path
+        where = f"stored in {Path(path).parent.parent}" if path else "in memory only"
+        lines.append(f"plan {plan.plan.id}, {where}")
     return lines
 
 
+def _objective(plan: TuneReport) -> str:
+    return "latency" if plan.plan is None else plan.plan.objective
+
+
 def untouched(trains: bool) -> str:
-    """What a plan is compared with."""
+    """The baseline of a plan, in words."""
     return "an untouched step" if trains else "the untouched workload"
 
 
-def gain_told(gain: Speedup | Gain, objective: str, whom: str) -> str:
-    """How much faster a plan is, its interval where one may be claimed, and the claim."""
+def gain_told(gain: Gain, objective: str, whom: str) -> str:
+    """A plan's speedup with its interval and claim."""
     interval = (
         "no interval"
         if gain.low is None or gain.high is None
@@ -154,8 +282,8 @@ def gain_told(gain: Speedup | Gain, objective: str, whom: str) -> str:
     )
 
 
-def timing_told(timing: Timing | Measurement | Taken) -> str:
-    """A median, its interval where one may be claimed, and the tail."""
+def timing_told(timing: Timing | Measurement) -> str:
+    """A median with its interval, and the tail."""
     text = duration(timing.median_ns)
     if timing.median_ci_ns is not None:
         low, high = (duration(bound) for bound in timing.median_ci_ns)
@@ -164,47 +292,22 @@ def timing_told(timing: Timing | Measurement | Taken) -> str:
     return f"{text}, {name} {percent_above(tail, timing.median_ns)}"
 
 
-def _costs(plan: PlanRecord, evidence: Evidence) -> list[str]:
-    by_candidate = {trial.transforms: trial for trial in evidence.trials}
-    won, base = by_candidate.get(plan.candidate), by_candidate.get(())
-    if won is None or base is None or not plan.candidate:
+def costs_told(plan: TuneReport) -> list[str]:
+    """The costs of a plan, a line each: error, set-up, memory; none for an empty plan."""
+    won, base = plan.winner_tried, plan.untouched_tried
+    if won is None or base is None or not plan.chosen or plan.speedup is None:
         return []
-    trains = plan.trains is not None
-    return costs_told(won, base, evidence.reference, evidence.break_even_calls, trains)
-
-
-def costs_told(
-    won: Trial | Tried,
-    base: Trial | Tried,
-    reference: str,
-    break_even_calls: int | None,
-    trains: bool,
-) -> list[str]:
-    """What a plan costs beside the untouched workload: error, set-up and memory, a line each."""
     lines, call, of = [], "call", ""
-    if trains:
+    if plan.trains:
         call, of = "step", " of outputs, loss, gradients and buffers at the most"
     if won.error is not None:
-        lines.append(f"relative error{of} {won.error:.1e} against {reference}")
+        lines.append(f"relative error{of} {won.error:.1e} against {plan.reference}")
     if won.setup_s is not None:
-        paid = break_even_calls
-        after = "never paid back" if paid is None else f"paid back after {paid:,} {call}s"
+        paid = plan.break_even_calls
+        after = "never paid back" if paid is None else f"paid back after {counted(paid, call)}"
         lines.append(f"set-up {seconds(won.setup_s)} at the first {call}, {after}")
     if won.peak_memory_bytes is not None and base.peak_memory_bytes is not None:
         lines.append(
             f"peak memory {size(won.peak_memory_bytes)}, untouched {size(base.peak_memory_bytes)}"
         )
     return lines
-
-
-def render_left_out(console: Console, evidence: Evidence) -> None:
-    """What was not tried, and why."""
-    reasons = grouped({**evidence.not_applicable, **evidence.not_tried})
-    if not reasons:
-        return
-    console.print(Text("Not tried", "bold"))
-    for reason, names in reasons.items():
-        listed = ", ".join(names[:_MOST_LISTED])
-        more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-        text = plain(f"{reason}: {listed}{more}")
-        console.print(Padding(Text(text, "dim"), (0, 0, 0, 2)))

@@ -10,38 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import msgspec
 import torch
 
 from steadytorch.ambient import ambient
+from steadytorch.results.machine import Switch
 from steadytorch.runtime.benchmark_mode import why_not
 
 PREFIX = "TORCH_CUDNN_"
 """Prefix of the environment variables that control PyTorch's use of cuDNN."""
 FLOAT32 = "cudnn.conv.fp32_precision"
-
-
-class Switch(msgspec.Struct, frozen=True, kw_only=True):
-    """The switch and what it depends on.
-
-    Attributes:
-        benchmark: `torch.backends.cudnn.benchmark`.
-        benchmark_limit: engines timed per convolution; 0 for all, None if this PyTorch has no
-            cuDNN.
-        deterministic: `torch.backends.cudnn.deterministic`.
-        fp32_precision: precision of float32 convolutions, as PyTorch names it.
-        environment: environment variables that control PyTorch's use of cuDNN, by name.
-        no_effect: why the switch has no effect here; empty if it has an effect.
-        traps: pitfalls of the switch, one sentence each; empty if it has no effect.
-    """
-
-    benchmark: bool
-    benchmark_limit: int | None
-    deterministic: bool
-    fp32_precision: str
-    environment: dict[str, str]
-    no_effect: str
-    traps: tuple[str, ...]
 
 
 def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:

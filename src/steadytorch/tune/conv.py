@@ -15,14 +15,14 @@ from steadytorch import transforms
 from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, Outcome, is_cold, variants
+from steadytorch.conv.choose import Options, is_cold, variants
 from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.conv.plans import DTYPES
-from steadytorch.conv.problem import ConvProblem, Operation, parse
+from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.rewrite import left_out
-from steadytorch.conv.training import OPERATIONS, Recorder
+from steadytorch.conv.training import Recorder
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
@@ -30,6 +30,7 @@ from steadytorch.plan.store import Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.results.conv import ConvReport, Layer, LeftOut
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.cudnn_engines import engined_model, rewritten_model
 from steadytorch.workload.workload import Workload
@@ -39,49 +40,6 @@ START_S = 120.0
 """Timeout in seconds for starting a worker, loading the workload and tracing it."""
 GRACE = 0.1
 """Share of the time for choosing that is added for convolutions not reached in time."""
-
-
-class Layer(msgspec.Struct, frozen=True):
-    """A distinct convolution of a workload; for training one pass of it, forward or a gradient.
-
-    Attributes:
-        names: names of its layers in the model.
-        problem: its key.
-        outcome: the chosen engine and its times; None if no engine was found. An engine that was
-            taken untimed has no times.
-        operations: multiplications and additions per run.
-        traffic_bytes: bytes moved if each element moves once.
-        reason: why it was not timed; None if it was.
-    """
-
-    names: tuple[str, ...]
-    problem: str
-    outcome: Outcome | None
-    operations: int
-    traffic_bytes: int
-    reason: str | None = None
-
-    @property
-    def operation(self) -> Operation:
-        """The pass: forward (fprop), input gradient (dgrad) or weight gradient (wgrad)."""
-        return parse(self.problem).operation
-
-    @property
-    def deterministic(self) -> bool | None:
-        """Whether the chosen engine is bitwise reproducible; None if unknown."""
-        return None if self.outcome is None else self.outcome.chosen.deterministic
-
-
-class LeftOut(msgspec.Struct, frozen=True):
-    """Convolutions without a suitable engine, which PyTorch's operators run.
-
-    Attributes:
-        names: names of the layers in the model.
-        reason: why no engine fits.
-    """
-
-    names: tuple[str, ...]
-    reason: str
 
 
 class Found(NamedTuple):
@@ -94,36 +52,6 @@ class Found(NamedTuple):
 
     problems: dict[ConvProblem, list[str]]
     left_out: dict[str, list[str]]
-
-
-class ConvReport(msgspec.Struct, frozen=True):
-    """Every distinct convolution of a workload and the engine chosen for it.
-
-    Attributes:
-        layers: in network order; for training the passes of a convolution are adjacent.
-        choices: the parameter of the transform `cudnn_engines`.
-        cold: whether the L2 cache was flushed before each run.
-        operations_per_s: measured rate of a matrix product in the first convolution's dtype.
-        bytes_per_s: measured memory bandwidth.
-        cudnn: the version number that cuDNN reports.
-        seconds: time spent choosing.
-        left_out: convolutions without a suitable engine.
-    """
-
-    layers: tuple[Layer, ...]
-    choices: str
-    cold: bool
-    operations_per_s: float
-    bytes_per_s: float
-    cudnn: int
-    seconds: float
-    left_out: tuple[LeftOut, ...] = ()
-
-    @property
-    def passes(self) -> tuple[Operation, ...]:
-        """The passes present, in the order of a training step; only forward for inference."""
-        found = {layer.operation for layer in self.layers}
-        return tuple(operation for operation in OPERATIONS if operation in found)
 
 
 class ConvHandler(WorkloadHandler):
@@ -217,7 +145,7 @@ def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
 
 def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
     size = (problem.operations, problem.traffic_bytes)
-    return Layer(tuple(names), problem.key, result.outcome, *size, result.reason)
+    return Layer.of(tuple(names), problem.key, result.outcome, *size, result.reason)
 
 
 def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:

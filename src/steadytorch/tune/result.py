@@ -6,8 +6,18 @@ import msgspec
 
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import Judgement
-from steadytorch.plan.record import Evidence, Speedup, Timing, Trial
+from steadytorch.plan.record import (
+    Evidence,
+    PlanRecord,
+    Speedup,
+    Trial,
+    candidate_results,
+    gain,
+    kept_plan,
+    texts,
+)
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.tune import Searched, Timing
 from steadytorch.verification.verdict import Reference
 
 
@@ -61,6 +71,33 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
             not_applicable=self.not_applicable,
             not_tried=self.not_tried,
             search_s=self.seconds,
+        )
+
+    def as_result(self, plan: PlanRecord | None, *, inputs: str, trains: bool) -> Searched:
+        """The result as `--json` writes it.
+
+        Args:
+            plan: the plan that was kept; None if the search was interrupted.
+            inputs: their signature, in words.
+            trains: whether the workload is a training step.
+        """
+        return Searched(
+            baseline=self.baseline,
+            winner=self.winner,
+            chosen=texts(self.chosen),
+            regime=self.regime,
+            candidates=candidate_results(self.candidates),
+            not_applicable=self.not_applicable,
+            not_tried=self.not_tried,
+            speedup=None if self.speedup is None else gain(self.speedup),
+            break_even_calls=self.break_even_calls,
+            reference=self.reference,
+            seconds=self.seconds,
+            interrupted=self.interrupted,
+            inputs=inputs,
+            trains=trains,
+            plan=None if plan is None else kept_plan(plan),
+            replayed=False,
         )
 
 

@@ -1,34 +1,23 @@
-"""The pages, one for each kind of result; `KINDS` is the one place that lists them.
+"""The pages, one file for each kind of result. `KINDS` is the only list of them.
 
-To add one: a file with the document that its page needs of the JSON and a function from that to
-what its template shows, a template of the kind's name, and a line here.
+To add a page: a file with a function from a saved result to the variables of a template, a template
+with the name of the kind, and a line here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from steadytorch.report.pages import compare, conv, doctor, explain, measure, tune
+from steadytorch.results.saved import Saved
 
-
-class Kind(NamedTuple):
-    """How results of one kind become a page.
-
-    Attributes:
-        document: a msgspec struct of what the page needs of the file.
-        contents: from that document to the variables of the template.
-    """
-
-    document: Any
-    contents: Callable[[Any], dict[str, Any]]
-
-
-KINDS = {
-    "measure": Kind(measure.MeasureDocument, measure.contents),
-    "explain": Kind(explain.ExplainDocument, explain.contents),
-    "tune": Kind(tune.TuneDocument, tune.contents),
-    "compare": Kind(compare.CompareDocument, compare.contents),
-    "conv": Kind(conv.ConvDocument, conv.contents),
-    "doctor": Kind(doctor.DoctorDocument, doctor.contents),
+KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
+    "measure": measure.contents,
+    "explain": explain.contents,
+    "tune": tune.contents,
+    "compare": compare.contents,
+    "conv": conv.contents,
+    "doctor": doctor.contents,
 }
+"""Kind of result to the variables of its template."""

@@ -1,16 +1,11 @@
-"""The page of a comparison: the verdict, the pairs that it rests on, and the gate."""
+"""The page of a comparison: the verdict, its pairs, and the gate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from steadytorch.bench.sustained_runs import Dwell
-from steadytorch.bench.verdict import Effect, Side
 from steadytorch.report import compare
-from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import (
     BLUE,
     COLOURS,
@@ -24,62 +19,20 @@ from steadytorch.report.plots import (
     thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
+from steadytorch.results.compare import CompareResult, Dwell
+from steadytorch.results.saved import Saved
 
 _MOST_NAMED = 8
 Pairs = Sequence[Sequence[tuple[float, float]]]
-"""Per process its pairs: a block of A and one of B, in ns."""
+"""Per process, its pairs: a block of A and one of B, in ns."""
 
 
-class Interval(msgspec.Struct, frozen=True):
-    """The effect of B on time as a fraction; None where there is none, or none may be claimed."""
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-
-
-class CompareDocument(Document, frozen=True, kw_only=True):
-    """What the page needs of a comparison."""
-
-    interval: Interval = msgspec.field(name="effect")
-    verdict: str
-    claim: str
-    pairs: int
-    processes: int
-    mde: float | None
-    metric: str
-    a: Side
-    b: Side
-    dwells: tuple[Dwell, ...] = ()
-    note: str = ""
-    gate_failed: bool = False
-    samples: tuple[tuple[tuple[float, float], ...], ...] = msgspec.field(
-        name="samples_ns", default=()
-    )
-    failed: str | None = None
-    interrupted: bool = False
-
-    @property
-    def effect(self) -> Effect:
-        """The effect with what it rests on."""
-        found = self.interval
-        return Effect(
-            estimate=found.estimate,
-            low=found.low,
-            high=found.high,
-            verdict=self.verdict,
-            claim=self.claim,
-            pairs=self.pairs,
-            processes=self.processes,
-            mde=self.mde,
-        )
-
-
-def contents(document: CompareDocument) -> dict[str, Any]:
-    """What the template shows of a comparison."""
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: CompareResult = saved.result
     drawn = any(document.samples)
     return {
-        "title": document.workload,
+        "title": saved.head.workload,
         "headline": compare.sentence(document),
         "basis": compare.basis(document),
         "alone": compare.alone(document) if document.dwells else "",
@@ -92,9 +45,9 @@ def contents(document: CompareDocument) -> dict[str, Any]:
     }
 
 
-def _figures(document: CompareDocument) -> Table:
+def _figures(document: CompareResult) -> Table:
     effect = document.interval
-    interval = "none may be claimed"
+    interval = "none: too little data"
     if effect.low is not None and effect.high is not None:
         interval = f"{_percent(effect.low)} to {_percent(effect.high)}"
     rows = [
@@ -107,10 +60,10 @@ def _figures(document: CompareDocument) -> Table:
         ("pairs of blocks", f"{document.pairs:,}"),
         ("processes a side", f"{document.processes:,}"),
         (
-            "smallest effect it would have shown (MDE)",
+            "smallest detectable effect (MDE)",
             "unknown" if document.mde is None else f"{100 * document.mde:.2f} %",
         ),
-        ("gate", "failed" if document.gate_failed else "not failed, or not asked for"),
+        ("gate", "failed" if document.gate_failed else "passed, or not set"),
     ]
     return table(["figure", "value"], rows, (0, 1))
 
@@ -119,8 +72,8 @@ def _percent(fraction: float | None) -> str:
     return "none" if fraction is None else f"{100 * fraction:+.2f} %"
 
 
-def _differences(document: CompareDocument) -> Plot:
-    """Each pair's difference, and the interval of the effect over them."""
+def _differences(document: CompareResult) -> Plot:
+    """The difference of each pair, with the interval of the effect."""
     several = 1 < len(document.samples) <= _MOST_NAMED
     apart, names = [], []
     for number, pairs in enumerate(document.samples, 1):
@@ -159,8 +112,8 @@ def _differences(document: CompareDocument) -> Plot:
     return Plot("Each pair's difference", shape, f"{note}{told}".strip())
 
 
-def _times(document: CompareDocument) -> Plot:
-    """The blocks of both sides."""
+def _times(document: CompareResult) -> Plot:
+    """The blocks of both sides over time."""
     flat = [pair for process in document.samples for pair in process]
     unit, unit_ns = unit_of(flat[0][0])
     data, drawn = [], 0
@@ -201,4 +154,4 @@ def _dwells(dwells: Sequence[Dwell]) -> Table:
         )
         for each in dwells
     ]
-    return table(["side by itself", "for", "median", "SM clock"], rows)
+    return table(["side alone", "for", "median", "SM clock"], rows)

@@ -3,98 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from steadytorch.report import conv
-from steadytorch.report.pages.document import Document
 from steadytorch.report.plots import BLUE, GREY, Plot, Table, figure, shortened, table
+from steadytorch.results.conv import ConvReport, Layer, Outcome
+from steadytorch.results.saved import Saved
 
-Pass = Literal["fprop", "dgrad", "wgrad"]
-_PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 _MOST_DRAWN = 80
 
 
-class Engine(msgspec.Struct, frozen=True):
-    """One engine in the field."""
-
-    choice: str
-    median_ns: float | None = None
-    spread: float | None = None
-    runs: int = 0
-    workspace_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-    error: float | None = None
-    excluded: str | None = None
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What was found for one convolution."""
-
-    choice: str
-    default_ns: float | None
-    benchmark_ns: float | None
-    chosen_ns: float | None
-    engines: tuple[Engine, ...]
-
-    @property
-    def chosen(self) -> Engine:
-        """The chosen one in the field."""
-        found = [each for each in self.engines if each.choice == self.choice]
-        if not found:
-            raise LookupError("a chosen engine is not among those that were looked at")
-        return found[0]
-
-
-class Convolution(msgspec.Struct, frozen=True, kw_only=True):
-    """A distinct convolution, or one pass of it."""
-
-    names: tuple[str, ...]
-    problem: str
-    outcome: Outcome | None
-    operations: int
-    traffic_bytes: int
-    reason: str | None = None
-    operation: Pass = msgspec.field(name="pass", default="fprop")
-    deterministic: bool | None = None
-
-
-class Omitted(msgspec.Struct, frozen=True):
-    """Convolutions that no engine can run."""
-
-    names: tuple[str, ...]
-    reason: str
-
-
-class ConvDocument(Document, frozen=True, kw_only=True):
-    """What the page needs of a choice of engines."""
-
-    layers: tuple[Convolution, ...]
-    cold: bool
-    operations_per_s: float
-    bytes_per_s: float
-    seconds: float
-    left_out: tuple[Omitted, ...] = ()
-
-    @property
-    def passes(self) -> tuple[Pass, ...]:
-        """Which there are, in the order of a training step."""
-        found = {layer.operation for layer in self.layers}
-        return tuple(each for each in _PASSES if each in found)
-
-
-def contents(document: ConvDocument) -> dict[str, Any]:
-    """What the template shows of a choice of engines."""
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: ConvReport = saved.result
     layers = document.layers
     return {
-        "title": document.workload,
+        "title": saved.head.workload,
         "headline": conv.headline(document),
         "sums": conv.sums(document),
         "picture_of": _picture(layers) if any(_timed(layer) for layer in layers) else None,
         "rows": table(conv.headings(document), conv.rows(document), (), conv.legend(document)),
         "chosen": table(
-            ["#", "convolution", "engine", "where it stands", "times"],
+            ["#", "convolution", "engine", "layers", "times"],
             [
                 (n, layer.problem, conv.engine_of(layer), ", ".join(layer.names), len(layer.names))
                 for n, layer in enumerate(layers, 1)
@@ -110,7 +40,7 @@ def contents(document: ConvDocument) -> dict[str, Any]:
     }
 
 
-def _timed(layer: Convolution) -> bool:
+def _timed(layer: Layer) -> bool:
     return layer.outcome is not None and layer.outcome.chosen_ns is not None
 
 
@@ -122,8 +52,8 @@ def _engines(outcome: Outcome) -> Table:
     return table(["engine", "", *conv.ENGINE_HEADINGS], rows, (0, 1, 7))
 
 
-def _picture(layers: Sequence[Convolution]) -> Plot:
-    """The chosen engine and PyTorch's default beside one another."""
+def _picture(layers: Sequence[Layer]) -> Plot:
+    """The chosen engine beside PyTorch's default."""
     timed = [(n, layer) for n, layer in enumerate(layers, 1) if _timed(layer)]
     shown = timed[:_MOST_DRAWN]
     names = [f"{n} {shortened(layer.names[0], 18)}" for n, layer in shown]
@@ -149,8 +79,8 @@ def _picture(layers: Sequence[Convolution]) -> Plot:
         "bargap": 0.3,
         "yaxis": {"type": "category", "autorange": "reversed", "tickfont": {"size": 11}},
     }
-    note = "One run of each, with what is fused into it; the numbers are those of the table."
+    note = "One run of each, with the fused epilogue. Numbers are rows of the table."
     if len(shown) < len(timed):
-        note += f" The first {len(shown)} of {len(timed)} are drawn."
+        note += f" Drawn: the first {len(shown)} of {len(timed)}."
     shape = figure(data, "time of one, us", "", height=130 + 30 * len(shown), layout=layout)
     return Plot("Chosen engines beside PyTorch's default", shape, note)

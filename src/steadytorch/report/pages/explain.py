@@ -1,40 +1,33 @@
-"""The page of an explanation: where steps go, what varies, findings, and what is not known."""
+"""The page of an explanation: slices of steps, variability, findings, rules without data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from steadytorch.explain.result import Explanation, StepTime
-from steadytorch.ledger.ledger import GpuTotals
 from steadytorch.quantities import size
 from steadytorch.rates.regime import REGIMES
-from steadytorch.rates.roofline import Roofline
 from steadytorch.report import explain
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.plots import BLUE, COLOURS, GREY, Plot, Table, figure, table
 from steadytorch.report.text import duration, share, unit_of
+from steadytorch.results.explain import Explanation, GpuTotals, Roofline, StepTime
+from steadytorch.results.saved import Saved
 
 _MOST_STEPS = 200
-"""Bars that can be told from one another; a table has the mean of all steps."""
+"""Most bars that stay distinguishable; a table has the mean of all steps."""
 _MOST_SLICES = 100
 _IDLE = ("#dd7a1f", "#c53d3d", "#e0b13c", "#b5651d", "#d98880", "#f0c08a", "#a04000", "#d4ac6e")
 
 
-class ExplainDocument(Explanation, frozen=True, kw_only=True):
-    """An explanation as it was saved."""
-
-    workload: str
-    created: str
-
-
-def contents(document: ExplainDocument) -> dict[str, Any]:
-    """What the template shows of an explanation."""
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: Explanation = saved.result
     _check(document.steps)
     regime = document.regime
     lines = document.roofline
     return {
-        "title": document.workload,
+        "title": saved.head.workload,
         "headline": f"{regime}, {REGIMES[regime]}" if regime in REGIMES else regime,
         "times": list(explain.times(document)),
         "steps": _steps(document.steps) if document.steps else None,
@@ -59,13 +52,13 @@ def contents(document: ExplainDocument) -> dict[str, Any]:
 
 
 def _check(steps: Sequence[StepTime]) -> None:
-    """Refuses what would take the square of the file's size to add up."""
+    """Refuses so many slices that adding them up would take quadratic time."""
     if steps and len(steps[0].slices_ns) > _MOST_SLICES:
         raise ValueError(f"{len(steps[0].slices_ns)} slices: a ledger has at most {_MOST_SLICES}")
 
 
 def _steps(steps: Sequence[StepTime]) -> Plot:
-    """A bar per step, of slices that add up to it."""
+    """A stacked bar per step."""
     shown = steps[:_MOST_STEPS]
     unit, unit_ns = unit_of(max(step.total_ns for step in shown))
     names = [n for n in steps[0].slices_ns if any(step.slices_ns.get(n) for step in shown)]
@@ -88,7 +81,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
     }
     note = "The slices of a step add up to it."
     if len(shown) < len(steps):
-        note += f" The first {len(shown):,} of {len(steps):,} steps are drawn; the table is of all."
+        note += f" Drawn: the first {len(shown):,} of {len(steps):,} steps; the table covers all."
     shape = figure(
         data, "step, as the trace numbers it", f"time, {unit}", height=420, layout=layout
     )
@@ -96,7 +89,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
-    """Cool colours for work, warm ones for idle time, grey for what is unknown."""
+    """Cool colours for work, warm ones for idle time, grey for unknown time."""
     work = iter(COLOURS[i] for i in (0, 8, 4, 2, 6, 3, 5, 9) * 4)
     idle = iter(_IDLE * 4)
     return {
@@ -105,7 +98,7 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _slices(document: ExplainDocument) -> Table:
+def _slices(document: Explanation) -> Table:
     shares = document.variance_shares or {}
     means = document.mean_slices_ns()
     named = [name for name in {**means, **shares} if means.get(name, 0) > 0 or shares.get(name)]
@@ -189,9 +182,9 @@ def _kernels(lines: Roofline, on_gpu: bool) -> Table:
     return table([*headings, "bound by", "bytes a step", "TFLOP/s"], rows)
 
 
-def _untold(document: ExplainDocument) -> Table:
+def _untold(document: Explanation) -> Table:
     rows = [
         (", ".join(rules), in_words(why), recapture)
         for (why, recapture), rules in explain.by_reason(document.abstained).items()
     ]
-    return table(["rules", "why not", "how to capture it"], rows, (0, 1, 2))
+    return table(["rules", "missing", "how to capture it"], rows, (0, 1, 2))

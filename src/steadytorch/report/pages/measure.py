@@ -1,4 +1,4 @@
-"""The page of a measurement: samples over time, how often which, figures and causes."""
+"""The page of a measurement: samples over time, distribution, figures and causes."""
 
 from __future__ import annotations
 
@@ -7,94 +7,27 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import msgspec
-
-from steadytorch.measure.measurement import Measurement
-from steadytorch.measure.variability import Outlier
 from steadytorch.quantities import size
 from steadytorch.report import measure
-from steadytorch.report.pages.document import Document
 from steadytorch.report.pages.series import histogram, timeline
 from steadytorch.report.plots import BLUE, Plot, Table, table
 from steadytorch.report.text import duration, grouped, percent_above, seconds
+from steadytorch.results.measure import HostBlock, MeasureResult, Outlier, ProcessMeasurement
+from steadytorch.results.saved import Saved
 
 _BLUES = (BLUE, "#63a4dc", "#173f6b")
 _MOST_NAMED = 8
-_TOO_FEW = "too few samples: 1,000 independent ones are needed"
+_REPRESENTATIVE = "Of the representative process, which has the middle median."
+_TOO_FEW = "too few samples: p99 needs 1,000 independent ones"
 
 
-class WarmUp(msgspec.Struct, frozen=True):
-    """How a workload was brought to speed."""
-
-    calls: int
-
-
-class SetUp(msgspec.Struct, frozen=True):
-    """How a workload came to be ready."""
-
-    setup_s: float
-    warm_up: WarmUp
-    peak_memory_bytes: int
-
-
-class Host(msgspec.Struct, frozen=True):
-    """What the host did; None where that is not known."""
-
-    overhead_ns: float | None
-    gc_collections: int
-    gc_ns: int
-    involuntary_switches: int | None
-    major_faults: int | None
-    steal_ns: int | None
-
-
-class Device(msgspec.Struct, frozen=True):
-    """What the GPU did; None where that is not known."""
-
-    sm_clock_mhz: float | None
-    power_watts: float | None
-    clock_held_by: tuple[str, ...] | None
-    other_processes: int | None
-    clock_difference: float | None = None
-
-
-class Process(msgspec.Struct, frozen=True):
-    """One process of a measurement."""
-
-    period: Measurement
-    latency: Measurement | None
-    set_up: SetUp
-    resolved: bool
-    host: Host
-    device: Device | None
-    unknown: dict[str, str]
-    complete: bool = True
-
-
-class MeasureDocument(Document, frozen=True, kw_only=True):
-    """What the page needs of a measurement; its samples are those of the processes."""
-
-    processes: tuple[Process, ...]
-    claim: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    spread: float | None
-    failed: str | None = None
-    interrupted: bool = False
-    why_no_ci: str | None = None
-
-    @property
-    def replicates(self) -> tuple[Process, ...]:
-        """The complete processes, or all where none is."""
-        return tuple(each for each in self.processes if each.complete) or self.processes
-
-
-def contents(document: MeasureDocument) -> dict[str, Any]:
-    """What the template shows of a measurement."""
-    shown = measure.representative(document)
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: MeasureResult = saved.result
+    shown = document.representative
     all_outliers = [each.period.outliers for each in document.processes]
     return {
-        "title": document.workload,
+        "title": saved.head.workload,
         "headline": measure.headline(document),
         "details": measure.details(document),
         "samples": _samples(document),
@@ -108,13 +41,13 @@ def contents(document: MeasureDocument) -> dict[str, Any]:
     }
 
 
-def _several(document: MeasureDocument) -> bool:
-    """Whether figures may be of one process or of all."""
+def _several(document: MeasureResult) -> bool:
+    """Whether there are several processes, so that figures need to say whose they are."""
     return len(document.processes) > 1
 
 
-def _samples(document: MeasureDocument) -> Plot:
-    """All processes, neighbours in colours that can be told apart."""
+def _samples(document: MeasureResult) -> Plot:
+    """The samples of all processes; neighbours differ in colour."""
     count = len(document.processes)
     if count == 1:
         names = ["samples"]
@@ -126,15 +59,15 @@ def _samples(document: MeasureDocument) -> Plot:
     return timeline([each.period for each in document.processes], names, colours)
 
 
-def _histogram(document: MeasureDocument, shown: Process) -> Plot:
+def _histogram(document: MeasureResult, shown: ProcessMeasurement) -> Plot:
     if len(document.processes) == 1:
-        return histogram(shown.period, document.median_ns, document.median_ci_ns, "How often")
+        return histogram(shown.period, document.median_ns, document.median_ci_ns, "Distribution")
     number = document.processes.index(shown) + 1
-    title = f"How often in process {number}, whose median is the middle one"
+    title = f"Distribution in process {number}, the representative one"
     return histogram(shown.period, shown.period.median_ns, shown.period.median_ci_ns, title)
 
 
-def _figures(document: MeasureDocument, shown: Process) -> Table:
+def _figures(document: MeasureResult, shown: ProcessMeasurement) -> Table:
     period, varies = shown.period, shown.period.variability
     p99 = _TOO_FEW if period.p99_ns is None else _tail(period.p99_ns, period.median_ns)
     rows: list[tuple[str, object]] = [
@@ -149,14 +82,14 @@ def _figures(document: MeasureDocument, shown: Process) -> Table:
         ("CV", f"{100 * varies.cv:.2f} %, robust {100 * varies.robust_cv:.2f} %"),
         ("jitter from call to call", f"{100 * varies.jitter:.2f} %"),
         ("steady", "yes" if period.steady else f"no: {period.why_unsteady}"),
-        ("regimes (levels that it keeps to)", varies.regimes),
+        ("levels of the series", varies.regimes),
         ("samples", f"{len(period.samples_ns):,}, of which warm-up {period.warmup_dropped:,}"),
     ]
     if shown.latency is not None:
         rows.insert(3, ("latency, call to finished result", duration(shown.latency.median_ns)))
     note = (
-        "Median, interval and claim are of all processes; the rest is of the process whose median "
-        "is the middle one."
+        "Median, interval and claim cover all processes; other rows cover the representative one, "
+        "which has the middle median."
     )
     return table(["figure", "value"], rows, (0, 1), note if _several(document) else "")
 
@@ -171,8 +104,8 @@ def _tail(value: float, median: float) -> str:
     return f"{duration(value)} ({percent_above(value, median)})"
 
 
-def _outliers(found: Sequence[Sequence[Outlier]], document: MeasureDocument) -> Table:
-    """By cause: how many, and how slow the slowest was."""
+def _outliers(found: Sequence[Sequence[Outlier]], document: MeasureResult) -> Table:
+    """Per cause, the number of outliers and the slowest one."""
     every = [outlier for each in found for outlier in each]
     causes = Counter(outlier.cause for outlier in every)
     slowest: dict[str, int] = {}
@@ -182,12 +115,12 @@ def _outliers(found: Sequence[Sequence[Outlier]], document: MeasureDocument) -> 
         (cause, f"{count:,}", _tail(slowest[cause], document.median_ns))
         for cause, count in causes.most_common()
     ]
-    of_all = "Of all processes; the slowest against the median of all."
+    of_all = "Of all processes; percentages are against the overall median."
     note = of_all if _several(document) else ""
     return table(["cause", "outliers", "the slowest"], rows, note=note)
 
 
-def _processes(processes: Sequence[Process]) -> Table:
+def _processes(processes: Sequence[ProcessMeasurement]) -> Table:
     starts = accumulate((len(each.period.samples_ns) for each in processes), initial=0)
     rows = [
         (
@@ -202,16 +135,16 @@ def _processes(processes: Sequence[Process]) -> Table:
     return table([*headings, "peak memory", ""], rows, (8,))
 
 
-def _blocks(shown: Process, document: MeasureDocument) -> Table:
+def _blocks(shown: ProcessMeasurement, document: MeasureResult) -> Table:
     host, device = shown.host, shown.device
     rows: list[tuple[str, object]] = [
-        ("the probe adds", None if host.overhead_ns is None else duration(host.overhead_ns)),
+        ("cost of the probe", None if host.overhead_ns is None else duration(host.overhead_ns)),
         ("garbage collections", _collections(host)),
         ("involuntary switches", _count(host.involuntary_switches)),
         ("pages read from a disk", _count(host.major_faults)),
         ("taken by other virtual machines", None if host.steal_ns is None else _ns(host.steal_ns)),
         ("set-up", seconds(shown.set_up.setup_s)),
-        ("calls to warm up", f"{shown.set_up.warm_up.calls:,}"),
+        ("warm-up calls", f"{shown.set_up.warm_up.calls:,}"),
         ("peak memory", size(shown.set_up.peak_memory_bytes)),
     ]
     if device is not None:
@@ -226,16 +159,16 @@ def _blocks(shown: Process, document: MeasureDocument) -> Table:
     return table(["host and device", "value"], told, (0, 1), _of_one(document))
 
 
-def _of_one(document: MeasureDocument) -> str:
-    return "Of the process whose median is the middle one." if _several(document) else ""
+def _of_one(document: MeasureResult) -> str:
+    return _REPRESENTATIVE if _several(document) else ""
 
 
-def _unknown(shown: Process, document: MeasureDocument) -> Table:
+def _unknown(shown: ProcessMeasurement, document: MeasureResult) -> Table:
     rows = [(", ".join(names), why) for why, names in grouped(shown.unknown).items()]
     return table(["not observed", "why"], rows, (0, 1), _of_one(document))
 
 
-def _collections(host: Host) -> str:
+def _collections(host: HostBlock) -> str:
     return f"{host.gc_collections:,}" + (f" ({duration(host.gc_ns)})" if host.gc_ns else "")
 
 

@@ -1,4 +1,4 @@
-"""Pictures of series of samples, which several pages show."""
+"""Charts of sample series, for several pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from steadytorch.measure.measurement import Measurement
 from steadytorch.report.plots import (
     BLUE,
     BROWN,
@@ -29,6 +28,7 @@ from steadytorch.report.plots import (
     thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
+from steadytorch.results.measure import Measurement
 
 _BINS = 60
 _MOST_BORDERS = 50
@@ -44,13 +44,13 @@ def timeline(
     colours: Mapping[str, str],
     title: str = "Samples over time",
 ) -> Plot:
-    """All series one after another, warm-up and outliers marked; outliers coloured by cause.
+    """Charts all series in sequence, with the warm-up marked and outliers coloured by cause.
 
     Args:
         series: at least one.
-        names: of each, for the legend; series may share one.
-        colours: of each name.
-        title: of the picture.
+        names: name of each series in the legend; series may share one.
+        colours: name to colour.
+        title: title of the chart.
     """
     unit, unit_ns = unit_of(series[0].median_ns)
     starts = list(accumulate((len(each.samples_ns) for each in series), initial=0))
@@ -117,7 +117,7 @@ def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
 def histogram(
     one: Measurement, median_ns: float, interval_ns: tuple[float, float] | None, title: str
 ) -> Plot:
-    """How often which time was taken after the warm-up, with the median, p90 and p99 marked."""
+    """Charts the distribution after the warm-up, with median, p90 and p99 marked."""
     samples = np.asarray(one.samples_ns[one.warmup_dropped :], dtype=np.float64)
     unit, unit_ns = unit_of(one.median_ns)
     marks = [("median", median_ns, BLUE, "solid"), ("p90", one.p90_ns, PURPLE, "dash")]

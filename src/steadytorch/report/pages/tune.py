@@ -1,16 +1,12 @@
-"""The page of a search, a replayed plan or a search that was cut short."""
+"""The page of a search, an interrupted search or a replayed plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from steadytorch.measure.measurement import Measurement
 from steadytorch.quantities import size
 from steadytorch.report import tune
-from steadytorch.report.pages.document import Document
 from steadytorch.report.pages.series import timeline
 from steadytorch.report.plots import (
     BLUE,
@@ -25,92 +21,27 @@ from steadytorch.report.plots import (
     table,
 )
 from steadytorch.report.text import duration, grouped, percent_above, seconds, unit_of
+from steadytorch.results.measure import Measurement
+from steadytorch.results.saved import Saved
+from steadytorch.results.tune import CandidateResult, Timing, TuneReport
 
 _MOST_DRAWN = 60
 
 
-class Taken(msgspec.Struct, frozen=True):
-    """A measurement without its samples."""
-
-    metric: str
-    median_ns: float
-    median_ci_ns: tuple[float, float] | None
-    p90_ns: float
-    p99_ns: float | None
-
-
-class Gain(msgspec.Struct, frozen=True):
-    """How many times as fast as the untouched workload; None where no number was found."""
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-    claim: str
-    verdict: str
-    pairs: int
-
-
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate and what became of it."""
-
-    transforms: tuple[str, ...]
-    suggested_by: tuple[str, ...] = ()
-    status: Literal["ok", "rejected", "failed", "skipped"]
-    reason: str | None
-    allowed: bool = True
-    error: float | None
-    peak_memory_bytes: int | None
-    setup_s: float | None
-    median_ns: float | None
-    median_ci_ns: tuple[float, float] | None = None
-    p90_ns: float | None = None
-    p99_ns: float | None = None
-
-
-class Kept(msgspec.Struct, frozen=True):
-    """The plan that came of it."""
-
-    id: str
-    path: str | None
-    transforms: tuple[str, ...]
-    objective: str
-
-
-class TuneDocument(Document, frozen=True, kw_only=True):
-    """What the page needs of a search; of a replayed plan it is the search that found it."""
-
-    baseline: msgspec.Raw
-    winner: msgspec.Raw
-    chosen: tuple[str, ...]
-    regime: str
-    candidates: tuple[Tried, ...]
-    not_applicable: dict[str, str]
-    not_tried: dict[str, str]
-    inputs: str
-    trains: bool
-    speedup: Gain | None
-    break_even_calls: int | None
-    reference: str
-    seconds: float
-    interrupted: bool
-    plan: Kept | None
-    replayed: bool
-
-
-def contents(document: TuneDocument) -> dict[str, Any]:
-    """What the template shows of a search."""
-    sides = [_side(document.baseline, document), _side(document.winner, document)]
-    baseline, winner = sides
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: TuneReport = saved.result
+    baseline, winner = sides = document.sides
     timed = [each for each in document.candidates if each.median_ns is not None]
     series = [each for each in sides if isinstance(each, Measurement)]
     both = len(series) == 2
     return {
-        "title": document.workload,
+        "title": saved.head.workload,
         "headline": _headline(document),
         "remark": _remark(document),
         "costs": _costs(document),
         "sides_title": (
-            "Untouched, as far as it was measured"
+            "Untouched, before the interruption"
             if document.plan is None
             else "Untouched and winner, in the round that confirmed the choice"
         ),
@@ -123,65 +54,44 @@ def contents(document: TuneDocument) -> dict[str, Any]:
     }
 
 
-def _side(raw: msgspec.Raw, document: TuneDocument) -> Measurement | Taken | None:
-    """One of the two sides; only files of searches have its samples.
-
-    Raises:
-        ValueError: it is neither of the two forms.
-    """
-    form = Taken if document.replayed else Measurement
-    return msgspec.json.decode(raw, type=form | None)
-
-
 def _series(series: Sequence[Measurement]) -> Plot:
     colours = {"untouched": BLUE, "winner": GREEN}
     return timeline(series, list(colours), colours, "Untouched, then the winner")
 
 
-def _headline(document: TuneDocument) -> str:
+def _headline(document: TuneReport) -> str:
     gain = document.speedup
     if document.interrupted or gain is None:
-        return "the search was cut short: nothing is claimed"
+        return "the search was interrupted: no claim"
     if not document.chosen:
-        return f"nothing was shown to be faster than {_untouched(document)}"
+        return f"no candidate was shown to be faster than {_untouched(document)}"
     if gain.estimate is None:
-        return "how much faster it is could not be told"
+        return "the speedup is not a number"
     objective = "latency" if document.plan is None else document.plan.objective
     told = tune.gain_told(gain, objective, _untouched(document))
     return f"{tune.name_of(document.chosen)}: {told}"
 
 
-def _untouched(document: TuneDocument) -> str:
+def _untouched(document: TuneReport) -> str:
     return tune.untouched(document.trains)
 
 
-def _remark(document: TuneDocument) -> str:
+def _remark(document: TuneReport) -> str:
     if document.replayed:
-        return "A stored plan was replayed: what its search found is kept without samples."
+        return "A replayed plan: the store keeps the evidence of its search without samples."
     if document.interrupted:
-        return (
-            "The search was interrupted. What was measured until then is below; no plan was kept."
-        )
+        return "The search was interrupted: this page shows its measurements; no plan was kept."
     return ""
 
 
-def _costs(document: TuneDocument) -> list[str]:
-    """What was searched for, and what the plan costs."""
+def _costs(document: TuneReport) -> list[str]:
+    """The inputs, and the costs of the plan."""
     step = "a training step on " if document.trains else ""
-    return [f"{step}{document.inputs}", *_price(document)]
-
-
-def _price(document: TuneDocument) -> list[str]:
-    by_name = {each.transforms: each for each in document.candidates}
-    won, base = by_name.get(document.chosen), by_name.get(())
-    if won is None or base is None or not document.chosen or document.speedup is None:
-        return []
-    paid = document.break_even_calls
-    return tune.costs_told(won, base, document.reference, paid, document.trains)
+    return [f"{step}{document.inputs}", *tune.costs_told(document)]
 
 
 def _sides(
-    baseline: Measurement | Taken | None, winner: Measurement | Taken | None, document: TuneDocument
+    baseline: Measurement | Timing | None, winner: Measurement | Timing | None, document: TuneReport
 ) -> Table:
     named = [("untouched", baseline), (tune.name_of(document.chosen), winner)]
     rows = [
@@ -200,32 +110,32 @@ def _interval(interval: tuple[float, float] | None) -> str:
     return "none" if interval is None else f"{duration(interval[0])} to {duration(interval[1])}"
 
 
-def _tail(value: float | None, side: Measurement | Taken) -> str:
+def _tail(value: float | None, side: Measurement | Timing) -> str:
     if value is None:
         return "too few samples"
     return f"{duration(value)} ({percent_above(value, side.median_ns)})"
 
 
-def _candidates(document: TuneDocument) -> Table:
+def _candidates(document: TuneReport) -> Table:
     unit, unit_ns = unit_of(
         min((c.median_ns for c in document.candidates if c.median_ns), default=1)
     )
     base = next((c.median_ns for c in document.candidates if not c.transforms), None)
     rows = [_row(n, each, document, base, unit_ns) for n, each in enumerate(_ranked(document), 1)]
     headings = ["#", "candidate", "status", f"median, {unit}", "±95 %", "gain", "tail", "error"]
-    plan = None if document.plan is None else "the plan's own figures stand above, taken afresh"
+    plan = None if document.plan is None else "the plan was timed again; see its figures above"
     note = tune.screened(plan)
     return table([*headings, "memory", "set-up", "reason"], rows, (1, 2, 10), note)
 
 
-def _ranked(document: TuneDocument) -> list[Tried]:
+def _ranked(document: TuneReport) -> list[CandidateResult]:
     """Fastest first, those without a time at the end."""
     late = float("inf")
     return sorted(document.candidates, key=lambda c: late if c.median_ns is None else c.median_ns)
 
 
 def _row(
-    number: int, tried: Tried, document: TuneDocument, base: float | None, unit_ns: float
+    number: int, tried: CandidateResult, document: TuneReport, base: float | None, unit_ns: float
 ) -> tuple[object, ...]:
     median = tried.median_ns
     plan = document.plan is not None and tried.transforms == document.chosen
@@ -249,7 +159,7 @@ def _row(
     )
 
 
-def _picture(timed: Sequence[Tried], chosen: tuple[str, ...]) -> Plot:
+def _picture(timed: Sequence[CandidateResult], chosen: tuple[str, ...]) -> Plot:
     """Medians with their intervals, the fastest at the top."""
     ranked = sorted(timed, key=lambda each: each.median_ns or 0.0)
     unit, unit_ns = unit_of(ranked[0].median_ns or 1.0)
@@ -288,17 +198,17 @@ def _picture(timed: Sequence[Tried], chosen: tuple[str, ...]) -> Plot:
         line = lines_at([(base, "", BLUE, "dot")])
         layout |= {"shapes": line["shapes"]}
     note = (
-        "Dots: screening medians; bars: their 95 % intervals where one may be claimed. Green: the "
-        "plan; blue: untouched; orange: not allowed or not in order."
+        "Dots: screening medians. Bars: their 95 % intervals, if any. Green: the plan. Blue: "
+        "untouched. Orange: rejected, failed or not allowed."
     )
     if len(shown) < len(ranked):
-        note += f" The fastest {len(shown)} of {len(ranked)} are drawn."
+        note += f" Drawn: the fastest {len(shown)} of {len(ranked)}."
     axis = f"median per iteration, {unit}"
     shape = figure([dots], axis, "", height=110 + 30 * len(shown), layout=layout)
     return Plot("Candidates", shape, note)
 
 
-def _colour(tried: Tried, chosen: tuple[str, ...]) -> str:
+def _colour(tried: CandidateResult, chosen: tuple[str, ...]) -> str:
     if not tried.transforms:
         return BLUE
     if tried.transforms == chosen:
@@ -306,17 +216,17 @@ def _colour(tried: Tried, chosen: tuple[str, ...]) -> str:
     return GREY if tried.status == "ok" and tried.allowed else ORANGE
 
 
-def _left_out(document: TuneDocument) -> Table:
+def _left_out(document: TuneReport) -> Table:
     left = grouped({**document.not_applicable, **document.not_tried})
     rows = [(reason, ", ".join(names)) for reason, names in left.items()]
     return table(["why", "not tried"], rows, (0, 1))
 
 
-def _facts(document: TuneDocument) -> Table:
+def _facts(document: TuneReport) -> Table:
     plan, paid = document.plan, document.break_even_calls
     kept = document.speedup is not None and bool(document.chosen)
     rows = [
-        ("plan", "none was kept" if plan is None else plan.id),
+        ("plan", "not kept" if plan is None else plan.id),
         ("its file", "in memory only" if plan and plan.path is None else plan and plan.path),
         ("objective", plan and plan.objective),
         ("regime of the untouched workload", document.regime),

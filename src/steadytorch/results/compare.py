@@ -1,0 +1,154 @@
+"""A comparison of B with A as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One of the two workloads.
+
+    Attributes:
+        name: its name in results.
+        median_ns: median over all pairs.
+    """
+
+    name: str
+    median_ns: float
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """The effect of B on time, as a fraction: -0.12 is 12 % less time.
+
+    Attributes:
+        estimate: None without data.
+        low: lower end of the 99 % interval; None if the data support none.
+        high: upper end; None likewise.
+    """
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """The effect of B on time, with its evidence.
+
+    Attributes:
+        estimate: a fraction; -0.12 is 12 % less time. None without data.
+        low: lower end of the 99 % interval; None if the data support none.
+        high: upper end; None likewise.
+        verdict: `faster`, `slower`, `tie` or `undecided`, said of B.
+        claim: `process` or `machine`.
+        pairs: number of pairs of blocks; 0 for saved results.
+        processes: fresh processes of each side.
+        mde: minimum detectable effect, as a fraction; None if unknown.
+    """
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+    verdict: str
+    claim: str
+    pairs: int
+    processes: int
+    mde: float | None
+
+    def slower_than(self, limit: float) -> bool:
+        """Whether B is slower than A by more than `limit` (a fraction), with confidence."""
+        return self.low is not None and self.low > limit
+
+
+class Dwell(msgspec.Struct, frozen=True):
+    """One side, run alone for several seconds.
+
+    Attributes:
+        side: `a` or `b`.
+        seconds: duration of the run.
+        median_ns: median of its second half, after the clock has settled.
+        sm_clock_mhz: median SM clock in that half; None if unknown.
+    """
+
+    side: str
+    seconds: float
+    median_ns: float
+    sm_clock_mhz: float | None
+
+
+class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict on B against A; make one with `CompareResult.of`.
+
+    Attributes:
+        interval: estimate and interval of the effect; `effect` in JSON.
+        verdict: `faster`, `slower`, `tie` or `undecided`, said of B.
+        claim: `process` or `machine`.
+        pairs: number of pairs of blocks; 0 for saved results.
+        processes: fresh processes of each side.
+        mde: minimum detectable effect, as a fraction; None if unknown.
+        metric: `latency` or `period`.
+        a: the first side.
+        b: the second side.
+        dwells: each side alone, if a power limit holds the clock; from the first processes.
+        note: a caveat for the reader, such as why there is no verdict; else empty.
+        gate_failed: whether B failed the gate that the user set.
+        samples: per process, the pairs (block of A, block of B) in ns; `samples_ns` in JSON.
+        failed: name and error of the workload that failed, else None. Earlier pairs are kept.
+        interrupted: whether the user stopped the comparison.
+    """
+
+    interval: Interval = msgspec.field(name="effect")
+    verdict: str
+    claim: str
+    pairs: int
+    processes: int
+    mde: float | None
+    metric: str
+    a: Side
+    b: Side
+    dwells: tuple[Dwell, ...] = ()
+    note: str = ""
+    gate_failed: bool = False
+    samples: tuple[tuple[tuple[float, float], ...], ...] = msgspec.field(
+        name="samples_ns", default=()
+    )
+    failed: str | None = None
+    interrupted: bool = False
+
+    @classmethod
+    def of(cls, effect: Effect, **fields: object) -> CompareResult:
+        """Makes a result of an effect and the fields that `Effect` does not have."""
+        own = {name: getattr(effect, name) for name in Effect.__struct_fields__}
+        ends = [own.pop(name) for name in Interval.__struct_fields__]
+        return cls(interval=Interval(*ends), **own, **fields)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def effect(self) -> Effect:
+        """The effect with its evidence."""
+        ends = self.interval
+        return Effect(
+            estimate=ends.estimate,
+            low=ends.low,
+            high=ends.high,
+            verdict=self.verdict,
+            claim=self.claim,
+            pairs=self.pairs,
+            processes=self.processes,
+            mde=self.mde,
+        )
+
+    @property
+    def workload(self) -> str:
+        """Both names, as a saved result is titled."""
+        return f"{self.a.name} / {self.b.name}"
+
+
+def effect_of(dwells: Sequence[Dwell]) -> float:
+    """B against A, each run alone, as a fraction: the mean of the rounds' log ratios."""
+    means = []
+    for side in "ab":
+        logs = [math.log(each.median_ns) for each in dwells if each.side == side]
+        means.append(sum(logs) / len(logs))
+    return math.expm1(means[1] - means[0])

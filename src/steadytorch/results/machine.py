@@ -1,0 +1,196 @@
+"""A machine as data: hardware, software, state, and what can be observed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from steadytorch.errors import UsageError
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Hardware and software of a machine, as plain data that opens on any other machine.
+
+    A field that could not be observed is None and has its reason in `unknown`. A `mig_profile` of
+    None without a reason means a whole GPU.
+
+    Attributes:
+        device: "cpu" or "cuda", without an index.
+        name: GPU name, or the processor's model.
+        compute_capability: As "9.0".
+        sm_count: Multiprocessors of the GPU or of the MIG slice.
+        memory_bytes: Memory of the GPU, or main memory.
+        l2_cache_bytes: L2 cache of the GPU.
+        mig_profile: As "1g.10gb", None for a whole GPU.
+        driver: NVIDIA driver version.
+        cuda: CUDA version that PyTorch was built with.
+        cudnn: cuDNN version as "9.19.0".
+        triton: Triton version.
+        torch: PyTorch version with its build tag.
+        python: Python version.
+        cores_physical: Physical cores usable by this process.
+        cores_logical: Logical cores usable by this process (affinity, cgroup quota).
+        cpu_name: The processor's model.
+        isa: Vector instructions PyTorch uses on the CPU, as "AVX512".
+        os: Kernel name, release and architecture.
+        unknown: Reason for each field that could not be observed, by field name.
+    """
+
+    device: str
+    name: str | None = None
+    compute_capability: str | None = None
+    sm_count: int | None = None
+    memory_bytes: int | None = None
+    l2_cache_bytes: int | None = None
+    mig_profile: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    triton: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    cores_physical: int | None = None
+    cores_logical: int | None = None
+    cpu_name: str | None = None
+    isa: str | None = None
+    os: str | None = None
+    unknown: dict[str, str] = {}
+
+    def to_json(self) -> str:
+        """The facts as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DeviceFacts:
+        """Parse the output of `to_json`.
+
+        Raises:
+            UsageError: The text is not JSON or has another structure.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise UsageError(f"not a record of device facts: {error}") from None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the machine at one time; a field that could not be observed is None.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        load_average_1m: Runnable processes, averaged over the last minute.
+        cpu_busy: Fraction of all CPU time used by any process during the snapshot.
+        cpu_steal: Fraction of all CPU time stolen by other virtual machines during the snapshot.
+        memory_free_bytes: Main memory available without swapping.
+        gpu_memory_free_bytes: Free memory of the GPU or MIG slice.
+        other_gpu_processes: Processes with a compute context on the GPU, without this process and
+            its descendants.
+        sm_clock_mhz: Current SM clock.
+        sm_clock_max_mhz: Maximum SM clock.
+        power_watts: Power draw of the whole GPU.
+        power_limit_watts: Enforced power limit.
+        temperature_celsius: Temperature of the GPU.
+        clock_event_reasons: Names of the active clock limits; empty if there are none.
+        unknown: Reason for each field that could not be observed, by field name.
+    """
+
+    device: str
+    load_average_1m: float | None = None
+    cpu_busy: float | None = None
+    cpu_steal: float | None = None
+    memory_free_bytes: int | None = None
+    gpu_memory_free_bytes: int | None = None
+    other_gpu_processes: int | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: int | None = None
+    clock_event_reasons: tuple[str, ...] | None = None
+    unknown: dict[str, str] = {}
+
+    def to_json(self) -> str:
+        """The snapshot as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Snapshot:
+        """Parse the output of `to_json`.
+
+        Raises:
+            UsageError: The text is not JSON or has another structure.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise UsageError(f"not a snapshot of a device: {error}") from None
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """Result of one probe.
+
+    Attributes:
+        name: Short name of the capability.
+        ok: Whether it can be observed or used here.
+        detail: The value seen, or the reason why it is unavailable.
+        remedy: What the user can do; None if `ok`.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str | None = None
+
+
+class NoiseFloor(msgspec.Struct, frozen=True):
+    """The spread between paired blocks of the same step.
+
+    Attributes:
+        a_a_spread: robust standard deviation of the log ratio of a pair, as a fraction.
+        pairs: number of pairs.
+        what: description of the step.
+    """
+
+    a_a_spread: float
+    pairs: int
+    what: str
+
+
+class Switch(msgspec.Struct, frozen=True, kw_only=True):
+    """cuDNN's benchmark mode in a process, and its pitfalls.
+
+    Attributes:
+        benchmark: `torch.backends.cudnn.benchmark`.
+        benchmark_limit: engines timed per convolution; 0 for all, None if this PyTorch has no
+            cuDNN.
+        deterministic: `torch.backends.cudnn.deterministic`.
+        fp32_precision: precision of float32 convolutions, as PyTorch names it.
+        environment: environment variables that control PyTorch's use of cuDNN, by name.
+        no_effect: why the switch has no effect here; empty if it has an effect.
+        traps: pitfalls of the switch, one sentence each; empty if it has no effect.
+    """
+
+    benchmark: bool
+    benchmark_limit: int | None
+    deterministic: bool
+    fp32_precision: str
+    environment: dict[str, str]
+    no_effect: str
+    traps: tuple[str, ...]
+
+
+class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The check-up of a machine.
+
+    Attributes:
+        environment: fixed facts: device, versions, cores.
+        state: load, clocks, power and free memory at the time.
+        observability: what can be observed, and remedies for the rest.
+        noise_floor: difference between two measurements of the same step.
+        benchmark_mode: cuDNN's benchmark mode in this process.
+    """
+
+    environment: DeviceFacts
+    state: Snapshot
+    observability: list[Observation]
+    noise_floor: NoiseFloor
+    benchmark_mode: Switch
