@@ -213,6 +213,7 @@ class CapturedStep:
         reason = self._prepared(entry, first)
         if reason is not None:
             return self._eagerly(reason, given)
+        made = False
         try:
             made = self._recorded(entry, given, first, last)
         except Exception as error:
