@@ -109,7 +109,7 @@ class Workload:
         cls,
         model: nn.Module,
         inputs: Any,
-        loss: Loss,
+        loss: TargetLoss,
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         *,
         targets: Any = (),
