@@ -17,6 +17,7 @@ ON_CPU = (
     "benchmark-mode",
     "bias-before-batch-norm",
     "cpu-contention",
+    "equal-groups",
     "gc-pause",
     "graph-break",
     "idle-ramp",
@@ -24,6 +25,7 @@ ON_CPU = (
     "memory-bound",
     "recompilation",
     "single-tensor-optimizer",
+    "unfused-optimizer",
 )
 ON_GPU = (
     "autotuning-in-loop",
@@ -60,8 +62,8 @@ BESIDES = {
 """What the same cause brings about besides, and the example's docstring or documentation says."""
 OF_CODE = frozenset(
     {
-        *("benchmark-mode", "bias-before-batch-norm", "graph-break", "recompilation"),
-        "single-tensor-optimizer",
+        *("benchmark-mode", "bias-before-batch-norm", "equal-groups", "graph-break"),
+        *("recompilation", "single-tensor-optimizer", "unfused-optimizer"),
     }
 )
 """Depend on what is run. The others depend on times, and need the cores to themselves."""

@@ -40,6 +40,8 @@ IDS = (
     "benchmark-mode",
     "tensor-cores-unused",
     "single-tensor-optimizer",
+    "unfused-optimizer",
+    "equal-groups",
     "bias-before-batch-norm",
     "idle-ramp",
     "queue-full",

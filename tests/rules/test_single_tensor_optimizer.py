@@ -34,6 +34,7 @@ def test_one_operator_after_the_other_is_found():
     assert found.id == NAME
     assert "40 operators a step" in found.title
     assert "fused=True" in found.fix
+    assert found.transforms == ("optimizer",)
     working, waiting = 40 * 4 * US, 39 * 16 * US
     assert found.cost_ns == pytest.approx(working + waiting, rel=0.05)
     assert found.recoverable_ns[1] == pytest.approx(working / 2 + waiting, rel=0.05)

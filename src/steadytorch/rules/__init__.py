@@ -21,6 +21,7 @@ from steadytorch.rules import (
     clock_throttled,
     copies,
     cpu_contention,
+    equal_groups,
     gc_pause,
     graph_break,
     idle_ramp,
@@ -38,6 +39,7 @@ from steadytorch.rules import (
     synchronisation,
     synchronous_copy,
     tensor_cores_unused,
+    unfused_optimizer,
 )
 
 __all__ = ["REGISTRY", "findings"]
@@ -66,6 +68,8 @@ REGISTRY: dict[str, Rule] = {
         layout_conversion,
         bias_before_batch_norm,
         single_tensor_optimizer,
+        unfused_optimizer,
+        equal_groups,
         slow_kernels,
         tensor_cores_unused,
         memory_bound,

@@ -1,0 +1,62 @@
+"""Find optimizers that run without their fused implementation."""
+
+from __future__ import annotations
+
+import re
+
+from steadytorch.findings.figures import duration, percent
+from steadytorch.findings.finding import Case, Finding, Verdict
+from steadytorch.findings.gpu_events import CHECK, step_ns
+from steadytorch.findings.optimizer_steps import OptimizerWork, optimizer_work
+
+NAME = "unfused-optimizer"
+FEWEST = 3
+"""Minimum operators on lists of tensors a step. Fewer are about what fused=True needs."""
+LEAST_SHARE = 0.01
+"""Minimum share of the step."""
+
+_HAS_FUSED = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
+
+
+def rule(case: Case) -> Verdict:
+    """Report an optimizer that passes over all tensors several times where once would do.
+
+    Without a choice, Adam, AdamW and SGD run their foreach implementation on a GPU: one operator on
+    all tensors for each arithmetic operation. Fused, one operator does the whole update. Optimizers
+    that run single tensors are the finding `single-tensor-optimizer`.
+
+    Source: PyTorch, `torch.optim`, "how to use the for-loop, foreach and fused implementations".
+    """
+    seen = optimizer_work(case, NAME)
+    if not isinstance(seen, OptimizerWork):
+        return seen
+    unfused = [name for name in seen.names if _HAS_FUSED.fullmatch(name)]
+    passes = {name: n for name, n in seen.several.items() if "_foreach_" in name}
+    count = sum(passes.values()) / seen.steps
+    if not unfused or len(passes) < len(seen.several) or count < FEWEST:
+        return ()
+    launching, working = seen.cost()
+    cost = launching + working
+    if cost < LEAST_SHARE * step_ns(seen.ledger):
+        return ()
+    # Each operator runs at least once a group, and one for each group remains.
+    saved = 1 - min(passes.values()) / sum(passes.values())
+    names = ", ".join(f"{name} ({n / seen.steps:.3g})" for name, n in list(passes.items())[:4])
+    return (
+        Finding(
+            id=NAME,
+            source="kernel-launch overhead",
+            title=f"unfused optimizer: {count:.0f} operators a step on lists of tensors, "
+            f"{duration(cost)} ({percent(cost / step_ns(seen.ledger))} of the step)",
+            evidence=(f"{unfused[0]}: a step calls {names}", seen.times(launching, working)),
+            slices=seen.slices,
+            cost_ns=cost,
+            recoverable_ns=(0, round(saved * cost)),
+            confidence="medium",
+            fix="Create the optimizer with fused=True.",
+            transforms=("optimizer",),
+            check=CHECK,
+            false_alarm="a gradient is sparse, or a parameter is not floating point: then fused is "
+            "not supported.",
+        ),
+    )
