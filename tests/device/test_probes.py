@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pynvml
 import pytest
+import torch
 
 from steadytorch.device import probes
 from steadytorch.device.probes import observability
@@ -186,3 +187,36 @@ def test_a_module_of_the_same_name_is_not_mistaken_for_the_package(monkeypatch):
     monkeypatch.setattr(metadata, "version", unknown)
     found = _find("cuDNN frontend")
     assert (found.ok, "not from nvidia-cudnn-frontend" in found.detail) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "corrupts"),
+    [
+        ("2.13.0+cu130", "cuda:1", True),
+        ("2.13.2", "cuda", True),
+        ("2.13.0a0+gitabc", "cuda", True),
+        ("2.13.0+cpu", "cpu", False),
+        ("2.12.1+cu130", "cuda", False),
+        ("2.130.0", "cuda", False),
+        ("2", "cuda", False),
+        (None, "cuda", False),
+    ],
+)
+def test_versions_that_corrupt_dropout_are_known(version, device, corrupts):
+    assert probes.corrupts_dropout(version, device) is corrupts
+
+
+@pytest.mark.parametrize(("version", "ok"), [("2.13.0+cu130", False), ("2.12.1+cu130", True)])
+def test_dropout_in_compiled_code_is_warned_of(monkeypatch, version, ok):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = _find("dropout in compiled code")
+    assert found.ok is ok
+    assert version in found.detail
+    assert "198333" in found.detail
+
+
+def test_dropout_without_cuda_is_not_affected(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _find("dropout in compiled code").ok

@@ -5,16 +5,23 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from steadytorch.errors import UsageError
+from steadytorch.explain import capture as capturing
+from steadytorch.explain import session
 from steadytorch.explain.session import explain
 from steadytorch.ledger.ledger import CPU_SLICES, HOST_COLUMNS
 from steadytorch.rates.regime import REGIMES
 from steadytorch.results.explain import Explanation
+from steadytorch.results.machine import DeviceFacts
 from steadytorch.rules import REGISTRY
 from steadytorch.workload.loading import load_workload
+from steadytorch.workload.workload import Workload
 
 from ..traces.recorded import on_cpu
 
@@ -91,6 +98,35 @@ def test_a_workload_that_cannot_be_profiled_is_explained_by_its_samples():
     reasons = {abstention.rule: abstention.why for abstention in found.abstained}
     assert "not while you watch" in reasons["profile"]
     assert "launch-bound" in reasons
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "rate", "training", "warned"),
+    [
+        ("2.13.0+cu130", "cuda", 0.1, True, True),
+        ("2.13.0+cu130", "cuda", 0.0, True, False),
+        ("2.13.0+cu130", "cuda", 0.1, False, False),
+        ("2.13.0+cpu", "cpu", 0.1, True, False),
+        ("2.12.1+cu130", "cuda", 0.1, True, False),
+    ],
+)
+def test_dropout_that_pytorch_corrupts_when_compiled_is_told(
+    monkeypatch, version, device, rate, training, warned
+):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(rate)).train(training)
+    given = Workload.training(model, torch.ones(1, 2), torch.sum, torch.optim.SGD)
+    facts = DeviceFacts(device=device, torch=version)
+    seen = SimpleNamespace(
+        **dict.fromkeys(("trace", "series", "rates", "distortion", "failed")),
+        measured=SimpleNamespace(period=None),
+        notes={},
+        gaps=(),
+        interrupted=False,
+    )
+    monkeypatch.setattr(session, "load_facts", lambda device: facts)
+    monkeypatch.setattr(capturing, "capture", lambda *args, **options: seen)
+    remarks = explain(given, device="cpu").remarks
+    assert any("198333" in remark for remark in remarks) is warned
 
 
 def test_an_interrupt_keeps_the_measurement():

@@ -23,6 +23,8 @@ _PARANOID_LIMIT = 2
 CUDNN_EXTRA = "steadytorch[cudnn]"
 CUDNN_FRONTEND = "1.26"
 """The only supported version: 1.27 rewrote the graph API, 1.29 needs further packages."""
+CORRUPTS_DROPOUT = "2.13"
+"""The version whose Inductor corrupts dropout masks on CUDA (pytorch issue 198333)."""
 
 
 def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:
@@ -77,6 +79,10 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
             _weight_writes,
             "pass verify_every=1000 to optimize or apply to verify every 1,000th call",
         ),
+        "dropout in compiled code": (
+            _dropout,
+            "leave training with dropout uncompiled, or use steady tune, which verifies masks",
+        ),
     }
     return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
 
@@ -94,6 +100,29 @@ def _weight_writes() -> str:
         "writes that bypass PyTorch's version counter and change few elements of a large tensor "
         "may be missed"
     )
+
+
+def corrupts_dropout(version: str | None, device: str) -> bool:
+    """Whether compiled code of this PyTorch may give groups of four channels one dropout mask.
+
+    Args:
+        version: of PyTorch, such as "2.13.0+cu130"; None for unknown.
+        device: "cpu" or "cuda", with or without an index.
+    """
+    release = (version or "").partition("+")[0].split(".")
+    return release[:2] == CORRUPTS_DROPOUT.split(".") and device.startswith("cuda")
+
+
+def _dropout() -> str:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if corrupts_dropout(torch.__version__, device):
+        raise NotObservable(
+            f"torch.compile of PyTorch {torch.__version__} can give groups of four channels one "
+            "dropout mask on CUDA (pytorch issue 198333)"
+        )
+    return f"not affected by pytorch issue 198333 (PyTorch {torch.__version__}, {device})"
 
 
 def _nvml(library: Any) -> str:

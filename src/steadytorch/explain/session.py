@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
+from steadytorch.device.probes import corrupts_dropout
 from steadytorch.errors import UsageError
 from steadytorch.findings.finding import Case
 from steadytorch.ledger.conditions import Conditions, join
@@ -99,7 +100,26 @@ def explain(
         rates=seen.rates,
         notes=seen.notes,
     )
-    return _with_capture(_explained(case, facts, "capture"), seen)
+    explained = _explained(case, facts, "capture")
+    remarks = (*explained.remarks, *_on_dropout(subject, facts))
+    return _with_capture(msgspec.structs.replace(explained, remarks=remarks), seen)
+
+
+def _on_dropout(workload: Workload, facts: DeviceFacts) -> tuple[str, ...]:
+    """A remark on compiling, for training with dropout where PyTorch corrupts its masks."""
+    from torch.nn.modules.dropout import _DropoutNd
+
+    drops = workload.is_training and any(
+        isinstance(module, _DropoutNd) and module.training and module.p > 0
+        for module in getattr(workload.untouched, "modules", tuple)()
+    )
+    if not drops or not corrupts_dropout(facts.torch, facts.device):
+        return ()
+    return (
+        f"Compiled by PyTorch {facts.torch}, groups of four channels may get one dropout mask "
+        "(pytorch issue 198333): check the masks before you use torch.compile. steady tune "
+        "verifies them.",
+    )
 
 
 def facts_of(trace: Trace) -> DeviceFacts:
