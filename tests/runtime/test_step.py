@@ -19,6 +19,7 @@ from steadytorch.runtime.trained import TrainedModule
 LAYOUT = TransformSpec("channels_last", ())
 FUSED = TransformSpec("optimizer", (("implementation", "fused"), ("merge", False)))
 MERGED = TransformSpec("optimizer", (("implementation", "foreach"), ("merge", True)))
+COMPILED = TransformSpec("optimizer", (("implementation", "compiled"), ("merge", False)))
 GRAPH = TransformSpec("step_graph", (("scope", "step"),))
 STEPS = 10
 
@@ -207,3 +208,9 @@ def test_the_report_reads_well():
     text = str(step.report())
     assert text.startswith("10 calls: 0 replayed")
     assert "optimizer: fused" in text
+
+
+def test_the_report_says_why_a_compiled_update_runs_eagerly():
+    step, _, _ = made(COMPILED)
+    step._eager.update.fallback = "it changes"
+    assert step.report().optimizer == "compiled, eager: it changes"

@@ -12,6 +12,7 @@ from steadytorch.workload.update import (
     COMPILED,
     FOREACH,
     FUSED,
+    MOST_COMPILED,
     OWN,
     Update,
     hyper_parameters,
@@ -52,6 +53,34 @@ def test_it_is_the_same_update(optimizer, implementation, merge):
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
     states = [o.state_dict()["state"] for o in (made, own)]
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_schedules_of_momentum_do_not_compile_at_every_step(monkeypatch, cycle):
+    calls = []
+
+    def compiled(step, dynamic):
+        return lambda: (calls.append(1), step())
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    weights = []
+    for implementation in (COMPILED, OWN):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        update = Update(optimizer, implementation)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1e-2, total_steps=20, cycle_momentum=cycle
+        )
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            update()
+            schedule.step()
+        weights.append(model.weight)
+        assert (update.fallback is not None) is (cycle and implementation == COMPILED)
+    assert len(calls) == (MOST_COMPILED if cycle else 6)
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.slow

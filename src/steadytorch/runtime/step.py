@@ -164,13 +164,14 @@ class TunedStep:
         captured = self._captured
         eager = self._counts if captured is None else captured.eager
         replays = 0 if captured is None else captured.replays
+        fallback = self._eager.update.fallback
         return StepReport(
             plan=self._plan,
             micro_batches=replays + sum(eager.values()),
             replays=replays,
             eager=dict(eager),
             update=None if captured is None else captured.update_reason,
-            optimizer=self._update_text,
+            optimizer=self._update_text + ("" if fallback is None else f", eager: {fallback}"),
             saved_per_step_ns=self._saved,
             break_even_steps=self._break_even,
             model=str(self._fast.report()),

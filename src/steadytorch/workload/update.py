@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _SCALES = "_step_supports_amp_scaling"
+MOST_COMPILED = 2
+"""Hyper-parameters that a compiled step is compiled for: schedules of momentum change them at every
+step, and each change compiles for seconds."""
 
 
 class Update:
@@ -27,13 +30,19 @@ class Update:
         implementation: `own` leaves its switches alone; `fused` and `foreach` set PyTorch's;
             `compiled` compiles the step with Inductor.
         merge: whether groups with equal hyper-parameters are updated together.
+
+    Attributes:
+        fallback: why a compiled step runs uncompiled; None if it does not.
     """
+
+    fallback: str | None = None
 
     def __init__(
         self, optimizer: Optimizer, implementation: str = OWN, merge: bool = False
     ) -> None:
         self.optimizer, self.implementation, self.merge = optimizer, implementation, merge
         self._compiled: Any = None
+        self._compiled_for: list[Any] = []
 
     def __call__(self, rates: Sequence[Tensor] | None = None) -> None:
         """Takes the optimizer's step.
@@ -47,10 +56,11 @@ class Update:
             return
         if self.implementation in (FUSED, COMPILED) or rates is not None:
             move_counters(self.optimizer)
-        if self.implementation == COMPILED and rates is None:
+        compiled = self.implementation == COMPILED and not self._changes()
+        if compiled and rates is None:
             rates = self.own_rates()
         with self._switched(rates):
-            if self.implementation == COMPILED:
+            if compiled:
                 self._compiled_step()
             else:
                 self.optimizer.step()
@@ -69,6 +79,16 @@ class Update:
             torch.as_tensor(group["lr"], dtype=torch.float32).to(device_of(group), copy=True)
             for group in self.optimizer.param_groups
         ]
+
+    def _changes(self) -> bool:
+        """Whether hyper-parameters besides the learning rate change too often to compile."""
+        if self.fallback is None:
+            found = [hyper_parameters(group, ("lr",)) for group in self.optimizer.param_groups]
+            if found not in self._compiled_for:
+                self._compiled_for.append(found)
+            if len(self._compiled_for) > MOST_COMPILED:
+                self.fallback = "hyper-parameters besides the learning rate change"
+        return self.fallback is not None
 
     def _compiled_step(self) -> None:
         if self._compiled is None:
