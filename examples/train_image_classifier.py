@@ -65,7 +65,9 @@ def train(
     steps: int,
 ) -> list[Tensor]:
     """Trains for a number of steps; returns their losses, which are still on the device."""
-    scheduler = OneCycleLR(optimizer, max_lr=RATE, total_steps=steps)
+    # Graphs read a new learning rate at each replay, but hold the momentum: with one that changes
+    # at every step, updates would run eagerly.
+    scheduler = OneCycleLR(optimizer, max_lr=RATE, total_steps=steps, cycle_momentum=False)
     losses: list[Tensor] = []
     while True:
         for images, labels in batches:

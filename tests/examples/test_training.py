@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import steadytorch as steady
@@ -303,6 +303,23 @@ def test_a_schedule_that_waits_for_a_plateau():
         return torch.stack(losses)
 
     agree(both(loop))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_a_cycle_of_learning_rate_and_momentum(make):
+    def loop(step, net, optimizer):
+        scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS)
+        losses, momenta = [], set()
+        for x, y in batches():
+            losses.append(step(x, y))
+            group = optimizer.param_groups[0]
+            momenta.add(group["betas"][0] if "betas" in group else group["momentum"])
+            if len(losses) < STEPS:
+                scheduler.step()
+        assert len(momenta) > 5
+        return torch.stack(losses)
+
+    agree(both(loop, optimizer=make))
 
 
 def test_an_average_of_the_weights():
