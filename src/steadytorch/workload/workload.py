@@ -25,7 +25,8 @@ from steadytorch.workload.signature import map_tensors, signature, tensors_of
 from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import Update
 
-Loss = Callable[[Any], torch.Tensor]
+Loss = TargetLoss
+"""Of the output, and of the targets if the workload has any."""
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -109,7 +110,7 @@ class Workload:
         cls,
         model: nn.Module,
         inputs: Any,
-        loss: TargetLoss,
+        loss: Loss,
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         *,
         targets: Any = (),
