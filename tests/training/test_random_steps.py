@@ -15,7 +15,6 @@ from steadytorch.verification.verdict import LEVEL
 
 from . import drawing
 
-
 SEEDS_TRIED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 
 
