@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from steadytorch.training.random_steps import (
     FIRST_SEED,
@@ -14,6 +15,16 @@ from steadytorch.training.random_steps import (
 from steadytorch.verification.verdict import LEVEL
 
 from . import drawing
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The networks are tiny: more threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 SEEDS_TRIED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 
