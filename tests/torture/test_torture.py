@@ -78,7 +78,7 @@ def drawn_plan(random: Random, transforms: list[Any], compiles: bool) -> Candida
 def drawn(seed: int, compiles: bool = False) -> Draw:
     """The combination of a seed."""
     random, facts = Random(seed), load_facts(DEVICE)
-    transforms = [t for t in all_variants(facts) if t.name != "prefetch"]
+    transforms = [t for t in all_variants(facts) if t.name != "prefetch" and not t.of_step]
     plan = drawn_plan(random, transforms, compiles)
     ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
     count = random.randint(1, MOST_ACTIONS)
