@@ -109,3 +109,37 @@ def test_rates_on_the_device_stand_for_the_numbers():
         results.append(model.state_dict())
         assert made.param_groups[0]["lr"] == 0.25
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("implementation", "merge"), [(FOREACH, False), (FOREACH, True)])
+def test_what_a_step_writes_to_its_groups_stays(implementation, merge):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] += 1
+            return super().step(closure)
+
+    model = nn.Linear(2, 2)
+    groups = [
+        {"params": [p], "count": 0, "initial_lr": i} for i, p in enumerate(model.parameters())
+    ]
+    made = Counting(groups, lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        Update(made, implementation, merge)()
+    assert [group["count"] for group in made.param_groups] == [3, 3]
+    assert [group["initial_lr"] for group in made.param_groups] == [0, 1]
+    assert {group["foreach"] for group in made.param_groups} == {None}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("implementation", [OWN, FUSED, FOREACH])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_learning_rate_may_be_a_tensor(kind, implementation, shape):
+    model = nn.Linear(2, 2)
+    made = kind(model.parameters(), lr=torch.full(shape, 0.1))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    Update(made, implementation)()
+    assert not torch.equal(before, model.weight)
+    assert [rate.shape for rate in Update(made).own_rates()] == [()]

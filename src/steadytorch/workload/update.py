@@ -66,7 +66,9 @@ class Update:
     def own_rates(self) -> list[Tensor]:
         """The learning rates of the groups as new float32 scalars, each beside its parameters."""
         return [
-            torch.as_tensor(group["lr"], dtype=torch.float32).to(device_of(group), copy=True)
+            torch.as_tensor(group["lr"], dtype=torch.float32)
+            .reshape(())
+            .to(device_of(group), copy=True)
             for group in self.optimizer.param_groups
         ]
 
@@ -83,23 +85,29 @@ class Update:
         marks = {
             name: vars(optimizer)[name] for name in (_WARNED, _SCALES) if name in vars(optimizer)
         }
+        switched: list[dict[str, Any]] = []
+        together: list[dict[str, Any]] = []
         try:
             for i, group in enumerate(groups):
-                group.update(self._switches(group, rates is not None))
+                switched.append(self._switches(group, rates is not None))
                 if rates is not None:
-                    group["lr"] = rates[i]
+                    switched[-1]["lr"] = rates[i]
+                group.update(switched[-1])
             if rates is not None:  # a warning to whoever sets the switch for good
                 setattr(optimizer, _WARNED, True)
             if self.implementation == FUSED:
                 setattr(optimizer, _SCALES, True)
             if self.merge:
-                optimizer.param_groups = merged(groups, found)
+                together = merged(groups, found)
+                optimizer.param_groups = [dict(group) for group in together]
             yield
         finally:
+            if self.merge:
+                _write_back(together, optimizer.param_groups, groups)
             optimizer.param_groups = groups
-            for group, before in zip(groups, found, strict=True):
-                for key in before:
-                    group[key] = before[key]
+            # Only the switches: some optimizers count their steps in their groups.
+            for group, before, keys in zip(groups, found, switched, strict=False):
+                group.update({key: before[key] for key in keys})
             for name in (_WARNED, _SCALES):
                 if name in marks:
                     setattr(optimizer, name, marks[name])
@@ -110,11 +118,30 @@ class Update:
         wanted: dict[str, Any] = {}
         if self.implementation == FUSED:
             wanted = {"fused": True, "foreach": False}
-        elif self.implementation == FOREACH:
+        elif self.implementation == FOREACH and (captured or not _needs_own_rate(group)):
             wanted = {"fused": False, "foreach": True}
         if captured or self.implementation == COMPILED:
             wanted["capturable"] = device_of(group).type == "cuda"
         return {key: value for key, value in wanted.items() if key in group}
+
+
+def _needs_own_rate(group: Mapping[str, Any]) -> bool:
+    """Whether the foreach step would refuse the group's learning rate, which is a tensor."""
+    return isinstance(group.get("lr"), Tensor) and group.get("capturable") is False
+
+
+def _write_back(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    groups: Sequence[dict[str, Any]],
+) -> None:
+    """Copies the values that a step has set in merged groups to the groups they were made from."""
+    wrote: dict[int, dict[str, Any]] = {}
+    for one, other in zip(before, after, strict=False):
+        values = {key: other[key] for key in other if other[key] is not one.get(key)}
+        wrote.update(dict.fromkeys(map(id, one["params"]), values))
+    for group in groups:
+        group.update(next((wrote[id(p)] for p in group["params"] if id(p) in wrote), {}))
 
 
 def device_of(group: Mapping[str, Any]) -> torch.device:
