@@ -157,6 +157,20 @@ def move_counters(optimizer: Optimizer) -> None:
             state["step"] = counter.to(parameter.device)
 
 
+def return_counters(optimizer: Optimizer) -> None:
+    """Moves counters of steps back to the CPU where the optimizer's own step reads them there."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable") is not False:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, dict):
+                continue
+            counter = state.get("step")
+            if isinstance(counter, Tensor) and counter.device.type != "cpu":
+                state["step"] = counter.cpu()
+
+
 def merged(
     groups: Sequence[Mapping[str, Any]], by: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
@@ -183,6 +197,8 @@ def hyper_parameters(group: Mapping[str, Any], but: Sequence[str] = ()) -> tuple
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value, value))
     return (
         value.item()
         if isinstance(value, Tensor) and value.device.type == "cpu"
