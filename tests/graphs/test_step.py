@@ -19,6 +19,7 @@ from steadytorch.graphs import step as recorded
 from steadytorch.graphs.checks import Snapshot
 from steadytorch.graphs.step import (
     BACKWARD,
+    CLOSED,
     HOST_RANDOM,
     NEEDS_GRADIENT,
     NOT_STRIDED,
@@ -533,3 +534,38 @@ def test_a_learning_rate_may_become_a_tensor(shape):
     one, other = both(batches(16), change)
     assert one[0].replays >= 10, one[0].eager
     assert_same(one, other)
+
+
+def test_a_closed_step_goes_on_eagerly():
+    def close(i):
+        if i == 8:
+            step.close()
+
+    step, net, inner = made()
+    found = (step, net, inner, train(step, batches(12), close))
+    plain, net2, inner2 = made(None)
+    assert reasons(step) == {CLOSED}
+    assert_same(found, (plain, net2, inner2, train(plain, batches(12))))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_exception_while_recording_leaves_no_gradients(accumulate):
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise KeyboardInterrupt
+        return functional.cross_entropy(output, target)
+
+    fails_at = 4 if accumulate == 1 else 5
+    step, net, inner = made(loss=loss, accumulate=accumulate, check=False)
+    data = batches(16)
+    losses = list(train(step, data[: fails_at - 1]))
+    with pytest.raises(KeyboardInterrupt):
+        step((data[fails_at - 1][0],), {}, (data[fails_at - 1][1],))
+    losses += [step((x,), {}, (y,)) for x, y in data[fails_at - 1 :]]
+    plain, net2, inner2 = made(None, accumulate=accumulate)
+    assert step.replays >= 8
+    right = train(plain, data)
+    assert_same((step, net, inner, torch.stack(losses)), (plain, net2, inner2, right))

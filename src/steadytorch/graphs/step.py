@@ -67,6 +67,7 @@ MOVING = "parameters, buffers or groups are replaced again and again"
 MOVED = "parameters, buffers or groups were replaced"
 CHANGED = "hyper-parameters other than the learning rate changed"
 OUTSIDE = "parameters that the optimizer does not hold require gradients"
+CLOSED = "closed"
 AUTOCAST = "called under autocast"
 KEEPS_STATE = "the model or the loss keeps Python state between its calls"
 HOST_RANDOM = "the step draws random numbers on the CPU"
@@ -160,8 +161,10 @@ class CapturedStep:
 
     def close(self) -> None:
         """Frees the graphs; steps run eagerly from then on."""
-        self._off = "closed"
+        self._off = CLOSED
         self._forget()
+        if self._updates():
+            self._leave_update(CLOSED)
 
     # -- eager steps ------------------------------------------------------------------------------
 
@@ -410,7 +413,10 @@ class CapturedStep:
                 raise RuntimeError("a further micro-batch has gradients of other parameters")
         except BaseException:
             # Gradients that a failed recording has made were never computed.
-            for parameter, gradient in zip(step.parameters(), held or (), strict=False):
+            parameters = step.parameters()
+            for parameter, gradient in zip(
+                parameters, held or [None] * len(parameters), strict=True
+            ):
                 parameter.grad = gradient
             raise
         finally:
@@ -583,7 +589,8 @@ class CapturedStep:
         self._fixed, self._pool, self._settings = None, None, None
 
     def _drop_updates(self) -> None:
-        torch.cuda.synchronize()
+        if self._entries:
+            torch.cuda.synchronize()
         for entry in self._entries.values():
             entry.update = None
             if self._scope == STEP and self.step.accumulate == 1:
