@@ -346,7 +346,7 @@ def test_a_graph_that_is_not_the_eager_step_does_not_serve(monkeypatch):
     found = (step, net, inner, train(step, batches(12)))
     plain, net2, inner2 = made(scope=None)
     assert step.replays == 0
-    assert any("than the eager step" in reason for reason in step.eager)
+    assert any("differ in" in reason for reason in step.eager)
     assert_same(found, (plain, net2, inner2, train(plain, batches(12))))
 
 

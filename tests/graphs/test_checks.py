@@ -32,12 +32,12 @@ def test_equal_steps_agree(modes):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (taken(loss=1.01), "another loss"),
-        (taken(loss=float("nan")), "another loss"),
-        (taken(gradients=(1.0, 2.1)), "another gradients"),
-        (taken(gradients=(1.0, float("inf"))), "another gradients"),
-        (taken(gradients=(1.0,)), "other gradients"),
-        (taken(moved=(0.1, 0.0)), "another update"),
+        (taken(loss=1.01), "differ in loss"),
+        (taken(loss=float("nan")), "differ in loss"),
+        (taken(gradients=(1.0, 2.1)), "differ in gradients"),
+        (taken(gradients=(1.0, float("inf"))), "differ in gradients"),
+        (taken(gradients=(1.0,)), "another number of gradients"),
+        (taken(moved=(0.1, 0.0)), "differ in update"),
     ],
 )
 def test_another_step_is_told_by_its_part(modes, other, said):

@@ -106,12 +106,12 @@ class Snapshot:
         for what, take in (("loss", 0), ("gradients", 1), ("update", 2)):
             parts = [_listed(run[take]) for run in (one, other, recorded)]
             if len({len(part) for part in parts}) > 1:
-                return f"its graph gives other {what} than the eager step"
+                return f"the graph leaves another number of {what} than the eager step"
             noise, found = distance(parts[1], parts[0]), distance(parts[2], parts[0])
             if not found <= max(MOST_APART, NOISE_FACTOR * noise):
                 return (
-                    f"its graph gives another {what} than the eager step: {found:.1e} apart, "
-                    f"two eager steps {noise:.1e}"
+                    f"graph and eager step differ in {what}: relative error {found:.1e}, "
+                    f"between two eager steps {noise:.1e}"
                 )
         return None
 

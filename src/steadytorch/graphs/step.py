@@ -4,9 +4,9 @@ The first steps of each input signature run eagerly: they are steps of the train
 code up. The next one is recorded, which runs nothing, and replayed. So recording moves no weights,
 statistics or random numbers.
 
-Before each replay the host compares everything that a graph has fixed with what it was: addresses
-of parameters, buffers and optimizer state, hyper-parameters, modes. Learning rates and inputs are
-copied to where the graph reads them. Whatever cannot be replayed runs as the same step, eagerly.
+Before each replay the host checks that all values that a graph has fixed are unchanged: addresses
+of parameters, buffers and optimizer state, hyper-parameters, modes, plain attributes. Inputs and
+learning rates are copied to where the graph reads them. Steps that cannot be replayed run eagerly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NOT_STRIDED = "a parameter or buffer is not a strided tensor"
 NEEDS_GRADIENT = "an input requires gradients"
 OUTER_GRAPH = "called while a CUDA graph is recorded"
 NO_GRAD = "gradients are switched off"
-DROPPED = "the optimizer's state is not complete"
+DROPPED = "the optimizer's state is incomplete"
 CHANGING = "hyper-parameters other than the learning rate change from step to step"
 MOVING = "parameters, buffers or groups are replaced again and again"
 MOVED = "parameters, buffers or groups were replaced"
@@ -323,7 +323,7 @@ class CapturedStep:
         if not first and entry.first is None:
             return WARMING
         if not first and entry.lacks_gradients(self.step.parameters()):
-            return "other parameters have gradients than in its graph"
+            return "parameters outside of the graph have gradients"
         return self._prepared_update(fixed) if self._updates() else None
 
     def _prepared_update(self, fixed: _Fixed) -> str | None:
@@ -517,7 +517,7 @@ class CapturedStep:
                 before.restore()
             fault = before.disagreement(*runs)
         except torch.OutOfMemoryError:
-            fault = "too little memory to compare its graph with the eager step"
+            fault = "too little memory to compare the graph with the eager step"
         except BaseException:
             self._recover(entry)
             raise
