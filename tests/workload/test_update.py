@@ -143,3 +143,44 @@ def test_a_learning_rate_may_be_a_tensor(kind, implementation, shape):
     Update(made, implementation)()
     assert not torch.equal(before, model.weight)
     assert [rate.shape for rate in Update(made).own_rates()] == [()]
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("merge", [False, True])
+def test_momentum_begins_for_each_parameter_by_itself(dampening, merge):
+    found = []
+    for implementation in (OWN, FUSED):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        made = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        update = Update(made, implementation, merge)
+        for i in range(6):
+            if i == 3:
+                model[0].requires_grad_(True)
+                made.add_param_group({"params": list(model[0].parameters())})
+            made.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+            update()
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_begins_after_the_steps_that_a_scaler_skips(dampening):
+    found = []
+    for implementation in (OWN, FUSED):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+        update = Update(made, implementation)
+        for _ in range(8):
+            made.zero_grad()
+            scaler.scale(model(torch.ones(2, 6)).square().mean() * 16).backward()
+            with update.switched():
+                scaler.step(made)
+            scaler.update()
+        assert scaler.get_scale() < 2.0**126
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)

@@ -12,6 +12,7 @@ learning rates are copied to where the graph reads them. Steps that cannot be re
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -827,7 +828,9 @@ def _number(rate: Any) -> Any:
 
 
 def _host_random() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else str(numpy.random.get_state())
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
 
 
 @contextmanager

@@ -85,17 +85,18 @@ class Update:
         marks = {
             name: vars(optimizer)[name] for name in (_WARNED, _SCALES) if name in vars(optimizer)
         }
+        implementation = self._possible()
         switched: list[dict[str, Any]] = []
         together: list[dict[str, Any]] = []
         try:
             for i, group in enumerate(groups):
-                switched.append(self._switches(group, rates is not None))
+                switched.append(self._switches(group, rates is not None, implementation))
                 if rates is not None:
                     switched[-1]["lr"] = rates[i]
                 group.update(switched[-1])
             if rates is not None:  # a warning to whoever sets the switch for good
                 setattr(optimizer, _WARNED, True)
-            if self.implementation == FUSED:
+            if implementation == FUSED:
                 setattr(optimizer, _SCALES, True)
             if self.merge:
                 together = merged(groups, found)
@@ -114,15 +115,46 @@ class Update:
                 else:
                     vars(optimizer).pop(name, None)
 
-    def _switches(self, group: Mapping[str, Any], captured: bool) -> dict[str, Any]:
+    def _possible(self) -> str:
+        is_early = self.implementation == FUSED and not _begin_momentum(self.optimizer)
+        return OWN if is_early else self.implementation
+
+    def _switches(
+        self, group: Mapping[str, Any], captured: bool, implementation: str
+    ) -> dict[str, Any]:
         wanted: dict[str, Any] = {}
-        if self.implementation == FUSED:
+        if implementation == FUSED:
             wanted = {"fused": True, "foreach": False}
-        elif self.implementation == FOREACH and (captured or not _needs_own_rate(group)):
+        elif implementation == FOREACH and (captured or not _needs_own_rate(group)):
             wanted = {"fused": False, "foreach": True}
-        if captured or self.implementation == COMPILED:
+        if captured or implementation == COMPILED:
             wanted["capturable"] = device_of(group).type == "cuda"
         return {key: value for key, value in wanted.items() if key in group}
+
+
+def _begin_momentum(optimizer: Optimizer) -> bool:
+    """Makes missing momentum buffers of SGD, which its fused step needs.
+
+    The fused step fails where only some are missing. Where a GradScaler skips the first step, it
+    leaves them uninitialised.
+
+    Returns:
+        Whether all are there: with dampening, only the first step itself can make them.
+    """
+    complete = True
+    for group in optimizer.param_groups:
+        if not group.get("momentum") or "dampening" not in group:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                if group["dampening"]:
+                    complete = False
+                else:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return complete
 
 
 def _needs_own_rate(group: Mapping[str, Any]) -> bool:
