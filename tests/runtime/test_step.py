@@ -175,6 +175,34 @@ def test_a_plan_that_does_not_fit_trains_untouched_and_says_so():
     assert "another machine" in step.report().optimizer
 
 
+def test_a_plan_with_an_unknown_transform_trains_untouched():
+    unknown = TransformSpec("of_a_later_version", ())
+    step, _, _ = made(unknown, FUSED, misfit=lambda model: "plan 1 is of a later version")
+    train(step, batches())
+    assert step.report().eager == {"plan 1 is of a later version": STEPS}
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    model = Net().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    step, _, _ = made(MERGED, model=model, optimizer=optimizer)
+    assert train(step, batches()).isfinite().all()
+
+
+def test_groups_added_in_mid_training_are_updated():
+    torch.manual_seed(0)
+    model = Net().train()
+    model.conv.requires_grad_(False)
+    optimizer = torch.optim.AdamW([*model.norm.parameters(), *model.head.parameters()])
+    step, _, _ = made(MERGED, GRAPH, model=model, optimizer=optimizer)
+    train(step, batches())
+    before = model.conv.weight.detach().clone()
+    model.conv.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.conv.parameters()), "lr": 1e-3})
+    train(step, batches())
+    assert not torch.equal(model.conv.weight, before)
+
+
 def test_an_optimizer_without_the_implementation_takes_its_own_step():
     model = Net().train()
     optimizer = torch.optim.Rprop(model.parameters(), lr=1e-3)

@@ -62,3 +62,19 @@ def test_an_exception_leaves_the_batch_to_be_begun_anew():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     step((DATA[0][0],), {}, (DATA[0][1],))
     assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_an_optimizer_may_drop_gradients_its_own_way():
+    class Own(torch.optim.SGD):
+        dropped = 0
+
+        def zero_grad(self):
+            self.dropped += 1
+            super().zero_grad()
+
+    model = net()
+    optimizer = Own(model.parameters(), lr=0.1)
+    step = EagerStep(model, functional.cross_entropy, optimizer, accumulate=2)
+    for x, y in DATA[:4]:
+        step((x,), {}, (y,))
+    assert optimizer.dropped == 2

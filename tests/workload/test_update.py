@@ -138,3 +138,78 @@ def test_rates_on_the_device_stand_for_the_numbers():
         results.append(model.state_dict())
         assert made.param_groups[0]["lr"] == 0.25
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("implementation", "merge"), [(FOREACH, False), (FOREACH, True)])
+def test_what_a_step_writes_to_its_groups_stays(implementation, merge):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] += 1
+            return super().step(closure)
+
+    model = nn.Linear(2, 2)
+    groups = [
+        {"params": [p], "count": 0, "initial_lr": i} for i, p in enumerate(model.parameters())
+    ]
+    made = Counting(groups, lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        Update(made, implementation, merge)()
+    assert [group["count"] for group in made.param_groups] == [3, 3]
+    assert [group["initial_lr"] for group in made.param_groups] == [0, 1]
+    assert {group["foreach"] for group in made.param_groups} == {None}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("implementation", [OWN, FUSED, FOREACH])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_learning_rate_may_be_a_tensor(kind, implementation, shape):
+    model = nn.Linear(2, 2)
+    made = kind(model.parameters(), lr=torch.full(shape, 0.1))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    Update(made, implementation)()
+    assert not torch.equal(before, model.weight)
+    assert [rate.shape for rate in Update(made).own_rates()] == [()]
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("merge", [False, True])
+def test_momentum_begins_for_each_parameter_by_itself(dampening, merge):
+    found = []
+    for implementation in (OWN, FUSED):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        made = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        update = Update(made, implementation, merge)
+        for i in range(6):
+            if i == 3:
+                model[0].requires_grad_(True)
+                made.add_param_group({"params": list(model[0].parameters())})
+            made.zero_grad()
+            model(torch.ones(2, 3)).square().sum().backward()
+            update()
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_begins_after_the_steps_that_a_scaler_skips(dampening):
+    found = []
+    for implementation in (OWN, FUSED):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+        update = Update(made, implementation)
+        for _ in range(8):
+            made.zero_grad()
+            scaler.scale(model(torch.ones(2, 6)).square().mean() * 16).backward()
+            with update.switched():
+                scaler.step(made)
+            scaler.update()
+        assert scaler.get_scale() < 2.0**126
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)

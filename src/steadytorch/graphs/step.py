@@ -4,16 +4,21 @@ The first steps of each input signature run eagerly: they are steps of the train
 code up. The next one is recorded, which runs nothing, and replayed. So recording moves no weights,
 statistics or random numbers.
 
-Before each replay the host compares everything that a graph has fixed with what it was: addresses
-of parameters, buffers and optimizer state, hyper-parameters, modes. Learning rates and inputs are
-copied to where the graph reads them. Whatever cannot be replayed runs as the same step, eagerly.
+Before each replay the host checks that all values that a graph has fixed are unchanged: addresses
+of parameters, buffers and optimizer state, hyper-parameters, modes, plain attributes. Inputs and
+learning rates are copied to where the graph reads them. Steps that cannot be replayed run eagerly.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,10 +29,17 @@ from torch.optim import LBFGS, SparseAdam
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
+from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
-from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep
-from steadytorch.workload.update import FUSED, hyper_parameters, move_counters
+from steadytorch.workload.update import (
+    FUSED,
+    OWN,
+    hyper_parameters,
+    move_counters,
+    return_counters,
+)
 
 BACKWARD, UPDATE, STEP = "backward", "update", "step"
 """What is recorded: forward, loss and backward; these, and the update as a second graph; both as
@@ -44,17 +56,25 @@ MOST_ANEW = 3
 """Recordings for changed hyper-parameters, or moved tensors, after which there are no more."""
 
 WARMING = "warming up"
-OTHER_DEVICE = "an input is not on the GPU of the model"
+OTHER_DEVICE = "an input is not on the current GPU: call torch.cuda.set_device"
+ELSEWHERE = "a parameter or buffer is not on the current GPU"
+NOT_STRIDED = "a parameter or buffer is not a strided tensor"
+NEEDS_GRADIENT = "an input requires gradients"
 OUTER_GRAPH = "called while a CUDA graph is recorded"
 NO_GRAD = "gradients are switched off"
-DROPPED = "the optimizer's state is not complete"
+DROPPED = "the optimizer's state is incomplete"
 CHANGING = "hyper-parameters other than the learning rate change from step to step"
 MOVING = "parameters, buffers or groups are replaced again and again"
 MOVED = "parameters, buffers or groups were replaced"
 CHANGED = "hyper-parameters other than the learning rate changed"
 OUTSIDE = "parameters that the optimizer does not hold require gradients"
+CLOSED = "closed"
 AUTOCAST = "called under autocast"
 KEEPS_STATE = "the model or the loss keeps Python state between its calls"
+HOST_RANDOM = "the step draws random numbers on the CPU"
+SET = "attributes of the model, or values that the loss reads, changed"
+SETTING = "attributes of the model, or values that the loss reads, change from step to step"
+STEP_HOOKS = "the optimizer has hooks"
 
 
 class CapturedStep:
@@ -91,6 +111,7 @@ class CapturedStep:
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Stream | None = None
         self._fixed: _Fixed | None = None
+        self._settings: Settings | None = None
         self._anew = 0
         self._stepped = False
         self._off: str | None = None
@@ -107,10 +128,15 @@ class CapturedStep:
             Its loss, detached, in memory of its own.
         """
         given = (inputs, dict(kwargs), targets)
+        if self._off is None and self._settings is not None and self._settings.changed():
+            return self._after_change(self._settings, given)
         reason = self._off or self._obstacle(given)
         if reason is not None:
             return self._eagerly(reason, given)
-        key = _described(given)
+        try:
+            key = _described(given)
+        except _IndescribableError as error:
+            return self._eagerly(str(error), given)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(WARM_UP_AGAIN if self.graphs else WARM_UP)
@@ -136,8 +162,10 @@ class CapturedStep:
 
     def close(self) -> None:
         """Frees the graphs; steps run eagerly from then on."""
-        self._off = "closed"
+        self._off = CLOSED
         self._forget()
+        if self._updates():
+            self._leave_update(CLOSED)
 
     # -- eager steps ------------------------------------------------------------------------------
 
@@ -147,8 +175,30 @@ class CapturedStep:
 
     def _run(self, given: tuple[Any, ...]) -> Tensor:
         """The eager step, with learning rates as graphs have them once there are graphs."""
-        loss = self.step.backward(*given)
-        self._advance()
+        try:
+            loss = self.step.backward(*given)
+            self._advance()
+        finally:
+            self._remember_settings()
+        return loss
+
+    def _remember_settings(self) -> None:
+        """Python code of the step has run: values that it set itself are no change."""
+        if self._settings is None:
+            self._settings = Settings(self._modules, self.step.loss)
+        else:
+            self._settings.remember()
+
+    def _after_change(self, settings: Settings, given: tuple[Any, ...]) -> Tensor:
+        """An eager step after values of Python have changed.
+
+        Graphs stay where the step sets these values itself: calls outside of it, as those of a
+        validation, have changed them too.
+        """
+        before = settings.values
+        loss = self._eagerly(SET, given)
+        if self._settings is settings and settings.values != before:
+            self._begin_anew(SETTING)
         return loss
 
     def _advance(self) -> None:
@@ -163,35 +213,55 @@ class CapturedStep:
         """The learning rates as the recorded update reads them; None where it stays eager."""
         if self._scope == BACKWARD or self.update_reason is not None:
             return None
+        if self._fixed is not None and self._fixed.moved():
+            self._begin_anew(MOVING)
         if self._fixed is None:
             self._fixed = _Fixed(self.step, self._modules)
         return self._fixed.refreshed_rates()
 
+    def _begin_anew(self, often: str) -> None:
+        """Drops all graphs, and records no more where that happens too often."""
+        self._forget()
+        self._anew += 1
+        if self._anew > MOST_ANEW:
+            self._off = self._off or often
+
     def _warming(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
         """An eager step of a new signature, on the stream that will record.
 
-        The last one is watched: for calls that wait for the GPU, and for Python state.
+        The last one is watched: for calls that wait for the GPU, for Python state, and for random
+        numbers of the CPU.
         """
         is_last = entry.warm_up == 1
-        before = self._python_state() if is_last else None
+        # The first update makes state, learning rates and attributes of the optimizer.
+        stepped = self._stepped
+        before = self._python_state(stepped) if is_last else None
+        drawn = _host_random() if is_last else None
+        watches_update = is_last and stepped and self._updates()
         self.eager[WARMING] += 1
-        with self._beside():
-            with synchronisations(is_last) as found:
-                loss = self.step.backward(*given)
-            with synchronisations(is_last and self._updates()) as in_update:
-                self._advance()
+        try:
+            with self._beside():
+                with synchronisations(is_last) as found:
+                    loss = self.step.backward(*given)
+                with synchronisations(watches_update) as in_update:
+                    self._advance()
+        finally:
+            self._remember_settings()
         entry.warm_up -= 1
         if in_update:
-            self.update_reason = in_update[0]
+            self._leave_update(in_update[0])
         if found:
             entry.refused = found[0]
-        elif is_last and before != self._python_state():
+        elif is_last and drawn != _host_random():
+            entry.refused = HOST_RANDOM
+        elif is_last and before != self._python_state(stepped):
             entry.refused = KEEPS_STATE
         return loss
 
-    def _python_state(self) -> list[Any]:
-        modules = [module for tree in self._modules for module in tree.modules()]
-        return [_plain(vars(holder)) for holder in (*modules, self.step.optimizer)]
+    def _python_state(self, of_optimizer: bool) -> list[Any]:
+        holders: list[Any] = [module for tree in self._modules for module in tree.modules()]
+        holders += [self.step.optimizer] if of_optimizer else []
+        return [_plain(vars(holder)) for holder in holders]
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -229,42 +299,50 @@ class CapturedStep:
         """Gives up on what could not be recorded: the update first, then the signature."""
         self._recover(entry)
         if self._updates():
-            self.update_reason = reason
-            self._drop_updates()
+            self._leave_update(reason)
         else:
             entry.refused = reason
         return reason
+
+    def _leave_update(self, reason: str) -> None:
+        """Has all later updates run eagerly."""
+        self._drop_updates()
+        self.update_reason = reason
+        if self.step.update.implementation == OWN:
+            return_counters(self.step.optimizer)
 
     def _prepared(self, entry: _Entry, first: bool) -> str | None:
         """Sees that all that graphs have fixed is in place; a reason where it is not."""
         fixed = self._fixed = self._fixed or _Fixed(self.step, self._modules)
         if fixed.moved():
-            self._forget()
-            self._anew += 1
-            if self._anew > MOST_ANEW:
-                self._off = MOVING
+            self._begin_anew(MOVING)
             return MOVED
-        if fixed.outside:
-            return OUTSIDE
+        if fixed.unfit is not None:
+            return fixed.unfit
+        if not _on_current(fixed.held):
+            return ELSEWHERE
         if not first and entry.first is None:
             return WARMING
         if not first and entry.lacks_gradients(self.step.parameters()):
-            return "other parameters have gradients than in its graph"
+            return "parameters outside of the graph have gradients"
         return self._prepared_update(fixed) if self._updates() else None
 
     def _prepared_update(self, fixed: _Fixed) -> str | None:
+        if (reason := self._step_hooks()) is not None:
+            self._leave_update(reason)
+            return None
         if fixed.changed():
             self._anew += 1
-            if self._anew > MOST_ANEW:
-                self.update_reason = CHANGING
             self._drop_updates()
+            if self._anew > MOST_ANEW:
+                self._leave_update(CHANGING)
             fixed.remember()
             self._stepped = False  # the eager update makes the state that the new values need
             return CHANGED
         if not self._stepped or not fixed.adopted():
             return DROPPED
         if fixed.counts:
-            self.update_reason = "the optimizer counts its steps in Python"
+            self._leave_update("the optimizer counts its steps in Python")
             return self.update_reason
         fixed.refreshed_rates()
         return None
@@ -277,8 +355,11 @@ class CapturedStep:
             entry.feed = feeder(entry.static)
         whole = self._is_whole()
         if first and entry.first is None:
-            entry.first = self._record(entry, update=whole)
+            graph = self._record(entry, update=whole)
             entry.gradients = [p.grad for p in self.step.parameters()]
+            if any(g is not None and g.layout != torch.strided for g in entry.gradients):
+                raise RuntimeError("the gradients are sparse")
+            entry.first = graph
             made = True
         if not first and entry.more is None:
             self._place_gradients(entry, keep=True)
@@ -308,23 +389,40 @@ class CapturedStep:
             self._pool = torch.cuda.graph_pool_handle()
         graph, loss = torch.cuda.CUDAGraph(), None
         turn, norm, state = step.turn, step.norm, self._fixed.state_names()
-        hooks, torch_optimizer._global_optimizer_post_hooks = (
-            torch_optimizer._global_optimizer_post_hooks,
-            OrderedDict(),
-        )
+        held = None if turn == 0 else [p.grad for p in step.parameters()]
+        versions = [buffer._version for buffer in self._fixed.buffers]
+        if update:
+            self._fixed.remember_state()
         try:
-            with recording(graph, self._pool, self._stream):
+            with _unannounced(), recording(graph, self._pool, self._stream):
                 if backward:
                     loss = step.backward(inputs, kwargs, targets)
                 if update:
                     step.advance(rates)
             recorded = _Graph(graph, loss, step.norm if update else None)
+            recorded.writes = [
+                buffer
+                for buffer, version in zip(self._fixed.buffers, versions, strict=True)
+                if buffer._version != version
+            ]
             if self._fixed.state_names() != state:
                 self._fixed.drop_new_state(state)
                 raise RuntimeError("the optimizer would make its state within the graph")
+            if held is not None and any(
+                p.grad is not g for p, g in zip(step.parameters(), held, strict=True)
+            ):
+                raise RuntimeError("a further micro-batch has gradients of other parameters")
+        except BaseException:
+            # Gradients that a failed recording has made were never computed.
+            parameters = step.parameters()
+            for parameter, gradient in zip(
+                parameters, held or [None] * len(parameters), strict=True
+            ):
+                parameter.grad = gradient
+            raise
         finally:
-            torch_optimizer._global_optimizer_post_hooks = hooks
             step.turn, step.norm = turn, norm
+            self._remember_settings()
         self.graphs += 1
         return recorded
 
@@ -342,6 +440,7 @@ class CapturedStep:
         assert graph is not None
         assert graph.loss is not None
         graph.graph.replay()
+        increment_version(graph.writes)
         self._place_gradients(entry)
         loss = graph.loss.clone()
         step.turn += 1
@@ -360,10 +459,12 @@ class CapturedStep:
         return loss
 
     def _announce(self) -> None:
-        """Tells autograd and PyTorch's global hooks that an update has written to the weights."""
+        """Tells autograd, schedulers and PyTorch's global hooks that an update has been made."""
+        optimizer = self.step.optimizer
         increment_version(self.step.parameters())
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         for hook in torch_optimizer._global_optimizer_post_hooks.values():
-            hook(self.step.optimizer, (), {})
+            hook(optimizer, (optimizer,), {})
 
     def _place_gradients(self, entry: _Entry, keep: bool = False) -> None:
         """Has parameters hold the gradients that this entry's graphs write and read.
@@ -391,35 +492,43 @@ class CapturedStep:
 
     def _compared(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
         """The first replay of new graphs, compared with the eager step from the same state."""
-        assert self._fixed is not None
-        turn = self.step.turn
-        held = (
-            []
-            if first
-            else [(p, None if p.grad is None else p.grad.clone()) for p in self.step.parameters()]
-        )
+        step, fixed, fault = self.step, self._fixed, None
+        assert fixed is not None
+        turn, replays, parameters = step.turn, self.replays, step.parameters()
+        updates = last and self._updates()  # an eager update is the same on both sides
+        held = [] if first else [p.grad if p.grad is None else p.grad.clone() for p in parameters]
 
-        def again() -> None:
-            self.step.turn = turn
-            for parameter, gradient in held:
-                parameter.grad = None if gradient is None else gradient.clone()
+        def eager() -> Tensor:
+            loss = step.backward(*given)
+            if updates:
+                step.advance(self._rates())
+            return loss
 
+        before = None
         try:
-            before = Snapshot(self._fixed.tensors())
+            before = Snapshot(fixed.tensors())
             runs = []
-            for run in (self._run, self._run, None):
-                again()
-                loss = self._replayed(entry, given, first, last) if run is None else run(given)
-                grads = [p.grad for p in self.step.parameters()]
-                runs.append(before.taken(loss, grads, self._fixed.tensors()))
+            for run in (eager, eager, partial(self._replayed, entry, given, first, updates)):
+                step.turn = turn
+                for parameter, gradient in zip(parameters, held, strict=False):
+                    parameter.grad = None if gradient is None else gradient.clone()
+                with _unannounced():
+                    loss = run()
+                runs.append(before.taken(loss, [p.grad for p in parameters]))
                 before.restore()
-                if self._updates():
-                    self._fixed.adopted()
             fault = before.disagreement(*runs)
         except torch.OutOfMemoryError:
-            fault = "no memory to compare its graph with the eager step"
-        again()
-        self.replays -= 1
+            fault = "too little memory to compare the graph with the eager step"
+        except BaseException:
+            self._recover(entry)
+            raise
+        finally:
+            step.turn, self.replays = turn, replays
+            for parameter, gradient in zip(parameters, held, strict=False):
+                parameter.grad = gradient
+            if before is not None:
+                before.restore()
+            self._remember_settings()
         if fault is not None:
             self._recover(entry)
             entry.refused = fault
@@ -435,7 +544,10 @@ class CapturedStep:
             return OUTER_GRAPH
         if torch.is_autocast_enabled("cuda"):
             return AUTOCAST
-        if any(not tensor.is_cuda for tensor in tensors_of(given)):
+        tensors = tensors_of(given)
+        if any(tensor.requires_grad for tensor in tensors):
+            return NEEDS_GRADIENT
+        if not _on_current(tensors):
             return OTHER_DEVICE
         if (reason := self._valid()) is not None:
             return reason
@@ -457,8 +569,12 @@ class CapturedStep:
         fused = self.step.update.implementation == FUSED
         if not all(fused or g.get("fused") or "capturable" in g for g in optimizer.param_groups):
             return f"{type(optimizer).__name__} cannot read its learning rate from the GPU"
+        return self._step_hooks()
+
+    def _step_hooks(self) -> str | None:
+        optimizer = self.step.optimizer
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return "the optimizer has hooks"
+            return STEP_HOOKS
         if torch_optimizer._global_optimizer_pre_hooks:
             return "all optimizers have hooks"
         return None
@@ -471,10 +587,11 @@ class CapturedStep:
         for entry in self._entries.values():
             entry.reset()
         self._entries.clear()
-        self._fixed, self._pool = None, None
+        self._fixed, self._pool, self._settings = None, None, None
 
     def _drop_updates(self) -> None:
-        torch.cuda.synchronize()
+        if self._entries:
+            torch.cuda.synchronize()
         for entry in self._entries.values():
             entry.update = None
             if self._scope == STEP and self.step.accumulate == 1:
@@ -490,14 +607,15 @@ class CapturedStep:
 
 
 class _Graph:
-    """A recorded graph with what it leaves: the loss, and the norm of the gradients."""
+    """A recorded graph with what it leaves: loss, norm of the gradients, buffers it writes to."""
 
-    __slots__ = ("graph", "loss", "norm")
+    __slots__ = ("graph", "loss", "norm", "writes")
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, loss: Tensor | None, norm: Tensor | None
     ) -> None:
         self.graph, self.loss, self.norm = graph, loss, norm
+        self.writes: list[Tensor] = []
 
 
 class _Entry:
@@ -543,21 +661,28 @@ class _Fixed:
     def __init__(self, step: EagerStep, modules: Sequence[nn.Module]) -> None:
         self._step, self._modules = step, modules
         self._optimizer = step.optimizer
-        self._groups = self._optimizer.param_groups
-        self._held = self._tensors()
-        self._addresses = [tensor.data_ptr() for tensor in self._held]
-        self._trains = [tensor.requires_grad for tensor in self._held]
+        self._members = self._members_now()
+        self.held = self._tensors()
+        self._addresses = list(map(_address, self.held))
+        self._trains = [tensor.requires_grad for tensor in self.held]
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        self.buffers = [buffer for buffer in buffers if not buffer.is_inference()]
         self.rates = step.update.own_rates()
-        self._numbers: list[Any] = [group["lr"] for group in self._groups]
+        self._numbers: list[Any] = [None] * len(self.rates)
         self._slots: list[tuple[Any, dict[str, Any], str, Tensor]] = []
         self._hyper = self._hyper_now()
         self.counts = False
         updated = {id(parameter) for parameter in step.parameters()}
-        self.outside = any(
+        outside = any(
             parameter.requires_grad and id(parameter) not in updated
             for module in modules
             for parameter in module.parameters()
         )
+        strided = all(tensor.layout == torch.strided for tensor in self.held)
+        self.unfit = OUTSIDE if outside else None if strided else NOT_STRIDED
+
+    def _members_now(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
 
     def _tensors(self) -> list[Tensor]:
         held = [tensor for module in self._modules for tensor in module.parameters()]
@@ -573,17 +698,17 @@ class _Fixed:
             for value in values.values()
             if isinstance(value, Tensor)
         ]
-        return [*self._held, *state]
+        return [*self.held, *state]
 
     def moved(self) -> bool:
         """Whether a tensor lies elsewhere, or is another, or groups changed."""
         now = self._tensors()
         return (
-            len(now) != len(self._held)
-            or any(one is not other for one, other in zip(now, self._held, strict=True))
-            or [tensor.data_ptr() for tensor in now] != self._addresses
+            len(now) != len(self.held)
+            or any(one is not other for one, other in zip(now, self.held, strict=True))
+            or list(map(_address, now)) != self._addresses
             or [tensor.requires_grad for tensor in now] != self._trains
-            or len(self._optimizer.param_groups) != len(self._groups)
+            or self._members_now() != self._members
         )
 
     def adopted(self) -> bool:
@@ -594,7 +719,7 @@ class _Fixed:
         """
         state = self._optimizer.state
         if not self._slots:
-            return self._remember_state()
+            return self.remember_state()
         for parameter, kept, name, tensor in self._slots:
             now = state.get(parameter)
             if now is None or not isinstance(now.get(name), Tensor):
@@ -607,7 +732,8 @@ class _Fixed:
         self._slots = [(p, state[p], name, tensor) for p, _, name, tensor in self._slots]
         return True
 
-    def _remember_state(self) -> bool:
+    def remember_state(self) -> bool:
+        """Takes the optimizer's state for that of the graphs; False where it is not complete."""
         move_counters(self._optimizer)
         state = self._optimizer.state
         self.counts = any(
@@ -638,7 +764,12 @@ class _Fixed:
                 del self._optimizer.state[parameter]
 
     def _hyper_now(self) -> list[Any]:
-        return [hyper_parameters(group, ("lr",)) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        found: list[Any] = [hyper_parameters(group, ("lr",)) for group in groups]
+        if self._step.update.merge:  # groups of one rate are recorded as one group
+            rates = [_number(group["lr"]) for group in groups]
+            found.append([rates.index(rate) for rate in rates])
+        return found
 
     def changed(self) -> bool:
         """Whether a hyper-parameter other than the learning rate is another."""
@@ -651,9 +782,9 @@ class _Fixed:
     def refreshed_rates(self) -> list[Tensor]:
         """The learning rates, brought to what the groups hold; returns where graphs read them."""
         for i, group in enumerate(self._optimizer.param_groups):
-            rate = group["lr"]
+            rate = _number(group["lr"])
             if isinstance(rate, Tensor):
-                self.rates[i].copy_(rate)
+                self.rates[i].copy_(rate.reshape(()))
                 self._numbers[i] = None
             elif rate != self._numbers[i]:
                 self.rates[i].fill_(rate)
@@ -661,14 +792,58 @@ class _Fixed:
         return self.rates
 
 
+class _IndescribableError(Exception):
+    """An input has contents that a key cannot hold, so that a graph would fix them."""
+
+
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        if value.layout != torch.strided or value.is_nested:
+            raise _IndescribableError("an input is not a strided tensor")
+        return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, dict):
-        return (dict, *((key, _described(item)) for key, item in value.items()))
+        return (type(value), *((key, _described(item)) for key, item in value.items()))
     if isinstance(value, tuple | list):
         return (type(value), *map(_described, value))
+    if not isinstance(value, (*CONSTANTS, Number, Enum)):
+        raise _IndescribableError(
+            f"an input holds a {type(value).__name__}, which a graph would fix"
+        )
     return type(value), value
+
+
+def _on_current(tensors: Iterable[Tensor]) -> bool:
+    """Whether all tensors lie on the current GPU: recordings see the work of no other device."""
+    here = torch.device("cuda", torch.cuda.current_device())
+    return all(tensor.device == here for tensor in tensors)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _number(rate: Any) -> Any:
+    """A learning rate as a number where reading it does not wait for the GPU."""
+    return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
+
+
+def _host_random() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else str(numpy.random.get_state())
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
+
+
+@contextmanager
+def _unannounced() -> Iterator[None]:
+    """Keeps PyTorch's global hooks from hearing of steps that are not taken, or taken back."""
+    hooks, torch_optimizer._global_optimizer_post_hooks = (
+        torch_optimizer._global_optimizer_post_hooks,
+        OrderedDict(),
+    )
+    try:
+        yield
+    finally:
+        torch_optimizer._global_optimizer_post_hooks = hooks
 
 
 def _plain(attributes: Mapping[str, Any]) -> list[Any]:

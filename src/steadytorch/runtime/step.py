@@ -116,7 +116,8 @@ class TunedStep:
         self._plan, self._saved, self._break_even = plan, saved_per_step_ns, break_even_steps
         workload = Workload(model, (), training_step=TrainingStep(loss, optimizer))
         device = workload.device
-        parts = [transforms.create(spec) for spec in candidate]
+        # A plan that does not fit may hold transforms that this version does not know.
+        parts = [] if fast.is_off is not None else [transforms.create(spec) for spec in candidate]
         update, self._update_text = _update(parts, workload, optimizer, fast.is_off)
         self._eager = EagerStep(
             fast, loss, optimizer, update=update, clip=clip, accumulate=accumulate, scaler=scaler
@@ -195,10 +196,10 @@ def _update(
 ) -> tuple[Update | None, str]:
     """How the optimizer's step is taken, and that in words."""
     wanted = next((part for part in parts if isinstance(part, OptimizerStep)), None)
-    if wanted is None:
-        return None, "its own step"
     if off is not None:
         return None, f"its own step: {off}"
+    if wanted is None:
+        return None, "its own step"
     from steadytorch.device.facts import load_facts
 
     answer = wanted.applies_to(workload, load_facts(str(workload.device)))

@@ -46,7 +46,7 @@ def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> s
     if captured.replays - before < STEPS // 2:
         return f"the step is not replayed: {captured.reason()}"
     if not torch.equal(recorded.random, one.random):
-        return "its graphs leave the random number generator elsewhere than the eager steps"
+        return "the graphs advance the random number generator differently from the eager steps"
     parts = (
         ("losses", one.losses, other.losses, recorded.losses),
         ("weights or buffers", one.tensors, other.tensors, recorded.tensors),
@@ -54,7 +54,7 @@ def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> s
     for what, right, again, theirs in parts:
         noise, found = distance(again, right), distance(theirs, right)
         if not found <= max(MOST_APART, NOISE_FACTOR * noise):
-            return f"its graphs give other {what} than the eager steps: {found:.1e} apart"
+            return f"graphs and eager steps differ in {what}: relative error {found:.1e}"
     return None
 
 

@@ -70,7 +70,7 @@ class EagerStep:
             Its loss, detached.
         """
         if self.turn == 0:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         loss = self.loss(self.model(*inputs, **kwargs), *targets)
         share = loss if self.accumulate == 1 else loss / self.accumulate
         (share if self.scaler is None else self.scaler.scale(share)).backward()

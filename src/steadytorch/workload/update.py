@@ -76,7 +76,9 @@ class Update:
     def own_rates(self) -> list[Tensor]:
         """The learning rates of the groups as new float32 scalars, each beside its parameters."""
         return [
-            torch.as_tensor(group["lr"], dtype=torch.float32).to(device_of(group), copy=True)
+            torch.as_tensor(group["lr"], dtype=torch.float32)
+            .reshape(())
+            .to(device_of(group), copy=True)
             for group in self.optimizer.param_groups
         ]
 
@@ -103,38 +105,95 @@ class Update:
         marks = {
             name: vars(optimizer)[name] for name in (_WARNED, _SCALES) if name in vars(optimizer)
         }
+        implementation = self._possible()
+        switched: list[dict[str, Any]] = []
+        together: list[dict[str, Any]] = []
         try:
             for i, group in enumerate(groups):
-                group.update(self._switches(group, rates is not None))
+                switched.append(self._switches(group, rates is not None, implementation))
                 if rates is not None:
-                    group["lr"] = rates[i]
+                    switched[-1]["lr"] = rates[i]
+                group.update(switched[-1])
             if rates is not None:  # a warning to whoever sets the switch for good
                 setattr(optimizer, _WARNED, True)
-            if self.implementation == FUSED:
+            if implementation == FUSED:
                 setattr(optimizer, _SCALES, True)
             if self.merge:
-                optimizer.param_groups = merged(groups, found)
+                together = merged(groups, found)
+                optimizer.param_groups = [dict(group) for group in together]
             yield
         finally:
+            if self.merge:
+                _write_back(together, optimizer.param_groups, groups)
             optimizer.param_groups = groups
-            for group, before in zip(groups, found, strict=True):
-                for key in before:
-                    group[key] = before[key]
+            # Only the switches: some optimizers count their steps in their groups.
+            for group, before, keys in zip(groups, found, switched, strict=False):
+                group.update({key: before[key] for key in keys})
             for name in (_WARNED, _SCALES):
                 if name in marks:
                     setattr(optimizer, name, marks[name])
                 else:
                     vars(optimizer).pop(name, None)
 
-    def _switches(self, group: Mapping[str, Any], captured: bool) -> dict[str, Any]:
+    def _possible(self) -> str:
+        is_early = self.implementation == FUSED and not _begin_momentum(self.optimizer)
+        return OWN if is_early else self.implementation
+
+    def _switches(
+        self, group: Mapping[str, Any], captured: bool, implementation: str
+    ) -> dict[str, Any]:
         wanted: dict[str, Any] = {}
-        if self.implementation == FUSED:
+        if implementation == FUSED:
             wanted = {"fused": True, "foreach": False}
-        elif self.implementation == FOREACH:
+        elif implementation == FOREACH and (captured or not _needs_own_rate(group)):
             wanted = {"fused": False, "foreach": True}
-        if captured or self.implementation == COMPILED:
+        if captured or implementation == COMPILED:
             wanted["capturable"] = device_of(group).type == "cuda"
         return {key: value for key, value in wanted.items() if key in group}
+
+
+def _begin_momentum(optimizer: Optimizer) -> bool:
+    """Makes missing momentum buffers of SGD, which its fused step needs.
+
+    The fused step fails where only some are missing. Where a GradScaler skips the first step, it
+    leaves them uninitialised.
+
+    Returns:
+        Whether all are there: with dampening, only the first step itself can make them.
+    """
+    complete = True
+    for group in optimizer.param_groups:
+        if not group.get("momentum") or "dampening" not in group:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                if group["dampening"]:
+                    complete = False
+                else:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return complete
+
+
+def _needs_own_rate(group: Mapping[str, Any]) -> bool:
+    """Whether the foreach step would refuse the group's learning rate, which is a tensor."""
+    return isinstance(group.get("lr"), Tensor) and group.get("capturable") is False
+
+
+def _write_back(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    groups: Sequence[dict[str, Any]],
+) -> None:
+    """Copies the values that a step has set in merged groups to the groups they were made from."""
+    wrote: dict[int, dict[str, Any]] = {}
+    for one, other in zip(before, after, strict=False):
+        values = {key: other[key] for key in other if other[key] is not one.get(key)}
+        wrote.update(dict.fromkeys(map(id, one["params"]), values))
+    for group in groups:
+        group.update(next((wrote[id(p)] for p in group["params"] if id(p) in wrote), {}))
 
 
 def device_of(group: Mapping[str, Any]) -> torch.device:
@@ -148,6 +207,20 @@ def move_counters(optimizer: Optimizer) -> None:
         counter = state.get("step") if isinstance(state, dict) else None
         if isinstance(counter, Tensor) and counter.device != parameter.device:
             state["step"] = counter.to(parameter.device)
+
+
+def return_counters(optimizer: Optimizer) -> None:
+    """Moves counters of steps back to the CPU where the optimizer's own step reads them there."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable") is not False:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, dict):
+                continue
+            counter = state.get("step")
+            if isinstance(counter, Tensor) and counter.device.type != "cpu":
+                state["step"] = counter.cpu()
 
 
 def merged(
@@ -176,6 +249,8 @@ def hyper_parameters(group: Mapping[str, Any], but: Sequence[str] = ()) -> tuple
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value, value))
     return (
         value.item()
         if isinstance(value, Tensor) and value.device.type == "cpu"
