@@ -70,7 +70,7 @@ class ReplayHandler:
     def _plans_ms(self, convolutions: list[Any]) -> list[float]:
         """Time to make each distinct plan again, with its kernel already loaded."""
         from steadytorch.conv.choices import ATEN
-        from steadytorch.conv.plans import Plan
+        from steadytorch.conv.plans import EngineExecutable
 
         distinct = {
             (each.problem, each.choice.engine)
@@ -83,7 +83,7 @@ class ReplayHandler:
         for problem, engine in distinct:
             start = time.perf_counter()
             with contextlib.suppress(Exception):
-                Plan(problem, engine, self._device)
+                EngineExecutable(problem, engine, self._device)
                 taken.append((time.perf_counter() - start) * 1e3)
         return taken
 

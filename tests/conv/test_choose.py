@@ -50,7 +50,7 @@ class Lab:
         self.excluded: dict[str, str] = {}
         lab = self
 
-        class Plan:
+        class EngineExecutable:
             workspace_bytes = 0
 
             def __init__(self, problem: Any, engine: str, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Lab:
                 for index, name in enumerate(MEDIANS_NS)
             ]
 
-        monkeypatch.setattr(choosing, "Plan", Plan)
+        monkeypatch.setattr(choosing, "EngineExecutable", EngineExecutable)
         monkeypatch.setattr(choosing, "target", lambda device: None)
         monkeypatch.setattr(choosing, "list_engines", offered)
         monkeypatch.setattr(choosing, "time", SimpleNamespace(perf_counter=lambda: lab.clock_s))

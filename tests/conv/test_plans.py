@@ -12,7 +12,7 @@ from faked import GONE, HERE, fake_cudnn  # noqa: F401 - a fixture
 from steadytorch.conv import plans
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
 from steadytorch.conv.frontend import Target
-from steadytorch.conv.plans import Plan, check_operands, note_miss, planned
+from steadytorch.conv.plans import EngineExecutable, check_operands, note_miss, planned
 from steadytorch.conv.problem import parse
 from steadytorch.errors import UnsupportedError
 
@@ -37,7 +37,7 @@ def refused(*given):
 
 @pytest.fixture
 def plan(cudnn):
-    return Plan(PROBLEM, "eng1", HERE)
+    return EngineExecutable(PROBLEM, "eng1", HERE)
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
@@ -67,7 +67,7 @@ def test_a_plan_runs_on_the_addresses_of_tensors_in_its_layout(plan, cudnn, layo
 def test_results_have_the_strides_that_pytorch_gives_them(cudnn, monkeypatch, key):
     problem = parse(key)
     monkeypatch.setattr(cudnn, "execute", lambda *given: None)
-    made = Plan(problem, "eng1", HERE)
+    made = EngineExecutable(problem, "eng1", HERE)
     shapes = {"fprop": problem.output, "dgrad": problem.input, "wgrad": problem.weight}
     expected = plans.empty(
         shapes[problem.operation], plans.DTYPES[problem.number], HERE, problem.layout
@@ -210,7 +210,7 @@ def test_a_plan_runs_with_its_own_device_current(cudnn, monkeypatch, current, sw
         yield
         now[0] = before
 
-    made = Plan(PROBLEM, "eng1", torch.device("cuda", 1))
+    made = EngineExecutable(PROBLEM, "eng1", torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
     cudnn.on_execute = staticmethod(lambda: seen.append(now[0]))

@@ -18,7 +18,7 @@ from steadytorch.conv.choose import Options, choose
 from steadytorch.conv.engines import OUTPUT, Filters, Graph, list_engines
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.operator import conv_engine
-from steadytorch.conv.plans import Plan
+from steadytorch.conv.plans import EngineExecutable
 from steadytorch.conv.problem import parse
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
@@ -73,7 +73,9 @@ def test_engines_compute_what_pytorch_computes(key):
     bound = 3 * given.error_of(given.by_pytorch()) + 1e-6
     usable = [e for e in list_engines(problem, target(DEVICE)) if e.excluded is None]
     assert usable
-    reasons = [verify(Plan(problem, e.name, DEVICE), given, bound).fault for e in usable[:6]]
+    reasons = [
+        verify(EngineExecutable(problem, e.name, DEVICE), given, bound).fault for e in usable[:6]
+    ]
     assert None in reasons, reasons
 
 
@@ -301,7 +303,7 @@ def test_in_a_network_the_convolution_whose_engine_is_gone_is_the_one_that_misse
     with torch.no_grad():
         wide = workload.model.double()(workload.inputs[0].double())
         workload.model.float()
-    there = Plan(parse(BRANCH), "", DEVICE).name
+    there = EngineExecutable(parse(BRANCH), "", DEVICE).name
     choices = write_choices({STEM: Choice("eng999_k1=1"), BRANCH: Choice(there)})
     specs = [
         TransformSpec("fold_batch_norm"),

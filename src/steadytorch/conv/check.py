@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
 from steadytorch.conv.plain import plain, plain_grad
-from steadytorch.conv.plans import DTYPES, Geometry, Plan, empty
+from steadytorch.conv.plans import DTYPES, EngineExecutable, Geometry, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
 GUARD_BYTES = 4096
@@ -150,7 +150,7 @@ class Verified(NamedTuple):
     repeats: bool | None = None
 
 
-def verify(plan: Plan, given: Operands, bound: float) -> Verified:
+def verify(plan: EngineExecutable, given: Operands, bound: float) -> Verified:
     """Run a plan twice on NaN-filled output and compare with the reference.
 
     Args:

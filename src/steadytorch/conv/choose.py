@@ -22,7 +22,7 @@ from steadytorch.conv.decide import pick, stays
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
 from steadytorch.conv.handles import target
 from steadytorch.conv.module import pad_channels
-from steadytorch.conv.plans import DTYPES, Plan, empty
+from steadytorch.conv.plans import DTYPES, EngineExecutable, empty
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import (
     BENCHMARK,
@@ -235,14 +235,16 @@ def _engines(
             yield found
             continue
         try:
-            tried = _tried(found, Plan(problem, engine.name, device), given, varied, bound)
+            tried = _tried(
+                found, EngineExecutable(problem, engine.name, device), given, varied, bound
+            )
         except Exception as fault:
             tried = barred(found, fault)
         yield tried
 
 
 def _tried(
-    found: Measured, plan: Plan, given: Operands, varied: Operands, bound: float
+    found: Measured, plan: EngineExecutable, given: Operands, varied: Operands, bound: float
 ) -> Arm | Measured:
     """Verify a built plan; return an arm, or the measurement with the reason for excluding it."""
     seen = verify(plan, varied, bound)
@@ -271,7 +273,7 @@ def _varied(given: Operands, problem: ConvProblem) -> Operands:
     return Operands(problem, first, second, bias, other, given.reference)
 
 
-def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
+def _arm(found: Measured, plan: EngineExecutable, given: Operands, varied: Operands) -> Arm:
     """Make an arm that times the plan together with the conversions that a variant needs."""
     problem, device = varied.problem, given.first.device
     shape = tuple(given.reference.shape)

@@ -177,7 +177,7 @@ def number_of(dtype: torch.dtype) -> Number | None:
     return NUMBERS.get(dtype)
 
 
-class Plan:
+class EngineExecutable:
     """A cuDNN plan, built on this thread and ready to run.
 
     Args:
@@ -318,7 +318,7 @@ def planned(problem: ConvProblem, engine: str, device: torch.device, fallback: R
         note_miss(problem.key, "its engine", one_line(error), _RIGHT, of_all=True)
         return fallback
     try:
-        return partial(Plan(problem, engine, device).run, fallback)
+        return partial(EngineExecutable(problem, engine, device).run, fallback)
     except Exception as error:  # any cuDNN error: the model must still run
         note_miss(problem.key, engine, one_line(error))
         return fallback
