@@ -158,12 +158,12 @@ def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
     stage = Stage({(EAGER,): Act(9 * MS), (): Act(10 * MS)})
     search = make_search(stage, [EAGER], Options(budget_s=60))
     search.run()
-    (fast,) = [t for t in search._field.trials if t.candidate]
-    quick_s = search._field.screening_s([fast])
+    (fast,) = [t for t in search._pool.trials if t.candidate]
+    quick_s = search._pool.screening_s([fast])
     slow = msgspec.structs.replace(fast.set_up.warm_up, iteration_ns=int(900 * MS))
     fast.set_up = msgspec.structs.replace(fast.set_up, warm_up=slow)
-    assert quick_s < search._field.screening_s([fast]) < 1.2 * quick_s
-    assert search._field.screening_s([]) == 0.0
+    assert quick_s < search._pool.screening_s([fast]) < 1.2 * quick_s
+    assert search._pool.screening_s([]) == 0.0
 
 
 @pytest.mark.parametrize(("device", "begun"), [("cuda:0", True), ("cpu", False)])

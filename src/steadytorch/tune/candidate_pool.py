@@ -21,7 +21,7 @@ NEAR = 1.10
 """Only candidates within this factor of the leader's time enter the final race."""
 
 
-class Field:
+class CandidatePool:
     """All trials of one search. Only one is timed at a time.
 
     Args:
