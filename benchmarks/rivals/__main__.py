@@ -66,7 +66,7 @@ from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.tune.moves import describe
+from steadytorch.tune.candidates import describe
 from steadytorch.tune.prepare import Silent
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session

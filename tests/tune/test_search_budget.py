@@ -20,7 +20,7 @@ from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import prepare
-from steadytorch.tune.moves import describe
+from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import Options
 
 

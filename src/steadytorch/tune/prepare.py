@@ -14,7 +14,7 @@ from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.moves import describe, suggested_by
+from steadytorch.tune.candidates import describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.worker import Character, Explained

@@ -22,7 +22,13 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.candidate_pool import CandidatePool
-from steadytorch.tune.moves import Moves, describe, engine_prefix, recut, stem_of
+from steadytorch.tune.candidates import (
+    CandidateSource,
+    describe,
+    engine_prefix,
+    stem_of,
+    with_stem_config,
+)
 from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import (
     TuneResult,
@@ -126,28 +132,28 @@ class Search:
         character, findings = self._preparation.character, self._preparation.findings
         assert character is not None
         given = (self._workload, self._options.precision, character.regime, findings)
-        self._available = self._with_engines(lambda available: Moves(available, *given))
-        moves = Moves(self._available, *given)
+        self._available = self._with_engines(lambda available: CandidateSource(available, *given))
+        source = CandidateSource(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
-        seeds, late = moves.seeds(), moves.late()
+        seeds, late = source.seeds(), source.late()
         while (taken := self._affordable(seeds)) or self._preparation.begun:
             # Fill spare slots with neighbours of the leader.
             leads = self._pool.leader() is not self._pool.baseline
-            self._round(self._affordable([*taken, *(self._variations(moves) if leads else [])]))
+            self._round(self._affordable([*taken, *(self._variations(source) if leads else [])]))
         if refined := self._refined():
             self._round(refined)
-        if beyond := self._affordable(moves.beyond(self._pool.leader().candidate)):
+        if beyond := self._affordable(source.beyond(self._pool.leader().candidate)):
             self._watcher.phase("timing lower precisions for comparison")
             self._round(beyond)
-        while taken := self._affordable([*self._neighbours(moves), *late]):
+        while taken := self._affordable([*self._neighbours(source), *late]):
             self._watcher.phase(f"trying variations of {describe(self._pool.leader().candidate)}")
             self._round(taken)
-        for candidate in [*seeds, *self._neighbours(moves), *late]:
+        for candidate in [*seeds, *self._neighbours(source), *late]:
             if not self._pool.known(candidate):
                 self._not_tried[describe(candidate)] = "budget exhausted"
 
-    def _with_engines(self, moves: Callable[..., Moves]) -> tuple[TransformSpec, ...]:
+    def _with_engines(self, source: Callable[..., CandidateSource]) -> tuple[TransformSpec, ...]:
         """The available variants, with a cuDNN engine chosen for each convolution.
 
         Candidates that compile and need no engines are set up meanwhile.
@@ -156,7 +162,7 @@ class Search:
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        slow = filter(transforms.compiles, moves(others).seeds())
+        slow = filter(transforms.compiles, source(others).seeds())
         if early := self._affordable(slow)[: max(1, self._slots // 4)]:
             deadline_s = self._budget.deadline_s(early, self._pool.trials)
             self._preparation.begin(early, self._slots, deadline_s)
@@ -185,7 +191,7 @@ class Search:
         except WorkerFault as fault:
             self._watcher.phase(f"keeping the default stem configuration: {fault.reason}")
             return []
-        return [recut(leader, config)] if config else []
+        return [with_stem_config(leader, config)] if config else []
 
     def _decide(self) -> None:
         arms = [self._pool.baseline, *self._pool.finalists()]
@@ -275,13 +281,13 @@ class Search:
         needed_s = self._pool.screening_s(self._preparation.ready)
         return self._budget.left_to_explore() < needed_s
 
-    def _neighbours(self, moves: Moves) -> list[Candidate]:
+    def _neighbours(self, source: CandidateSource) -> list[Candidate]:
         """Retries and variations of the two leaders."""
-        return [*self._preparation.retry, *self._variations(moves)]
+        return [*self._preparation.retry, *self._variations(source)]
 
-    def _variations(self, moves: Moves) -> list[Candidate]:
+    def _variations(self, source: CandidateSource) -> list[Candidate]:
         leaders = self._pool.ranked()[:2]
-        return [c for leader in leaders for c in moves.neighbours(leader.candidate)]
+        return [c for leader in leaders for c in source.neighbours(leader.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""

@@ -14,7 +14,7 @@ from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import PRECISIONS
-from steadytorch.tune.moves import describe
+from steadytorch.tune.candidates import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
 P99_BLOCK = 69

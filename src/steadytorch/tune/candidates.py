@@ -52,7 +52,7 @@ def stem_of(candidate: Candidate) -> TransformSpec | None:
     return next((spec for spec in candidate if dict(spec.parameters).get("stem")), None)
 
 
-def recut(candidate: Candidate, config: str) -> Candidate:
+def with_stem_config(candidate: Candidate, config: str) -> Candidate:
     """The candidate with this configuration of its fused stem."""
     stem = stem_of(candidate)
     if stem is None:
@@ -62,7 +62,7 @@ def recut(candidate: Candidate, config: str) -> Candidate:
     return tuple(new if spec == stem else spec for spec in candidate)
 
 
-class Moves:
+class CandidateSource:
     """Proposes combinations of the transforms that apply to one workload.
 
     Args:
