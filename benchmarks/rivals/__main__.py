@@ -67,9 +67,9 @@ from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.tune.candidates import describe
-from steadytorch.tune.prepare import Silent
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import Silent
 from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"

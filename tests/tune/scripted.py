@@ -16,9 +16,9 @@ from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
 from steadytorch.tune.worker import Character, Explained
 from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
@@ -267,10 +267,10 @@ def make_search(
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or Options(), watcher or Silent()
-    preparation = Preparation(stage, device, {}, options, watcher)
+    scheduler = SetupScheduler(stage, device, {}, options, watcher)
     return Search(
         workload(),
-        preparation,
+        scheduler,
         available=available,
         not_applicable={"cuda_graph": "no CUDA device"},
         options=options,

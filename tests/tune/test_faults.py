@@ -14,9 +14,9 @@ from steadytorch import transforms
 from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
 from steadytorch.workload.workload import Workload
 
 QUICK = TransformSpec("quick")
@@ -90,7 +90,7 @@ def searched(request, faulty_transforms, tmp_path_factory):
     options = Options(budget_s=600)
     result = Search(
         workload,
-        Preparation(launcher, "cpu", before.settings, options, Silent()),
+        SetupScheduler(launcher, "cpu", before.settings, options, Silent()),
         available=[*(spec(kind) for kind in request.param), QUICK],
         not_applicable={},
         options=options,
@@ -143,10 +143,10 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
 
     def run(candidates, deadline_s, **options):
         launcher = Launcher(tmp_path, **options)
-        preparation = Preparation(launcher, "cpu", {}, Options(), Silent())
-        ended.append(preparation.kill_all)
-        preparation.baseline(lambda: 120.0)
-        return preparation.prepare(candidates, len(candidates), deadline_s, 1)
+        scheduler = SetupScheduler(launcher, "cpu", {}, Options(), Silent())
+        ended.append(scheduler.kill_all)
+        scheduler.baseline(lambda: 120.0)
+        return scheduler.prepare(candidates, len(candidates), deadline_s, 1)
 
     yield run
     for end in ended:

@@ -13,11 +13,11 @@ from steadytorch.bench.worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
 
 pytestmark = pytest.mark.slow  # test_verify_training.py has quick tests of the same faults
 
@@ -52,7 +52,7 @@ def searched(faulty_transforms, tmp_path_factory):
     options = Options(budget_s=600)
     result = Search(
         workload,
-        Preparation(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
+        SetupScheduler(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
         available=[*map(_spec, ENDS), HONEST],
         not_applicable={},
         options=options,

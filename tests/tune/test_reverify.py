@@ -22,9 +22,9 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.serve.plan import Plan
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
 from steadytorch.verification.verdict import OutputError
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
@@ -81,7 +81,7 @@ def _rounds(act, processes=3, base=None, options=None):
 
     def prepared(number):
         stages.append(Stage({(): base or Act(), (EAGER,): act}))
-        return Preparation(stages[-1], "cpu", {}, options or Options(), Silent())
+        return SetupScheduler(stages[-1], "cpu", {}, options or Options(), Silent())
 
     return in_rounds(_plan(), prepared, processes, options or Options()), stages
 
@@ -144,7 +144,7 @@ def test_a_plan_that_fails_late_fails():
 
     def prepared(number):
         made.append(Stage({(): Act(), (EAGER,): next(acts)}))
-        return Preparation(made[-1], "cpu", {}, Options(), Silent())
+        return SetupScheduler(made[-1], "cpu", {}, Options(), Silent())
 
     result = in_rounds(_plan(), prepared, 5, Options())
     assert (len(made), result.failed) == (3, "writes to its inputs")
@@ -300,11 +300,11 @@ def test_a_plan_gone_wrong_is_found_in_real_processes(faulty_workers, no_process
 def test_rounds_verify_on_other_inputs(faulty_workers, monkeypatch):
     seeds = []
 
-    class Noted(Preparation):
+    class Noted(SetupScheduler):
         def __init__(self, launch, device, ambient, options, watcher):
             super().__init__(Stage({(QUICK,): Act(5 * MS)}), device, ambient, options, watcher)
             seeds.append(options.seed)
 
-    monkeypatch.setattr(module_under_test, "Preparation", Noted)
+    monkeypatch.setattr(module_under_test, "SetupScheduler", Noted)
     assert reverify(_plan(candidate=(QUICK,)), _workload(), processes=3, seed=7).failed is None
     assert seeds == [7, 7 + INPUT_SETS, 7 + 2 * INPUT_SETS]

@@ -86,7 +86,7 @@ PLAIN = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
 def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch, answer):
     def choose(prefix, seconds):
         try:
-            return search._preparation.meanwhile(Elsewhere(50, answer), 60.0)
+            return search._scheduler.pump_until(Elsewhere(50, answer), 60.0)
         finally:
             before.extend(stage.tried())
 
@@ -105,7 +105,7 @@ def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch,
 
 def test_what_was_begun_is_told_where_the_search_is_broken_off(monkeypatch):
     def choose(prefix, seconds):
-        search._preparation.meanwhile(Elsewhere(50, CHOICES), 60.0)
+        search._scheduler.pump_until(Elsewhere(50, CHOICES), 60.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
@@ -123,7 +123,7 @@ def test_no_more_than_the_cores_can_share_compile_in_one_round():
     class Watched(Stage):
         def exchange(self):
             super().exchange()
-            now = search._preparation.begun
+            now = search._scheduler.begun
             most.append(sum(any(spec.name == "compile" for spec in c) for c in now))
 
     stage = Watched({(LAYOUT, FROZEN): Act(5 * MS)})

@@ -16,9 +16,9 @@ from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.process import worker as processes
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
 
 QUICK = TransformSpec("quick")
 
@@ -182,7 +182,7 @@ def test_a_store_that_cannot_be_written_is_told_before_the_search(tmp_path, capl
         said.extend(caplog.messages)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Preparation, "start", start)
+    monkeypatch.setattr(SetupScheduler, "start", start)
     (tmp_path / "file").write_text("in the way")
     session = Session(_workload(), Options(), store=tmp_path / "file" / "plans")
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
@@ -290,11 +290,11 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
 
     asked = []
 
-    def preparation(*arguments):
+    def scheduler(*arguments):
         asked.append(arguments[-1])
         raise Asked
 
-    monkeypatch.setattr(sys.modules[Session.__module__], "Preparation", preparation)
+    monkeypatch.setattr(sys.modules[Session.__module__], "SetupScheduler", scheduler)
     session = Session(_workload(), Options(), store=tmp_path)
     session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
     with pytest.raises(Asked):

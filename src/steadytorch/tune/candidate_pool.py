@@ -13,8 +13,8 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.candidates import describe
-from steadytorch.tune.prepare import Watcher
 from steadytorch.tune.select import Options, block_deadline_s, block_statistic
+from steadytorch.tune.setup_scheduler import Watcher
 from steadytorch.tune.trial import LiveTrial
 
 NEAR = 1.10

@@ -7,7 +7,7 @@ import time
 import torch
 
 from steadytorch.native import host
-from steadytorch.tune.prepare import Watcher
+from steadytorch.tune.setup_scheduler import Watcher
 
 LONG_S, RESERVE_S = 180.0, 30.0
 """Shortest budget with a reserve, and the reserve. Compiling takes 10 to 25 s of one core."""

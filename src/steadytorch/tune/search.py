@@ -29,7 +29,6 @@ from steadytorch.tune.candidates import (
     stem_of,
     with_stem_config,
 )
-from steadytorch.tune.prepare import Preparation, Watcher
 from steadytorch.tune.result import (
     TuneResult,
     break_even_calls,
@@ -38,6 +37,7 @@ from steadytorch.tune.result import (
     untouched_speedup,
 )
 from steadytorch.tune.select import Options, block_shape, choose
+from steadytorch.tune.setup_scheduler import SetupScheduler, Watcher
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
@@ -60,7 +60,7 @@ class Search:
 
     Args:
         workload: the workload to tune; never run here.
-        preparation: starts and verifies candidates.
+        scheduler: starts and verifies candidates.
         available: all transform variants that apply.
         not_applicable: reason why a variant does not apply, by name.
         options: the user's options.
@@ -76,7 +76,7 @@ class Search:
     def __init__(
         self,
         workload: Workload,
-        preparation: Preparation,
+        scheduler: SetupScheduler,
         *,
         available: Sequence[TransformSpec],
         not_applicable: dict[str, str],
@@ -88,11 +88,11 @@ class Search:
         now: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        self._workload, self._preparation = workload, preparation
+        self._workload, self._scheduler = workload, scheduler
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._budget = Budget(options.budget_s, now, preparation.device, began)
+        self._budget = Budget(options.budget_s, now, scheduler.device, began)
         self._rng = Random(options.seed)
         self._pool = CandidatePool(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
@@ -112,7 +112,7 @@ class Search:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            self._preparation.kill_all()
+            self._scheduler.kill_all()
         return self._result(interrupted)
 
     # -- phases ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Search:
     def _measure_baseline(self) -> None:
         self._watcher.phase("measuring the untouched workload")
         try:
-            baseline = self._preparation.baseline(self._budget.remaining)
+            baseline = self._scheduler.baseline(self._budget.remaining)
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
@@ -129,7 +129,7 @@ class Search:
         self._budget.require_confirmation()
 
     def _explore(self) -> None:
-        character, findings = self._preparation.character, self._preparation.findings
+        character, findings = self._scheduler.character, self._scheduler.findings
         assert character is not None
         given = (self._workload, self._options.precision, character.regime, findings)
         self._available = self._with_engines(lambda available: CandidateSource(available, *given))
@@ -137,7 +137,7 @@ class Search:
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
         seeds, late = source.seeds(), source.late()
-        while (taken := self._affordable(seeds)) or self._preparation.begun:
+        while (taken := self._affordable(seeds)) or self._scheduler.begun:
             # Fill spare slots with neighbours of the leader.
             leads = self._pool.leader() is not self._pool.baseline
             self._round(self._affordable([*taken, *(self._variations(source) if leads else [])]))
@@ -165,7 +165,7 @@ class Search:
         slow = filter(transforms.compiles, source(others).seeds())
         if early := self._affordable(slow)[: max(1, self._slots // 4)]:
             deadline_s = self._budget.deadline_s(early, self._pool.trials)
-            self._preparation.begin(early, self._slots, deadline_s)
+            self._scheduler.begin(early, self._slots, deadline_s)
         precision, training = self._options.precision, self._workload.is_training
         prefix = engine_prefix(self._available, precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
@@ -272,18 +272,18 @@ class Search:
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
         others = len(self._pool.alive())
         slots, is_late = self._slots, self._is_late
-        fresh = self._preparation.prepare(candidates, slots, deadline_s, others, is_late)
+        fresh = self._scheduler.prepare(candidates, slots, deadline_s, others, is_late)
         self._pool.join(fresh)
         self._pool.screen([trial for trial in fresh if trial.ok])
 
     def _is_late(self) -> bool:
         """Whether screening the ready trials takes all the time left."""
-        needed_s = self._pool.screening_s(self._preparation.ready)
+        needed_s = self._pool.screening_s(self._scheduler.ready)
         return self._budget.left_to_explore() < needed_s
 
     def _neighbours(self, source: CandidateSource) -> list[Candidate]:
         """Retries and variations of the two leaders."""
-        return [*self._preparation.retry, *self._variations(source)]
+        return [*self._scheduler.retry, *self._variations(source)]
 
     def _variations(self, source: CandidateSource) -> list[Candidate]:
         leaders = self._pool.ranked()[:2]
@@ -291,8 +291,8 @@ class Search:
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
-        left_s, retry = self._budget.left_to_explore(), self._preparation.retry
-        begun, taken = self._preparation.begun, []
+        left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
+        begun, taken = self._scheduler.begun, []
         room = COMPILING - sum(map(transforms.compiles, begun))
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
@@ -327,18 +327,18 @@ class Search:
                 break_even = break_even_calls(baseline.median_ns - winner.median_ns, *setups)
         elif self._pool.trials and self._pool.baseline.blocks:
             baseline = self._pool.baseline.measured(self._options.metric)
-        character = self._preparation.character
+        character = self._scheduler.character
         return TuneResult(
             baseline=baseline,
             winner=winner,
             chosen=chosen,
             regime=character.regime if character else "unknown",
-            candidates=tuple(map(self._frozen, [*self._pool.trials, *self._preparation.under_way])),
+            candidates=tuple(map(self._frozen, [*self._pool.trials, *self._scheduler.under_way])),
             not_applicable=self._not_applicable,
             not_tried=self._not_tried,
             speedup=speedup,
             break_even_calls=break_even,
-            reference=reference_text(self._preparation.reference),
+            reference=reference_text(self._scheduler.reference),
             seconds=self._budget.spent(),
             interrupted=interrupted,
         )

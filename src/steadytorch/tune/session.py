@@ -31,10 +31,10 @@ from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
-from steadytorch.tune.prepare import Preparation, Silent, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
+from steadytorch.tune.setup_scheduler import SetupScheduler, Silent, Watcher
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
 from steadytorch.workload.given import workload_of
@@ -129,7 +129,7 @@ class Session:
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:
             directory = at_the_end.enter_context(shared_folder())
-            preparation = Preparation(
+            scheduler = SetupScheduler(
                 WorkerLauncher(
                     directory,
                     self._memory_limit(),
@@ -142,8 +142,8 @@ class Session:
                 watcher,
                 self._early(),
             )
-            at_the_end.callback(preparation.kill_all)
-            preparation.start()
+            at_the_end.callback(scheduler.kill_all)
+            scheduler.start()
             save_payload(self.workload, directory)
             making = host.begin() if self._compiles_host_code() else None
             if making is not None:
@@ -155,10 +155,10 @@ class Session:
 
                 worker = start_chooser(directory, self._device, self._ambient)
                 at_the_end.callback(worker.kill)
-                engines = partial(self._engines, worker, preparation.meanwhile)
+                engines = partial(self._engines, worker, scheduler.pump_until)
             result = Search(
                 self.workload,
-                preparation,
+                scheduler,
                 available=available,
                 not_applicable=not_applicable,
                 options=options,

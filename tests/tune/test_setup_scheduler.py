@@ -16,8 +16,8 @@ from scripted import (
 
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.tune import prepare
-from steadytorch.tune.prepare import Preparation
 from steadytorch.tune.select import Options
+from steadytorch.tune.setup_scheduler import SetupScheduler
 from steadytorch.verification.verdict import OutputError
 
 SINGLES = [(EAGER,), (FOLD,), (DETERMINISTIC,), (LAYOUT,)]
@@ -34,38 +34,38 @@ class Diary(Notes):
 
 def _prepared(stage, options=None, watcher=None):
     """A preparation with its baseline set up."""
-    preparation = Preparation(stage, "cpu", {}, options or Options(), watcher or Notes())
-    preparation.baseline(lambda: 60.0)
-    return preparation
+    scheduler = SetupScheduler(stage, "cpu", {}, options or Options(), watcher or Notes())
+    scheduler.baseline(lambda: 60.0)
+    return scheduler
 
 
 def _prepare(stage, candidates, slots=2, others=1, **arguments):
-    preparation = _prepared(stage, **arguments)
-    return preparation, preparation.prepare(candidates, slots, 60.0, others)
+    scheduler = _prepared(stage, **arguments)
+    return scheduler, scheduler.prepare(candidates, slots, 60.0, others)
 
 
 def test_the_baseline_is_set_up_untouched_and_characterised():
     stage = Stage(regime="launch-bound")
-    preparation = Preparation(stage, "cpu", {}, Options(), Notes())
-    baseline = preparation.baseline(lambda: 60.0)
+    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes())
+    baseline = scheduler.baseline(lambda: 60.0)
     assert (baseline.candidate, baseline.stage, baseline.ok) == ((), "timing", True)
-    assert (preparation.character.regime, stage.told_flops) == ("launch-bound", FLOPS)
-    assert preparation.reference.precision == "float64"
+    assert (scheduler.character.regime, stage.told_flops) == ("launch-bound", FLOPS)
+    assert scheduler.reference.precision == "float64"
 
 
 def test_the_process_of_the_reference_does_not_stay():
     stage = Stage()
-    preparation = _prepared(stage)
+    scheduler = _prepared(stage)
     assert [worker.name for worker in stage.workers if worker.alive] == ["trial-1"]
-    assert preparation.reference.repeatable
+    assert scheduler.reference.repeatable
 
 
 def test_a_workload_that_cannot_be_profiled_is_tuned_without_findings():
     stage = Stage({(): Act(faults={"explained": [died()]})})
     notes = Notes()
-    preparation = Preparation(stage, "cpu", {}, Options(), notes)
-    assert preparation.baseline(lambda: 60.0).ok
-    assert preparation.findings == ()
+    scheduler = SetupScheduler(stage, "cpu", {}, Options(), notes)
+    assert scheduler.baseline(lambda: 60.0).ok
+    assert scheduler.findings == ()
     assert stage.told_flops is None
     assert any("profiling failed (segmentation fault" in phase for phase in notes.phases)
 
@@ -80,7 +80,7 @@ def test_a_fault_of_the_baseline_is_passed_on(method):
 def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
     loads = []
     stage = Stage()
-    preparation = Preparation(stage, "cpu", {"num_threads": "1"}, Options(), Notes())
+    scheduler = SetupScheduler(stage, "cpu", {"num_threads": "1"}, Options(), Notes())
     original = type(stage("probe"))._load
 
     def load(self, device, ambient):
@@ -88,8 +88,8 @@ def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
         return original(self, device, ambient)
 
     monkeypatch.setattr(type(stage("probe")), "_load", load)
-    preparation.baseline(lambda: 60.0)
-    preparation.prepare([(EAGER,)], 1, 60.0, 1)
+    scheduler.baseline(lambda: 60.0)
+    scheduler.prepare([(EAGER,)], 1, 60.0, 1)
     assert loads == [("cpu", {"num_threads": "1"})] * 3
 
 
@@ -103,7 +103,7 @@ def test_every_candidate_comes_back_ready_to_be_timed():
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_more_than_the_slots_are_under_way_at_once(slots):
     stage = Stage()
-    preparation = _prepared(stage)
+    scheduler = _prepared(stage)
     most = 0
     original = stage.exchange
 
@@ -113,7 +113,7 @@ def test_no_more_than_the_slots_are_under_way_at_once(slots):
         original()
 
     stage.exchange = watch
-    preparation.prepare(SINGLES, slots, 60.0, 1)
+    scheduler.prepare(SINGLES, slots, 60.0, 1)
     assert most <= slots
     assert len(stage.tried()) == 1 + len(SINGLES)
 
@@ -163,19 +163,19 @@ def _out_of_memory(times=1):
 
 
 def test_one_out_of_memory_beside_others_is_owed_a_second_try():
-    preparation, (trial,) = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)])
+    scheduler, (trial,) = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)])
     assert trial.reason == "set-up: out of memory"
-    assert preparation.retry == [(EAGER,)]
+    assert scheduler.retry == [(EAGER,)]
 
 
 def test_one_out_of_memory_on_its_own_is_not():
-    preparation, _ = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)], others=0)
-    assert preparation.retry == []
+    scheduler, _ = _prepare(Stage({(EAGER,): _out_of_memory()}), [(EAGER,)], others=0)
+    assert scheduler.retry == []
 
 
 def test_the_second_try_is_alone_and_the_last():
     stage = Stage({(EAGER,): _out_of_memory(times=2)})
-    preparation, _ = _prepare(stage, [(EAGER,)])
+    scheduler, _ = _prepare(stage, [(EAGER,)])
     under_way = []
     original = stage.exchange
 
@@ -184,22 +184,22 @@ def test_the_second_try_is_alone_and_the_last():
         original()
 
     stage.exchange = watch
-    trials = preparation.prepare([(EAGER,), (FOLD,), (DETERMINISTIC,)], 3, 60.0, 1)
+    trials = scheduler.prepare([(EAGER,), (FOLD,), (DETERMINISTIC,)], 3, 60.0, 1)
     assert max(under_way) == 1
     assert [trial.status for trial in trials] == ["rejected", "ok", "ok"]
-    assert preparation.retry == []
+    assert scheduler.retry == []
 
 
 def test_other_faults_are_not_tried_again():
-    preparation, _ = _prepare(Stage({(EAGER,): Act(faults={"set_up": [died()]})}), [(EAGER,)])
-    assert preparation.retry == []
+    scheduler, _ = _prepare(Stage({(EAGER,): Act(faults={"set_up": [died()]})}), [(EAGER,)])
+    assert scheduler.retry == []
 
 
 def test_all_workers_can_be_ended_at_any_time():
     stage = Stage()
-    preparation, _ = _prepare(stage, SINGLES)
+    scheduler, _ = _prepare(stage, SINGLES)
     assert any(worker.alive for worker in stage.workers)
-    preparation.kill_all()
+    scheduler.kill_all()
     assert not any(worker.alive for worker in stage.workers)
 
 
@@ -211,36 +211,36 @@ def no_waiting(monkeypatch):
 
 def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_waiting):
     stage = Stage()
-    preparation = _prepared(stage)
-    preparation.begin([(EAGER,), (DETERMINISTIC,)], 2, 60.0)
-    assert preparation.begun == ((EAGER,), (DETERMINISTIC,))
-    assert preparation.meanwhile(Elsewhere(50, "an answer"), 60.0) == "an answer"
-    assert {trial.stage for trial in preparation.under_way} == {"timing"}
+    scheduler = _prepared(stage)
+    scheduler.begin([(EAGER,), (DETERMINISTIC,)], 2, 60.0)
+    assert scheduler.begun == ((EAGER,), (DETERMINISTIC,))
+    assert scheduler.pump_until(Elsewhere(50, "an answer"), 60.0) == "an answer"
+    assert {trial.stage for trial in scheduler.under_way} == {"timing"}
     before = len(stage.events)
-    trials = preparation.prepare([], 2, 60.0, 1)
+    trials = scheduler.prepare([], 2, 60.0, 1)
     assert [trial.candidate for trial in trials] == [(EAGER,), (DETERMINISTIC,)]
     assert all(trial.ok for trial in trials)
-    assert (len(stage.events), preparation.begun) == (before, ())
+    assert (len(stage.events), scheduler.begun) == (before, ())
 
 
 def test_what_waits_for_a_slot_is_begun_too(no_waiting):
-    preparation = _prepared(Stage())
-    preparation.begin(SINGLES, 1, 60.0)
-    preparation.meanwhile(Elsewhere(1, None), 60.0)
-    assert set(preparation.begun) == set(SINGLES)
-    trials = preparation.prepare([(TF32,)], 3, 60.0, 1)
+    scheduler = _prepared(Stage())
+    scheduler.begin(SINGLES, 1, 60.0)
+    scheduler.pump_until(Elsewhere(1, None), 60.0)
+    assert set(scheduler.begun) == set(SINGLES)
+    trials = scheduler.prepare([(TF32,)], 3, 60.0, 1)
     assert [trial.candidate for trial in trials] == [*SINGLES, (TF32,)]
 
 
 def test_what_became_of_that_worker_is_said():
     with pytest.raises(WorkerFault, match="segmentation"):
-        _prepared(Stage()).meanwhile(Elsewhere(0, died()), 60.0)
+        _prepared(Stage()).pump_until(Elsewhere(0, died()), 60.0)
 
 
 def test_each_has_the_time_that_it_was_begun_with():
     stage, asked = Stage(), {}
-    preparation = _prepared(stage)
-    preparation.begin([(EAGER,)], 2, 90.0)
+    scheduler = _prepared(stage)
+    scheduler.begin([(EAGER,)], 2, 90.0)
     receive = ScriptedWorker.receive
 
     def watch(self, deadline_s):
@@ -249,16 +249,16 @@ def test_each_has_the_time_that_it_was_begun_with():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "receive", watch)
-        trials = preparation.prepare([(DETERMINISTIC,)], 2, 30.0, 1)
+        trials = scheduler.prepare([(DETERMINISTIC,)], 2, 30.0, 1)
     assert [asked[trial.worker.name] for trial in trials] == [90.0, 30.0]
 
 
 def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     stage = Stage()
-    preparation = _prepared(stage)
+    scheduler = _prepared(stage)
     looks = iter([False, True])
-    trials = preparation.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
+    trials = scheduler.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
     assert [trial.status for trial in trials] == ["rejected", "rejected"]
     assert {trial.reason for trial in trials} == {"verification: budget exhausted"}
     assert not any(trial.worker.alive for trial in trials)
-    assert preparation.begun == ()
+    assert scheduler.begun == ()

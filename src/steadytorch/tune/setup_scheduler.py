@@ -61,7 +61,7 @@ class Silent:
         """Ignored."""
 
 
-class Preparation:
+class SetupScheduler:
     """Starts workers and takes them through loading, set-up and verification.
 
     Args:
@@ -179,7 +179,7 @@ class Preparation:
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
 
     def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
-        """Queues candidates for set-up; `meanwhile` and `prepare` advance them.
+        """Queues candidates for set-up; `pump_until` and `prepare` advance them.
 
         Args:
             candidates: candidates to set up.
@@ -189,7 +189,7 @@ class Preparation:
         self._slots = slots
         self._waiting.extend((candidate, deadline_s) for candidate in candidates)
 
-    def meanwhile(self, worker: Worker, deadline_s: float) -> Any:
+    def pump_until(self, worker: Worker, deadline_s: float) -> Any:
         """Waits for another worker's answer and advances begun candidates until it arrives.
 
         Raises:
