@@ -69,7 +69,7 @@ from steadytorch.quantities import parse_duration
 from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
-from steadytorch.tune.setup_scheduler import Silent
+from steadytorch.tune.setup_scheduler import NullListener
 from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -89,7 +89,7 @@ PROTOCOL = {
 """Timing parameters, stored with each workload so that old results stay described correctly."""
 
 
-class Timeline(Silent):
+class Timeline(NullListener):
     """Records the phases of a search, in seconds since its start."""
 
     def __init__(self) -> None:

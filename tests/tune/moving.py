@@ -1,4 +1,4 @@
-"""Shared by tests of moves: all options, and invariants of all candidates."""
+"""Shared by tests of the candidate source: all options, and invariants of all candidates."""
 
 import torch
 from hypothesis import strategies as st

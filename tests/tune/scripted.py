@@ -18,7 +18,7 @@ from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.worker import Character, Explained
 from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
@@ -235,8 +235,8 @@ class Elsewhere:
         return self._answer
 
 
-class Notes(Silent):
-    """A watcher that records its calls and calls back at each new phase."""
+class Notes(NullListener):
+    """A listener that records its calls and calls back at each new phase."""
 
     def __init__(self, at_phase: Callable[[str], None] = lambda message: None) -> None:
         self.phases: list[str] = []
@@ -266,7 +266,7 @@ def make_search(
     device: str = "cpu",
 ) -> Search:
     """A search whose workers are the stage's."""
-    options, watcher = options or Options(), watcher or Silent()
+    options, watcher = options or Options(), watcher or NullListener()
     scheduler = SetupScheduler(stage, device, {}, options, watcher)
     return Search(
         workload(),

@@ -16,7 +16,7 @@ from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.workload.workload import Workload
 
 QUICK = TransformSpec("quick")
@@ -90,11 +90,11 @@ def searched(request, faulty_transforms, tmp_path_factory):
     options = Options(budget_s=600)
     result = Search(
         workload,
-        SetupScheduler(launcher, "cpu", before.settings, options, Silent()),
+        SetupScheduler(launcher, "cpu", before.settings, options, NullListener()),
         available=[*(spec(kind) for kind in request.param), QUICK],
         not_applicable={},
         options=options,
-        watcher=Silent(),
+        watcher=NullListener(),
         slots=3,
     ).run()
     return SimpleNamespace(
@@ -143,7 +143,7 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
 
     def run(candidates, deadline_s, **options):
         launcher = Launcher(tmp_path, **options)
-        scheduler = SetupScheduler(launcher, "cpu", {}, Options(), Silent())
+        scheduler = SetupScheduler(launcher, "cpu", {}, Options(), NullListener())
         ended.append(scheduler.kill_all)
         scheduler.baseline(lambda: 120.0)
         return scheduler.prepare(candidates, len(candidates), deadline_s, 1)

@@ -17,7 +17,7 @@ from steadytorch.tune.reverify import reverify
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 
 pytestmark = pytest.mark.slow  # test_verify_training.py has quick tests of the same faults
 
@@ -52,11 +52,11 @@ def searched(faulty_transforms, tmp_path_factory):
     options = Options(budget_s=600)
     result = Search(
         workload,
-        SetupScheduler(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
+        SetupScheduler(_launch(directory), "cpu", transforms.ambient(), options, NullListener()),
         available=[*map(_spec, ENDS), HONEST],
         not_applicable={},
         options=options,
-        watcher=Silent(),
+        watcher=NullListener(),
         slots=3,
     ).run()
     return SimpleNamespace(

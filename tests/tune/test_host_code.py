@@ -37,7 +37,7 @@ class Compiler:
 
 
 class Clock(Notes):
-    """A watcher that records phases and counts ticks."""
+    """A listener that records phases and counts ticks."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
 from steadytorch.tune.select import P99_BLOCK, Options
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.verification.verdict import OutputError
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
@@ -81,7 +81,7 @@ def _rounds(act, processes=3, base=None, options=None):
 
     def prepared(number):
         stages.append(Stage({(): base or Act(), (EAGER,): act}))
-        return SetupScheduler(stages[-1], "cpu", {}, options or Options(), Silent())
+        return SetupScheduler(stages[-1], "cpu", {}, options or Options(), NullListener())
 
     return in_rounds(_plan(), prepared, processes, options or Options()), stages
 
@@ -144,7 +144,7 @@ def test_a_plan_that_fails_late_fails():
 
     def prepared(number):
         made.append(Stage({(): Act(), (EAGER,): next(acts)}))
-        return SetupScheduler(made[-1], "cpu", {}, Options(), Silent())
+        return SetupScheduler(made[-1], "cpu", {}, Options(), NullListener())
 
     result = in_rounds(_plan(), prepared, 5, Options())
     assert (len(made), result.failed) == (3, "writes to its inputs")

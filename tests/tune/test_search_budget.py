@@ -19,7 +19,7 @@ from scripted import (
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune import prepare
+from steadytorch.tune import setup_scheduler
 from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import Options
 
@@ -143,7 +143,7 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
         left.append(search._budget.left_to_explore())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     monkeypatch.setattr(ScriptedWorker, "ready", never)
     monkeypatch.setattr(search, "_decide", decide)
     result = search.run()

@@ -17,7 +17,7 @@ from scripted import (
 )
 
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune import prepare
+from steadytorch.tune import setup_scheduler
 from steadytorch.tune.search import COMPILING
 from steadytorch.tune.select import Options
 
@@ -90,7 +90,7 @@ def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch,
         finally:
             before.extend(stage.tried())
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     before = []
     stage = Stage({(LAYOUT, FROZEN): Act(5 * MS, setup_s=30.0), (EAGER,): Act(9 * MS)})
     available = [EAGER, LAYOUT, UNCHOSEN, FROZEN, PLAIN]
@@ -108,7 +108,7 @@ def test_what_was_begun_is_told_where_the_search_is_broken_off(monkeypatch):
         search._scheduler.pump_until(Elsewhere(50, CHOICES), 60.0)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     stage = Stage()
     search = make_search(stage, [LAYOUT, UNCHOSEN, FROZEN], choose_engines=choose)
     result = search.run()

@@ -18,7 +18,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 
 QUICK = TransformSpec("quick")
 
@@ -207,7 +207,7 @@ def test_a_broken_search_leaves_no_file_and_no_process(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken = Workload(Slow().eval(), torch.randn(2, 9))
     with pytest.raises(UsageError, match="the untouched workload fails"):
-        Session(broken, Options(), store=tmp_path / "plans").search(Silent())
+        Session(broken, Options(), store=tmp_path / "plans").search(NullListener())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,7 +256,7 @@ def test_processes_that_were_started_for_what_cannot_be_sent_to_them_are_gone(tm
     workload.model.held = (line for line in ())
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(UsageError, match="cannot be sent to a worker process"):
-        Session(workload, Options(), store=tmp_path).search(Silent())
+        Session(workload, Options(), store=tmp_path).search(NullListener())
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -280,7 +280,7 @@ def test_every_process_of_a_search_imports_what_defines_the_model(tmp_path, monk
 
     monkeypatch.setattr(trial, "Worker", started)
     with pytest.raises(Asked):
-        Session(_workload(), Options(), store=tmp_path).search(Silent())
+        Session(_workload(), Options(), store=tmp_path).search(NullListener())
 
 
 @pytest.mark.parametrize(("cores", "early"), [(None, 0), (2, 0), (3, 0), (4, 2), (64, 4)])
@@ -298,5 +298,5 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
     session = Session(_workload(), Options(), store=tmp_path)
     session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
     with pytest.raises(Asked):
-        session.search(Silent())
+        session.search(NullListener())
     assert asked == [early]

@@ -15,7 +15,7 @@ from scripted import (
 )
 
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.tune import prepare
+from steadytorch.tune import setup_scheduler
 from steadytorch.tune.select import Options
 from steadytorch.tune.setup_scheduler import SetupScheduler
 from steadytorch.verification.verdict import OutputError
@@ -33,7 +33,7 @@ class Diary(Notes):
 
 
 def _prepared(stage, options=None, watcher=None):
-    """A preparation with its baseline set up."""
+    """A scheduler with its baseline set up."""
     scheduler = SetupScheduler(stage, "cpu", {}, options or Options(), watcher or Notes())
     scheduler.baseline(lambda: 60.0)
     return scheduler
@@ -206,7 +206,7 @@ def test_all_workers_can_be_ended_at_any_time():
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Does not wait for workers without an answer."""
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
 
 
 def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_waiting):

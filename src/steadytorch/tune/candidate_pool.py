@@ -14,7 +14,7 @@ from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import Options, block_deadline_s, block_statistic
-from steadytorch.tune.setup_scheduler import Watcher
+from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
 
 NEAR = 1.10
@@ -31,10 +31,12 @@ class CandidatePool:
         rng: decides the order of blocks.
 
     Attributes:
-        trials: in order of preparation, the baseline first.
+        trials: in order of set-up, the baseline first.
     """
 
-    def __init__(self, options: Options, budget: Budget, watcher: Watcher, rng: Random) -> None:
+    def __init__(
+        self, options: Options, budget: Budget, watcher: ProgressListener, rng: Random
+    ) -> None:
         self._options, self._budget, self._watcher, self._rng = options, budget, watcher, rng
         self.trials: list[LiveTrial] = []
 

@@ -31,7 +31,7 @@ from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload import bundled
@@ -133,7 +133,7 @@ def reverify(
         def prepared(number: int) -> SetupScheduler:
             progress(f"round {number + 1} of {processes}")
             seeded = msgspec.structs.replace(options, seed=seed + number * INPUT_SETS)
-            return SetupScheduler(launch, target, transforms.ambient(), seeded, Silent())
+            return SetupScheduler(launch, target, transforms.ambient(), seeded, NullListener())
 
         return in_rounds(plan, prepared, processes, options)
 

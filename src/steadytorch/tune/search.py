@@ -37,7 +37,7 @@ from steadytorch.tune.result import (
     untouched_speedup,
 )
 from steadytorch.tune.select import Options, block_shape, choose
-from steadytorch.tune.setup_scheduler import SetupScheduler, Watcher
+from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
@@ -81,7 +81,7 @@ class Search:
         available: Sequence[TransformSpec],
         not_applicable: dict[str, str],
         options: Options,
-        watcher: Watcher,
+        watcher: ProgressListener,
         slots: int,
         choose_engines: Chooser | None = None,
         choose_stem: Chooser | None = None,

@@ -34,7 +34,7 @@ from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import Options
-from steadytorch.tune.setup_scheduler import SetupScheduler, Silent, Watcher
+from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
 from steadytorch.workload.given import workload_of
@@ -112,7 +112,7 @@ class Session:
             return (None, overreach) if overreach else (plan, "")
         return None, str(found)
 
-    def search(self, watcher: Watcher | None = None) -> TuneResult:
+    def search(self, watcher: ProgressListener | None = None) -> TuneResult:
         """Searches within the budget, with each candidate in its own worker process.
 
         On Ctrl-C, returns the partial result with `interrupted` set.
@@ -121,7 +121,7 @@ class Session:
             UsageError: the untouched workload fails, it updates batch statistics when called, or
                 the budget is too small to measure it.
         """
-        began, watcher, options = time.monotonic(), watcher or Silent(), self.options
+        began, watcher, options = time.monotonic(), watcher or NullListener(), self.options
         if (reason := objection(self.workload)) is not None:
             raise UsageError(reason)
         self._store.check(self.key)
@@ -301,7 +301,7 @@ def tune(
     mode: str = "replay",
     seed: int = 0,
     bundle: bool = False,
-    watcher: Watcher | None = None,
+    watcher: ProgressListener | None = None,
 ) -> Plan:
     """Finds, verifies and stores the fastest steady plan for a workload.
 
@@ -346,7 +346,7 @@ def tune(
     return plan
 
 
-def _found_or_searched(session: Session, mode: str, watcher: Watcher | None) -> Plan:
+def _found_or_searched(session: Session, mode: str, watcher: ProgressListener | None) -> Plan:
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:

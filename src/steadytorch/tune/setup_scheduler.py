@@ -25,7 +25,7 @@ EXPLAIN_S = 2.0
 EXPLAIN_DEADLINE_S = 60.0
 
 
-class Watcher(Protocol):
+class ProgressListener(Protocol):
     """Receives the progress of a search; see `report.progress`."""
 
     def phase(self, message: str) -> None:
@@ -45,8 +45,8 @@ class Watcher(Protocol):
         ...
 
 
-class Silent:
-    """A watcher that shows nothing."""
+class NullListener:
+    """A progress listener that shows nothing."""
 
     def phase(self, message: str) -> None:
         """Ignored."""
@@ -84,7 +84,7 @@ class SetupScheduler:
         device: str,
         ambient: dict[str, str],
         options: Options,
-        watcher: Watcher,
+        watcher: ProgressListener,
         early: int = 0,
     ) -> None:
         self._launch, self.device, self._ambient = launch, device, ambient
