@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.bench.worker import PAYLOAD
+from steadytorch.bench.bench_worker import PAYLOAD
 from steadytorch.conv.choices import read_choices
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec

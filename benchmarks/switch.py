@@ -30,7 +30,7 @@ from torch import nn
 
 from cold_start import kept_unmeasured
 from steadytorch import __version__, load_workload, optimize
-from steadytorch.bench.worker import WorkloadHandler, own_errors, save_payload
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec

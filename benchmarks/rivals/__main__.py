@@ -59,8 +59,8 @@ from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.ramp import RAMP_NS
-from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES

@@ -9,8 +9,8 @@ from scipy.stats import t as student
 
 import steadytorch
 from steadytorch.bench import measure as module
+from steadytorch.bench.bench_worker import STOP, BrokenOff, SetUp
 from steadytorch.bench.measure import measure, t_interval
-from steadytorch.bench.worker import STOP, BrokenOff, SetUp
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import WarmUp

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadytorch import transforms
-from steadytorch.bench import worker as trial_worker
+from steadytorch.bench import bench_worker as trial_worker
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.compare import compare_live
 from steadytorch.bench.measure import measure
-from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure import sampler
 from steadytorch.serve.plan import Plan
@@ -29,7 +29,7 @@ from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.prefetch import Prefetch, Prefetched
 from steadytorch.tune.select import Options
 from steadytorch.tune.session import Session, tune
-from steadytorch.tune.worker import Explained, TuningHandler
+from steadytorch.tune.tuning_worker import Explained, TuningHandler
 from steadytorch.workload.workload import Workload
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.conv import allot, frontend
 from steadytorch.results.conv import Measured, Outcome
 from steadytorch.tune import conv

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import nn
 
-from steadytorch.bench.worker import SetUp
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
@@ -19,7 +19,7 @@ from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import Options
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
-from steadytorch.tune.worker import Character, Explained
+from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
 

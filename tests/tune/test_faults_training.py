@@ -9,7 +9,7 @@ import trained
 from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import bundle, package
 from steadytorch.compiled.aot_inductor import Package
 from steadytorch.compiled.prebuilt import Task

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from steadytorch.bench.worker import own_errors, save_payload
+from steadytorch.bench.bench_worker import own_errors, save_payload
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import StepError
 from steadytorch.process.child import describe

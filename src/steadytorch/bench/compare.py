@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.measure import HANDLER, start
 from steadytorch.bench.saved import compare_files
 from steadytorch.bench.series import Series
 from steadytorch.bench.sustained_runs import dwells
-from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.errors import SteadyError, UnsupportedError
 from steadytorch.process.folder import shared_folder

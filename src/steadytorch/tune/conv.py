@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from steadytorch import transforms
-from steadytorch.bench.worker import WorkloadHandler, save_payload
+from steadytorch.bench.bench_worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import Options, is_cold, variants

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from steadytorch.bench.worker import WorkloadHandler, own_errors
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
 from steadytorch.compiled.aot_inductor import Package, in_order, make
 from steadytorch.compiled.bundle import MOST_BYTES
 from steadytorch.compiled.model_digest import sources_of

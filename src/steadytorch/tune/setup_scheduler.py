@@ -17,7 +17,7 @@ from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.candidates import describe, suggested_by
 from steadytorch.tune.select import Options, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
-from steadytorch.tune.worker import Character, Explained
+from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import Reference, decide
 
 EXPLAIN_S = 2.0

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
 from steadytorch.bench.ramp import DISCARD
-from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.device.recorder import Recorder
 from steadytorch.runtime.benchmark_mode import has_convolved
 

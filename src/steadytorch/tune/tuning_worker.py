@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.bench.worker import own_errors
+from steadytorch.bench.bench_worker import own_errors
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.explain.worker import (
+from steadytorch.explain.explain_worker import (
     FEWEST_STEPS,
     SETTLING,
     TRACE_FILE,

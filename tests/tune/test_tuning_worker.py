@@ -6,15 +6,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from steadytorch import transforms
-from steadytorch.bench import worker as base
+from steadytorch.bench import bench_worker as base
+from steadytorch.bench.bench_worker import SetUp, save_payload
 from steadytorch.bench.ramp import RAMP_NS
-from steadytorch.bench.worker import SetUp, save_payload
 from steadytorch.errors import UnsupportedError, UsageError
-from steadytorch.explain.worker import TRACE_FILE
+from steadytorch.explain.explain_worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
-from steadytorch.tune import worker as module
-from steadytorch.tune.worker import Character, Explained, TuningHandler
+from steadytorch.tune import tuning_worker as module
+from steadytorch.tune.tuning_worker import Character, Explained, TuningHandler
 from steadytorch.verification.verdict import Reference, Verification, decide
 from steadytorch.workload.workload import Workload
 

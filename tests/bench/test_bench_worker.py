@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.bench import worker as module
-from steadytorch.bench.worker import (
+from steadytorch.bench import bench_worker as module
+from steadytorch.bench.bench_worker import (
     CHUNK_NS,
     LOOKS,
     STOP,

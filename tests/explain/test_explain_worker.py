@@ -11,15 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from steadytorch import Workload
 from steadytorch.ambient import flags
-from steadytorch.bench.worker import save_payload
-from steadytorch.explain import worker
-from steadytorch.explain.worker import ExplainHandler
+from steadytorch.bench.bench_worker import save_payload
+from steadytorch.explain import explain_worker
+from steadytorch.explain.explain_worker import ExplainHandler
 from steadytorch.transforms import ambient
 
 PROFILE = """
 import sys
 from pathlib import Path
-from steadytorch.explain.worker import ExplainHandler
+from steadytorch.explain.explain_worker import ExplainHandler
 from steadytorch.transforms import ambient
 
 handler = ExplainHandler(Path(sys.argv[1]))
@@ -34,7 +34,7 @@ SWITCHED = {"name": "cudnn_benchmark", "parameters": []}
 @pytest.fixture
 def handler(tmp_path, monkeypatch):
     """A worker's handler in this process, as if convolutions had run on a GPU."""
-    monkeypatch.setattr(worker, "has_convolved", lambda: True)
+    monkeypatch.setattr(explain_worker, "has_convolved", lambda: True)
     save_payload(Workload(nn.Linear(4, 4), torch.ones(2, 4)), tmp_path)
     made = ExplainHandler(tmp_path)
     made.load("cpu", ambient())
@@ -76,8 +76,10 @@ def test_profiling_does_not_load_the_compiler_and_says_what_was_recorded(tmp_pat
         [sys.executable, "-c", PROFILE, str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    trace = json.loads((tmp_path / worker.TRACE_FILE).read_text())
-    assert {name: trace[name] for name in worker.SWITCHES} == dict.fromkeys(worker.SWITCHES, 1)
+    trace = json.loads((tmp_path / explain_worker.TRACE_FILE).read_text())
+    assert {name: trace[name] for name in explain_worker.SWITCHES} == dict.fromkeys(
+        explain_worker.SWITCHES, 1
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -86,10 +88,10 @@ def test_it_profiles_what_pytorchs_own_profiler_would(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.autograd.profiler, "_supported_activities", lambda: both)
     activities = both if device == "cuda" else {ProfilerActivity.CPU}
-    theirs = profile(activities=activities, **dict.fromkeys(worker.SWITCHES, True))
+    theirs = profile(activities=activities, **dict.fromkeys(explain_worker.SWITCHES, True))
     monkeypatch.setattr(torch.autograd.profiler.profile, "_prepare_trace", lambda self: None)
     theirs.prepare_trace()
-    ours = vars(worker.profile_of(device))
+    ours = vars(explain_worker.profile_of(device))
     assert ours["kineto_activities"] == activities
     differing = {name for name, value in vars(theirs.profiler).items() if value != ours[name]}
     assert differing <= {"experimental_config", "_stats"}
