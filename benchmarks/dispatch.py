@@ -90,7 +90,7 @@ class Small(nn.Module):
 
 def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any) -> TunedModule:
     """Make a tuned module and run its first calls."""
-    tuned = TunedModule(model.eval(), lambda arrival: Resolution(candidate))
+    tuned = TunedModule(model.eval(), lambda context: Resolution(candidate))
     for _ in range(3):
         tuned(*inputs)
     assert tuned.report().hits == 3, str(tuned.report())

@@ -76,7 +76,7 @@ def x():
 
 
 def serve(model, name, **options):
-    return TunedModule(model, lambda arrival: Resolution(PLANS[name]), options=Options(**options))
+    return TunedModule(model, lambda context: Resolution(PLANS[name]), options=Options(**options))
 
 
 def fused_step(model):
@@ -312,7 +312,7 @@ def test_moves_to_where_it_is_leave_the_plan_in_use(model, x, name):
 def test_a_load_noticed_in_inference_mode_leaves_later_calls_sound(name):
     torch.manual_seed(0)
     model, x = Network().cuda().eval(), torch.randn(2, 3, 32, 32, device="cuda")
-    tuned = TunedModule(model, lambda arrival: Resolution(PLANS[name]))
+    tuned = TunedModule(model, lambda context: Resolution(PLANS[name]))
     with torch.no_grad():
         tuned(x)
     tuned.load_state_dict({name: t.clone() for name, t in tuned.state_dict().items()})

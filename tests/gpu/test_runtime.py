@@ -34,7 +34,7 @@ def images(batch=2, seed=1):
 
 
 def tuned_by(model, candidate=GRAPH, **options):
-    return TunedModule(model, lambda arrival: Resolution(candidate), options=Options(**options))
+    return TunedModule(model, lambda context: Resolution(candidate), options=Options(**options))
 
 
 def check(tuned, model, x):

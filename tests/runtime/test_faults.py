@@ -160,7 +160,7 @@ def test_every_kind_of_hook_is_known_by_its_code(hook, found):
 def trained(model, name):
     parameters = (("mode", "default"), ("freezing", False)) if name == "compile" else ()
     candidate = (TransformSpec(name, parameters),)
-    return TrainedModule(model, lambda arrival: Resolution(candidate), options=Options(trains=True))
+    return TrainedModule(model, lambda context: Resolution(candidate), options=Options(trains=True))
 
 
 class Small(nn.Module):

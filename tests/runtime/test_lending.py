@@ -137,7 +137,7 @@ def test_what_is_left_in_a_container_under_inference_mode_is_ordinary(detector):
 def test_a_training_step_writes_once(detector):
     tuned = TrainedModule(
         detector.train(),
-        lambda arrival: Resolution((TransformSpec("channels_last"),)),
+        lambda context: Resolution((TransformSpec("channels_last"),)),
         options=Options(trains=True),
     )
     for _ in range(2):

@@ -37,7 +37,7 @@ def made(*candidate, model=None, optimizer=None, misfit=None, loss=F.cross_entro
     torch.manual_seed(0)
     model = model or Net().train()
     optimizer = optimizer or torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
-    fast = TrainedModule(model, lambda arrival: Resolution(candidate), misfit, Options(trains=True))
+    fast = TrainedModule(model, lambda context: Resolution(candidate), misfit, Options(trains=True))
     return TunedStep(fast, model, optimizer, loss, candidate, **options), model, optimizer
 
 

@@ -57,8 +57,8 @@ def x(batches):
 
 
 def served(model, *candidate, signature=None):
-    def resolve(arrival):
-        fits = signature is None or str(arrival.signature) == signature
+    def resolve(context):
+        fits = signature is None or str(context.signature) == signature
         return Resolution(candidate if fits else None)
 
     return TrainedModule(model, resolve, None, Options(trains=True))

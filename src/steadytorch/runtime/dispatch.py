@@ -41,7 +41,7 @@ NEEDS_GRADIENT = "an input requires gradients"
 NOT_FASTER = "nothing was faster than the untouched model"
 
 
-class Arrival(NamedTuple):
+class CallContext(NamedTuple):
     """The first call of a signature."""
 
     model: nn.Module
@@ -90,7 +90,7 @@ class Resolution:
     for_all: bool = False
 
 
-Resolver = Callable[[Arrival], Resolution]
+Resolver = Callable[[CallContext], Resolution]
 """Resolves a signature. Must not call the model; several threads may call it at once."""
 
 
@@ -236,12 +236,12 @@ Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Run = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Detours(NamedTuple):
+class SlowPaths(NamedTuple):
     """Handlers for calls that leave the fast path.
 
     Attributes:
-        with_care: any call; the slow path with every check.
-        keyless: a call without a key; takes the error raised while computing the key.
+        slow_path: any call; the slow path with every check.
+        without_key: a call without a key; takes the error raised while computing the key.
         failed: a call whose executor raised, or was retired by another thread (error None). Also
             takes the copies of containers that the executor worked on, if any.
         stale: a call whose result may come from old weights.
@@ -249,22 +249,22 @@ class Detours(NamedTuple):
         checked: a call to compare with the untouched model.
     """
 
-    with_care: Serve
-    keyless: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+    slow_path: Serve
+    without_key: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
     failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
     stale: Run
     unserved: Run
     checked: Run
 
 
-def runner(detours: Detours, verify_every: int | None = None) -> Run:
+def runner(slow_paths: SlowPaths, verify_every: int | None = None) -> Run:
     """Makes the function that calls an entry's executor and checks the weights.
 
     Args:
-        detours: handlers for the other calls.
+        slow_paths: handlers for the other calls.
         verify_every: sends every N-th call of an entry to `checked`; None for no checks.
     """
-    failed, stale, checked = detours.failed, detours.stale, detours.checked
+    failed, stale, checked = slow_paths.failed, slow_paths.stale, slow_paths.checked
 
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if verify_every is not None and entry.turn() % verify_every == 0:
@@ -305,7 +305,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     model: nn.Module,
     gate: Gate,
     found: dict[Any, Entry],
-    detours: Detours,
+    slow_paths: SlowPaths,
     run: Run,
     compiled: Any = None,
 ) -> Serve:
@@ -317,23 +317,27 @@ def fast_path(  # noqa: C901 - inlined for speed
         model: the untouched model.
         gate: if off, every call takes the slow path.
         found: entries by key, as `key_function` computes it.
-        detours: handlers for the other calls.
+        slow_paths: handlers for the other calls.
         run: the function made by `runner`.
         compiled: the compiled host code given to `key_function`, or None.
     """
     attributes, get = vars(model), found.get
-    with_care, keyless, unserved = detours.with_care, detours.keyless, detours.unserved
+    slow_path, without_key, unserved = (
+        slow_paths.slow_path,
+        slow_paths.without_key,
+        slow_paths.unserved,
+    )
     if "training" not in attributes:  # a scripted model
-        return with_care
+        return slow_path
 
     def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if gate.off is not None:
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         try:
             entry = get(quick_key(args, kwargs))
             is_watched = is_grad_enabled() and needs_gradient((*args, *kwargs.values()))
         except Exception as error:
-            return keyless(error, args, kwargs)
+            return without_key(error, args, kwargs)
         if (
             entry is None
             or is_watched
@@ -347,7 +351,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or is_dynamo_compiling()
             or not (entry.is_proved or entry.is_unserved)
         ):
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     if compiled is None:
@@ -357,7 +361,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     def serve_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Dynamo cannot trace `clear_key`, so it must see the test for compiling first.
         if gate.off is not None:
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         if is_dynamo_compiling() or (key := clear_key(args, kwargs)) is None:
             return serve(args, kwargs)
         entry = get(key)
@@ -368,7 +372,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or needed.alive
             or forward_ad._current_level >= 0
         ):
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     return serve_tensors

@@ -19,7 +19,7 @@ from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.canary import Canary, Recheck
 from steadytorch.runtime.dispatch import (
     NOT_FASTER,
-    Arrival,
+    CallContext,
     Entry,
     Resolution,
     Resolver,
@@ -155,7 +155,7 @@ class Entries:
         # Verifying a bucket and building run the model, which may wait for `TURNS`. Holding the
         # lock meanwhile would deadlock.
         padded = self._is_padded(args, kwargs)
-        arrival = Arrival(self._model, described, args, kwargs)
+        context = CallContext(self._model, described, args, kwargs)
         with self._lock:
             known = self._by_signature.get(whole)
             is_first = known is None or known is instead_of
@@ -167,11 +167,11 @@ class Entries:
                     self.forget(known)
                 self._remember(whole, entry)
                 if self._options.strict:
-                    self._resolve_for(entry, arrival)
+                    self._resolve_for(entry, context)
             else:
                 entry = known
         if is_first and not self._options.strict:
-            self._resolve_for(entry, arrival)
+            self._resolve_for(entry, context)
         if entry.reason == TAKEN:
             self._build_in_turn(whole, entry, args, kwargs)
         if entry.reason not in _PENDING:
@@ -261,11 +261,11 @@ class Entries:
         fitted = buckets.fit(args, kwargs)
         return isinstance(fitted, str) or fitted.args is not args
 
-    def _resolve_for(self, entry: Entry, arrival: Arrival) -> None:
+    def _resolve_for(self, entry: Entry, context: CallContext) -> None:
         if entry.is_padded:
             return
         try:
-            resolution = self._resolve(arrival)
+            resolution = self._resolve(context)
         except Exception as error:
             resolution = Resolution(None, NOT_APPLIED, one_line(error))
         except BaseException:  # interrupted: a later call resolves again

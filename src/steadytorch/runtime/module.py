@@ -31,11 +31,11 @@ from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
     NO_PLAN,
     RECONSIDERED_S,
-    Detours,
     Entry,
     Gate,
     Resolution,
     Resolver,
+    SlowPaths,
     fast_path,
     obstacle,
     runner,
@@ -98,19 +98,19 @@ class TunedModule(StandIn):
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
-        detours = Detours(
-            self._with_care,
+        slow_paths = SlowPaths(
+            self._slow_path,
             self._without_key,
             self._failed,
             self._stale,
             self._known_miss,
             self._checked,
         )
-        state["_run"] = runner(detours, options.verify_every)
-        state["_run_unchecked"] = runner(detours)
+        state["_run"] = runner(slow_paths, options.verify_every)
+        state["_run_unchecked"] = runner(slow_paths)
         compiled, _ = load()
         state["_key"] = key_function(compiled)
-        serve = fast_path(model, self._gate, self._found, detours, self._run, compiled)
+        serve = fast_path(model, self._gate, self._found, slow_paths, self._run, compiled)
         state["_entrance"] = (
             serve,
             [
@@ -196,7 +196,7 @@ class TunedModule(StandIn):
 
     # -- serving --------------------------------------------------------------------------------
 
-    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Slow path: every check, then the entry's answer."""
         off = self._gate.off
         if off is not None:
@@ -215,10 +215,10 @@ class TunedModule(StandIn):
         if entry.resolution.for_all and not self._entries.is_built:
             self._gate.off, self._gate.until = entry.resolution.reason, monotonic() + RECONSIDERED_S
             self._entries.forget(entry)
-        answer = self._padded if entry.is_padded else self._from
+        answer = self._padded if entry.is_padded else self._serve_entry
         return answer(entry, args, kwargs)
 
-    def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _serve_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call from its entry."""
         if entry.call is None:
             return self._unserved(entry, args, kwargs, entry)
@@ -307,7 +307,7 @@ class TunedModule(StandIn):
         if bucket.call is None:
             return self._unserved(bucket, args, kwargs, entry)
         try:
-            return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
+            return fitted.slice_outputs(self._serve_entry(bucket, padded_args, padded_kwargs))
         except Exception:  # caused by the padding, so not the caller's to handle
             return self._untouched("the padded call failed", args, kwargs, entry)
 
@@ -344,7 +344,7 @@ class TunedModule(StandIn):
     def _without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Serves a call without a key. In strict mode the slow path finds other obstacles first."""
         if self._options.strict:
-            return self._with_care(args, kwargs)
+            return self._slow_path(args, kwargs)
         return self._keyless(error, args, kwargs)
 
     def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
@@ -448,4 +448,4 @@ class TunedModule(StandIn):
 
 def _opened(model: nn.Module) -> TunedModule:
     copied = "it was copied; apply the plan to the copy"
-    return TunedModule(model, lambda arrival: Resolution(None), lambda model: copied)
+    return TunedModule(model, lambda context: Resolution(None), lambda model: copied)

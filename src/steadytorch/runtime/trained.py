@@ -46,14 +46,14 @@ class TrainedModule(TunedModule):
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         """Does nothing: executors read the model's own tensors."""
 
-    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gate.off is None and not torch.is_grad_enabled():
             return self._untouched(NO_GRADIENTS, args, kwargs)
         # Checks before the call, so that buffers are updated once. The slow path handles a switch
         # to evaluation mode.
         if self._model.training is self._gate.mode and self._entries.weights.changed():
             self._switch_off(CHANGED)
-        return super()._with_care(args, kwargs)
+        return super()._slow_path(args, kwargs)
 
     def _recording(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         every = self._options.verify_every
@@ -78,7 +78,7 @@ class TrainedModule(TunedModule):
         self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         fault = trial.fault(args, kwargs)
-        # Stays unproved: the fast path would skip the checks of `_with_care`.
+        # Stays unproved: the fast path would skip the checks of `_slow_path`.
         entry.trial = None
         if fault is None:
             return self._recorded(entry, args, kwargs)

@@ -19,7 +19,7 @@ from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import differing_fields, make_key, told, trained_fingerprint
 from steadytorch.plan.record import PlanRecord
-from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
+from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
 from steadytorch.runtime.entries import Options, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.settings import is_switched_off
@@ -157,9 +157,9 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.key.tolerance,
         )
 
-    def resolve(self, arrival: Arrival, bundle: bool = False) -> Resolution:
+    def resolve(self, context: CallContext, bundle: bool = False) -> Resolution:
         """Resolves inputs of the plan's signature to its candidate, other inputs to None."""
-        if arrival.signature != self.signature:
+        if context.signature != self.signature:
             return Resolution(None)
         return self.resolution(bundle)
 

@@ -21,7 +21,7 @@ from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
-from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
+from steadytorch.runtime.dispatch import NO_PLAN, CallContext, Resolution
 from steadytorch.runtime.entries import Options as Serving
 from steadytorch.runtime.entries import parse_verify_every
 from steadytorch.runtime.module import TunedModule
@@ -175,15 +175,15 @@ class PlanSource:
         self._found: dict[Any, Resolution] = {}
         self._model: _Described | None = None
 
-    def __call__(self, arrival: Arrival) -> Resolution:
+    def __call__(self, context: CallContext) -> Resolution:
         """What serves these inputs.
 
         Raises:
             KeyboardInterrupt: a search was interrupted; its workers are gone.
         """
-        if arrival.model.training:
+        if context.model.training:
             return Resolution(None, TRAINING)
-        workload = Workload(arrival.model, arrival.args, arrival.kwargs)
+        workload = Workload(context.model, context.args, context.kwargs)
         if self._model is None or self._model.is_outdated(workload):
             self._model = _Described(workload)
         if self._model.objection is not None:
@@ -196,7 +196,7 @@ class PlanSource:
                 self._store,
                 facts=self._model.facts,
                 fingerprint=self._model.fingerprint,
-                signature=arrival.signature,
+                signature=context.signature,
             )
         except SteadyError as error:
             return Resolution(None, NO_PLAN, str(error))
