@@ -27,8 +27,8 @@ from steadytorch.runtime.dispatch import (
 from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.keys import full_key
 from steadytorch.runtime.probation import FirstCall, OnTrial
-from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Serving
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.workload.containers import holds_containers
@@ -339,8 +339,8 @@ class Entries:
         """Returns the check of the first calls, and the check of later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            rehearsal = Rehearsal(self._model, executor, device)
-            return rehearsal, rehearsal
+            smoke_check = TrainingSmokeCheck(self._model, executor, device)
+            return smoke_check, smoke_check
         watched = executor, self.weights, device
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)

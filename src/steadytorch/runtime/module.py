@@ -45,10 +45,10 @@ from steadytorch.runtime.faults import Raised, is_callers, noting
 from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
+from steadytorch.runtime.module_proxy import ModuleProxy
 from steadytorch.runtime.probation import Outcome
-from steadytorch.runtime.rehearsal import Rehearsal
 from steadytorch.runtime.report import Report, Tally
-from steadytorch.runtime.standin import StandIn
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.workload.containers import Lent
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import without_gradients
@@ -62,7 +62,7 @@ _OPTIONS = Options()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
-class TunedModule(StandIn):
+class TunedModule(ModuleProxy):
     """A model that runs tuned where a plan exists for the inputs, and untouched everywhere else.
 
     It has the call signature, attributes, parameters and state dict of the model it wraps. It adds
@@ -92,7 +92,7 @@ class TunedModule(StandIn):
         options: Options = _OPTIONS,
     ) -> None:
         super().__init__(model)
-        state = self.__dict__  # StandIn.__setattr__ would set these on the model
+        state = self.__dict__  # ModuleProxy.__setattr__ would set these on the model
         state["_resolve"], state["_fits"], state["_options"] = resolve, fits, options
         state["_entries"] = Entries(model, resolve, options)
         state["_found"] = state["_entries"].found
@@ -225,8 +225,12 @@ class TunedModule(StandIn):
         if entry.trial is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
         # Waits while process-wide flags are in use, as an untouched call would wait too. Waits for
-        # a rehearsal, which restores buffers and would undo the updates of a concurrent call.
-        waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
+        # a smoke check, which restores buffers and would undo the updates of a concurrent call.
+        waits = (
+            settings.needed.alive
+            or entry.trial is None
+            or isinstance(entry.trial, TrainingSmokeCheck)
+        )
         turns = settings.TURNS
         if not turns.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)

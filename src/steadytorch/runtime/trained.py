@@ -24,7 +24,7 @@ class TrainedModule(TunedModule):
     inputs that require gradients, the model runs untouched.
 
     Before the first tuned call of a signature, executor and model run one step each, forward and
-    backward; see `Rehearsal`. Later exceptions of a backward pass propagate to the caller. Compiled
+    backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller. Compiled
     plans support neither `retain_graph` nor `create_graph`.
     """
 

@@ -22,8 +22,8 @@ from steadytorch.plan.record import PlanRecord
 from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
 from steadytorch.runtime.entries import Options, parse_verify_every
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.settings import is_switched_off
-from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import compiles

@@ -25,7 +25,7 @@ from steadytorch.runtime.dispatch import NO_PLAN, CallContext, Resolution
 from steadytorch.runtime.entries import Options as Serving
 from steadytorch.runtime.entries import parse_verify_every
 from steadytorch.runtime.module import TunedModule
-from steadytorch.runtime.standin import Function, as_module
+from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.weights import Weights
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms import compiles

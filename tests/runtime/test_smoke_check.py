@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steadytorch.runtime.executors import Executor
-from steadytorch.runtime.rehearsal import Rehearsal
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.runtime.state import DRAWS
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def model():
 
 def fault(model, call, *args):
     executor = Executor(call, False, [model], None, lambda: None)
-    return Rehearsal(model, executor, CPU).fault(args or (X,), {})
+    return TrainingSmokeCheck(model, executor, CPU).fault(args or (X,), {})
 
 
 def through(outputs, change):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steadytorch.runtime.module import TunedModule
-from steadytorch.runtime.standin import StandIn, as_module
+from steadytorch.runtime.module_proxy import ModuleProxy, as_module
 
 from .conftest import CANDIDATES, Network, always, answer, other_weights
 
@@ -475,7 +475,7 @@ def test_compiled_methods_are_the_models():
 def test_no_method_is_looked_up_to_serve_a_call(monkeypatch):
     tuned = TunedModule(Generator().eval(), always(()))
     seen = []
-    monkeypatch.setattr(StandIn, "__getattr__", lambda self, name: seen.append(name))
+    monkeypatch.setattr(ModuleProxy, "__getattr__", lambda self, name: seen.append(name))
     tuned(torch.ones(1, 3))
     tuned(torch.ones(1, 3))
     assert seen == []

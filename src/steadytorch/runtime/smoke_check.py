@@ -43,7 +43,7 @@ class _Passes(NamedTuple):
     counts: dict[str, Tensor]
 
 
-class Rehearsal:
+class TrainingSmokeCheck:
     """Runs executor and model forward and backward, once each, and restores their state.
 
     A random weighting of the outputs stands in for the loss. Gradients are not accumulated. Hooks

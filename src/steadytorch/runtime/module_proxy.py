@@ -1,4 +1,4 @@
-"""A module that stands in for a model: everything but the call is the model's own."""
+"""A proxy for a model: everything but the call is the model's own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _ClassMimic:
         self._switch_off("its class was changed")
 
 
-class StandIn(_ClassMimic, nn.Module):
+class ModuleProxy(_ClassMimic, nn.Module):
     """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
 
     For containers it also has length, items and iteration. Its class is then a subclass with just
@@ -165,7 +165,7 @@ class StandIn(_ClassMimic, nn.Module):
         """The name in `repr`."""
         return type(self).__name__
 
-    def _copy_hooks(self, made: StandIn, memo: dict[int, Any]) -> None:
+    def _copy_hooks(self, made: ModuleProxy, memo: dict[int, Any]) -> None:
         """Copies this module's own hooks to a deep copy of it."""
         memo[id(self)] = made  # a hook may refer to this module
         for name in _HOOKS:
@@ -240,7 +240,7 @@ def _with_special_methods(kind: type, names: frozenset[str]) -> type:
 
 
 def _special(name: str) -> Callable[..., Any]:
-    def special(self: StandIn, *args: Any) -> Any:
+    def special(self: ModuleProxy, *args: Any) -> Any:
         model = self._model
         result = getattr(type(model), name)(model, *args)
         if name in _CHANGING:
