@@ -30,8 +30,10 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Signature
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
+from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.workload.containers import Lent
 
 NO_PLAN = "no plan for these inputs"
@@ -94,7 +96,7 @@ Resolver = Callable[[CallContext], Resolution]
 """Resolves a signature. Must not call the model; several threads may call it at once."""
 
 
-class Ticks:
+class CallCounter:
     """Counts calls of `tick` from several threads, without a lock."""
 
     __slots__ = ("_lock", "_looks", "tick")
@@ -117,6 +119,10 @@ class Ticks:
             return found
 
 
+Probation = FirstCall | CanaryProbation | TrainingSmokeCheck
+"""Checks of an executor's calls before it is proved, and of every N-th call after."""
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """The state of one signature: its resolution, executor and counters.
@@ -127,8 +133,8 @@ class Entry:
         reason: why the model runs untouched; None if `executor` serves.
         executor: the executor built for the resolution's candidate.
         call: the executor's function; None runs the model untouched.
-        trial: checks the first calls, until the executor is proved.
-        is_proved: whether `trial` has passed.
+        probation: checks the first calls, until the executor is proved.
+        is_proved: whether `probation` has passed.
         is_unserved: whether the model runs untouched until the signature is resolved again.
         begin: called before the executor to prepare `outdated`; None if nothing needs preparing.
         outdated: called after the executor; True if its result may come from old weights. None if
@@ -149,7 +155,7 @@ class Entry:
     reason: str | None = None
     executor: Executor | None = None
     call: Callable[..., Any] | None = None
-    trial: Any = None
+    probation: Probation | None = None
     is_proved: bool = False
     is_unserved: bool = False
     begin: Callable[[], None] | None = None
@@ -157,10 +163,10 @@ class Entry:
     is_replay: bool = False
     lends: bool = False
     is_padded: bool = False
-    hits: Ticks = field(default_factory=Ticks)
-    others: Ticks = field(default_factory=Ticks)
+    hits: CallCounter = field(default_factory=CallCounter)
+    others: CallCounter = field(default_factory=CallCounter)
     finding: str = ""
-    check: Any = None
+    check: Probation | None = None
     turn: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
     @property
@@ -186,12 +192,12 @@ class Entry:
         )
 
     def prove(self) -> None:
-        """Marks the executor as proved, which ends its trial."""
-        self.trial, self.is_proved = None, True
+        """Marks the executor as proved, which ends its probation."""
+        self.probation, self.is_proved = None, True
 
     def retire(self, reason: str) -> None:
         """Serves later calls untouched; calls in flight finish with the executor."""
-        self.reason, self.call, self.trial, self.is_proved = reason, None, None, False
+        self.reason, self.call, self.probation, self.is_proved = reason, None, None, False
 
 
 def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

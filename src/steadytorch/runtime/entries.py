@@ -21,12 +21,13 @@ from steadytorch.runtime.dispatch import (
     NOT_FASTER,
     CallContext,
     Entry,
+    Probation,
     Resolution,
     Resolver,
 )
 from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.keys import full_key
-from steadytorch.runtime.probation import FirstCall, OnTrial
+from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.runtime.state import KEEPS_STATE, writes_of
@@ -324,18 +325,18 @@ class Entries:
         entry.outdated = self._outdated(executor)
         entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
-        entry.trial, entry.check = self._trials(executor, entry, candidate, args, kwargs)
+        entry.probation, entry.check = self._probations(executor, entry, candidate, args, kwargs)
         # Set last: other threads already hold this entry.
         entry.call, entry.reason = executor.call, None
 
-    def _trials(
+    def _probations(
         self,
         executor: Executor,
         entry: Entry,
         candidate: Candidate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Probation, Probation]:
         """Returns the check of the first calls, and the check of later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
@@ -349,12 +350,12 @@ class Entries:
             return entry.outdated is not None and entry.outdated()
 
         outdated = None if entry.outdated is None else is_outdated
-        # draws=False: an executor past its trial draws no random numbers; only other threads do.
-        check = OnTrial(*watched, Recheck(limit), outdated, draws=False)
+        # draws=False: an executor past probation draws no random numbers; only other threads do.
+        check = CanaryProbation(*watched, Recheck(limit), outdated, draws=False)
         if not self._options.canary:
             return FirstCall(*watched), check
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        return OnTrial(*watched, canary, outdated), check
+        return CanaryProbation(*watched, canary, outdated), check
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
         # Training executors read the weights at each call.

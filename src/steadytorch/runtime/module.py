@@ -33,6 +33,7 @@ from steadytorch.runtime.dispatch import (
     RECONSIDERED_S,
     Entry,
     Gate,
+    Probation,
     Resolution,
     Resolver,
     SlowPaths,
@@ -222,21 +223,21 @@ class TunedModule(ModuleProxy):
         """Serves a call from its entry."""
         if entry.call is None:
             return self._unserved(entry, args, kwargs, entry)
-        if entry.trial is None and not settings.needed.alive:
+        if entry.probation is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
         # Waits while process-wide flags are in use, as an untouched call would wait too. Waits for
         # a smoke check, which restores buffers and would undo the updates of a concurrent call.
         waits = (
             settings.needed.alive
-            or entry.trial is None
-            or isinstance(entry.trial, TrainingSmokeCheck)
+            or entry.probation is None
+            or isinstance(entry.probation, TrainingSmokeCheck)
         )
         turns = settings.TURNS
         if not turns.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)
         try:
-            if entry.call is not None and entry.trial is not None:
-                return self._on_trial(entry, entry.trial, args, kwargs)
+            if entry.call is not None and entry.probation is not None:
+                return self._on_probation(entry, entry.probation, args, kwargs)
             return self._run(entry, args, kwargs)
         finally:
             turns.release()
@@ -248,13 +249,14 @@ class TunedModule(ModuleProxy):
             return self._run_unchecked(entry, args, kwargs)
         try:
             self._tally.count_check()
-            return self._on_trial(entry, check, args, kwargs)
+            return self._on_probation(entry, check, args, kwargs)
         finally:
             turns.release()
 
-    def _on_trial(
-        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _on_probation(
+        self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        assert not isinstance(probation, TrainingSmokeCheck)  # `TrainedModule` overrides this
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
@@ -263,7 +265,7 @@ class TunedModule(ModuleProxy):
             tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
-            outcome: Outcome = trial.answer(
+            outcome: Outcome = probation.answer(
                 partial(without_gradients, tuned, args, kwargs),
                 noting(own, partial(untouched, *args, **kwargs)),
                 inputs,

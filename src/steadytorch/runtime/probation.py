@@ -107,7 +107,7 @@ class FirstCall:
         return Outcome(run_untouched(), True, KEEPS_STATE if keeps else DRAWS, True, False)
 
 
-class OnTrial:
+class CanaryProbation:
     """Runs the canary on the first calls, and watches each call for state left behind.
 
     A model may keep state in a branch that is taken late. Every call answered by both sides is
@@ -117,7 +117,7 @@ class OnTrial:
         executor: the executor to watch.
         weights: the model's weights when the executor was built.
         device: the device of the executor.
-        canary: compares both sides; the trial lasts until it gives a verdict.
+        canary: compares both sides; probation lasts until it gives a verdict.
         outdated: whether a call used old weights or left state in a copy; None if the executor runs
             the model itself.
         draws: whether random numbers drawn during the first call count as the model's.
@@ -189,7 +189,7 @@ class OnTrial:
 
 
 class _Sides:
-    """The two sides of one call on trial: which ran, and the state they left behind.
+    """The two sides of one call on probation: which ran, and the state they left behind.
 
     Args:
         run_tuned: runs the executor.

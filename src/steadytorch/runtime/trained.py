@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from steadytorch.runtime.dispatch import Entry
+from steadytorch.runtime.dispatch import Entry, Probation
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 
 NO_GRADIENTS = "called without recording gradients"
 CHANGED = "modules, hooks, modes or requires_grad flags changed"
@@ -24,8 +25,8 @@ class TrainedModule(TunedModule):
     inputs that require gradients, the model runs untouched.
 
     Before the first tuned call of a signature, executor and model run one step each, forward and
-    backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller. Compiled
-    plans support neither `retain_graph` nor `create_graph`.
+    backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller.
+    Compiled plans support neither `retain_graph` nor `create_graph`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,12 +75,13 @@ class TrainedModule(TunedModule):
         entry.hits.tick()
         return result
 
-    def _on_trial(
-        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _on_probation(
+        self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        fault = trial.fault(args, kwargs)
+        assert isinstance(probation, TrainingSmokeCheck)
+        fault = probation.fault(args, kwargs)
         # Stays unproved: the fast path would skip the checks of `_slow_path`.
-        entry.trial = None
+        entry.probation = None
         if fault is None:
             return self._recorded(entry, args, kwargs)
         entry.retire(fault)

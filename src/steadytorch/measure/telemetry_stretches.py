@@ -12,7 +12,7 @@ UNUSUAL = 0.95
 """Only events beyond this quantile of the reference count; chance exceeds it once in twenty."""
 
 
-class Ticks:
+class TelemetryStretches:
     """The ticks of a recording around given spans, and the other ticks as their reference.
 
     Args:
