@@ -50,7 +50,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms import cuda_graph
 from steadytorch.tune.optimize import optimize
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
@@ -145,7 +145,7 @@ class Silent(nn.Module):
 def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], TunedModule]]:
     """Factories of tuned modules without a plan for the later calls."""
     workload = Workload(model, (torch.zeros(7, 7),))
-    session = Session(workload, Options(), None, folder / "stored")
+    session = Session(workload, SearchOptions(), None, folder / "stored")
     plan = kept_unmeasured(session, (TransformSpec("inference_mode"),))
     return {
         "bare": lambda: optimize(model, store=folder / "bare"),

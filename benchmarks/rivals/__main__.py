@@ -67,7 +67,7 @@ from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.tune.candidates import describe
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.tune.setup_scheduler import NullListener
 from steadytorch.workload.workload import Workload
@@ -107,7 +107,7 @@ def searched(
     case: Case, workload: Workload, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
     """Search; return a record of the findings, and the plan's file or None if it failed."""
-    options = Options(precision=case.precision, budget_s=budget_of(case, args.device))
+    options = SearchOptions(precision=case.precision, budget_s=budget_of(case, args.device))
     timeline = Timeline()
     try:
         session = Session(workload, options, args.device, folder / "store")

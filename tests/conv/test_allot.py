@@ -9,7 +9,7 @@ from msgspec import structs
 from steadytorch.conv import allot
 from steadytorch.conv.allot import LEAST_S, SPARE, Result, choose_all, share_s
 from steadytorch.conv.choices import ATEN, Choice
-from steadytorch.conv.choose import Options, Outcome
+from steadytorch.conv.choose import ChoiceOptions, ConvOutcome
 from steadytorch.conv.problem import parse
 from steadytorch.conv.timing import Measured
 from steadytorch.errors import UnsupportedError
@@ -48,7 +48,7 @@ class Bench:
         self.alive = problem != self.deadly
         if problem in self.faults:
             raise self.faults[problem]
-        return Outcome(problem.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
+        return ConvOutcome(problem.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
 
     def first_sound(self, problem, device, options, incumbent):
         self.clock_s += 0.1
@@ -57,10 +57,10 @@ class Bench:
             raise self.faults[problem]
         keeps = incumbent is not None and incumbent.engine not in self.unsound
         name = str(incumbent) if keeps else "eng7"
-        return Outcome(problem.key, name, None, None, None, (Measured(name),), 0.1)
+        return ConvOutcome(problem.key, name, None, None, None, (Measured(name),), 0.1)
 
     def run(self, seconds=40.0, before=None, grace_s=1.0, problems=PROBLEMS, **options):
-        given = {problem: Options(**options) for problem in problems}
+        given = {problem: ChoiceOptions(**options) for problem in problems}
         counts = dict.fromkeys(problems, 1)
         end = self.clock_s + seconds
         found = choose_all(given, counts, before or {}, CPU, end, grace_s)
@@ -98,7 +98,7 @@ def test_what_one_does_not_use_is_there_for_the_others(bench):
 
 def test_what_occurs_often_comes_first(bench):
     counts = dict(zip(PROBLEMS, (1, 1, 1, 1000), strict=True))
-    choose_all(dict.fromkeys(PROBLEMS, Options()), counts, {}, CPU, 140.0, 1.0)
+    choose_all(dict.fromkeys(PROBLEMS, ChoiceOptions()), counts, {}, CPU, 140.0, 1.0)
     assert next(iter(bench.asked_s)) == PROBLEMS[3]
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 from steadytorch.conv import plans
 from steadytorch.conv.check import addresses, operands, verify
 from steadytorch.conv.choices import Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, choose
+from steadytorch.conv.choose import ChoiceOptions, choose
 from steadytorch.conv.engines import OUTPUT, Filters, Graph, list_engines
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.operator import conv_engine
@@ -200,12 +200,12 @@ def test_the_operator_passes_through_the_compiler_whole():
 
 def test_a_choice_is_fast_verified_and_kept():
     problem = parse(PROBLEMS[2])
-    first = choose(problem, DEVICE, Options(seconds=5))
+    first = choose(problem, DEVICE, ChoiceOptions(seconds=5))
     chosen = next(e for e in first.engines if e.choice == first.choice)
     assert chosen.excluded is None
     timed = [e for e in first.engines if e.median_ns is not None]
     assert {"aten", "aten, benchmark mode"} <= {e.choice for e in timed}
-    again = choose(problem, DEVICE, Options(seconds=5, seed=1), read_choice(first.choice))
+    again = choose(problem, DEVICE, ChoiceOptions(seconds=5, seed=1), read_choice(first.choice))
     assert again.choice == first.choice
 
 
@@ -229,17 +229,17 @@ def test_a_plan_made_by_itself_is_the_one_of_the_list(key):
 
 def test_an_earlier_choice_that_is_far_behind_leaves():
     problem = parse(PROBLEMS[2])
-    first = choose(problem, DEVICE, Options(seconds=5))
+    first = choose(problem, DEVICE, ChoiceOptions(seconds=5))
     timed = [e for e in first.engines if e.median_ns and not e.choice.startswith("aten")]
     slowest = max(timed, key=lambda e: e.median_ns or 0.0)
-    again = choose(problem, DEVICE, Options(seconds=5), read_choice(slowest.choice))
+    again = choose(problem, DEVICE, ChoiceOptions(seconds=5), read_choice(slowest.choice))
     kept = (slowest.median_ns or 0.0) < 1.1 * (first.chosen_ns or 0.0)
     assert kept or again.choice != slowest.choice
 
 
 def test_fp16_in_place_of_bf16_is_as_exact_and_runs_in_a_network():
     key = "fprop/bias_relu/bf16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
-    found = choose(parse(key), DEVICE, Options(seconds=5, other_half=True))
+    found = choose(parse(key), DEVICE, ChoiceOptions(seconds=5, other_half=True))
     errors = {e.choice: e.error or 0.0 for e in found.engines if e.median_ns}
     halves = [name for name in errors if "fp16:" in name]
     assert halves

@@ -16,7 +16,7 @@ pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
 from steadytorch.conv import plans
 from steadytorch.conv.choices import read_choices
-from steadytorch.conv.choose import Options, choose
+from steadytorch.conv.choose import ChoiceOptions, choose
 from steadytorch.conv.plain import plain_grad
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
@@ -151,7 +151,7 @@ def test_without_choices_cudnns_first_suggestion_trains(dtype, ieee):
 
 @pytest.mark.parametrize("key", GRADIENTS)
 def test_an_engine_of_a_gradient_is_verified_beside_pytorchs_own(key):
-    found = choose(parse(key), DEVICE, Options(seconds=4))
+    found = choose(parse(key), DEVICE, ChoiceOptions(seconds=4))
     best = next(e for e in found.engines if e.choice == found.choice)
     assert best.excluded is None
     assert best.error is not None

@@ -27,7 +27,7 @@ from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.prefetch import Prefetch, Prefetched
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session, tune
 from steadytorch.tune.tuning_worker import Explained, TuningHandler
 from steadytorch.workload.workload import Workload
@@ -222,7 +222,7 @@ def test_tuning_tries_it(tmp_path: Path):
 
 def test_a_plan_hands_it_on(tmp_path: Path, keep_unmeasured: Callable[..., Plan]):
     model = Sum()
-    session = Session(Workload.from_loader(model, Batches(8)), Options(), "cuda", tmp_path)
+    session = Session(Workload.from_loader(model, Batches(8)), SearchOptions(), "cuda", tmp_path)
     plan = keep_unmeasured(session, (AHEAD,))
     assert plan.key.loader
     batches = plan.batches(Batches(3))

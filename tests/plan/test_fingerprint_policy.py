@@ -38,7 +38,7 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
         "screening": (budget.SCREEN_BLOCKS, budget.KEEP, candidate_pool.NEAR),
         "blocks": [
             tuple(
-                select.block_shape(select.Options(objective=o), ns).count
+                select.block_shape(select.SearchOptions(objective=o), ns).count
                 for o in ("latency", "p99")
             )
             for ns in (1e6, 1e7, 1e9)

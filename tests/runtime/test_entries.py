@@ -14,7 +14,7 @@ from steadytorch.errors import PlanError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import entries
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, Options
+from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, ServingOptions
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
@@ -71,7 +71,7 @@ def test_strict_a_miss_raises_at_each_call_and_the_model_is_not_run(x):
             raise AssertionError
 
     missing = Script(Resolution(None, detail="torch was 1, is 2"))
-    tuned = TunedModule(Never().eval(), missing, options=Options(strict=True))
+    tuned = TunedModule(Never().eval(), missing, options=ServingOptions(strict=True))
     for _ in range(2):
         with pytest.raises(PlanError, match=r"no stored plan for Never \(.*\): torch was 1, is 2"):
             tuned(x)
@@ -133,7 +133,7 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
 
 
 def test_options_default_to_the_safe_ones():
-    assert Options() == (False, None, False, False, False, None)
+    assert ServingOptions() == (False, None, False, False, False, None)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_while_an_executor_is_checked_other_threads_run_untouched(
 
     unpatched, gate = entries.build, Gated(model)
     monkeypatch.setattr(entries, "build", build)
-    tuned = TunedModule(model, Script(Resolution(LIVE)), options=Options(canary=canary))
+    tuned = TunedModule(model, Script(Resolution(LIVE)), options=ServingOptions(canary=canary))
     future = elsewhere(gate, tuned, x)
     for batch in (x, x[:1]):
         assert torch.equal(answer(tuned, batch), answer(model, batch))
@@ -285,7 +285,7 @@ def test_strict_other_threads_wait_to_know_whether_it_is_a_miss(x, elsewhere):
             raise AssertionError
 
     resolve = Gated(lambda context: Resolution(None))
-    tuned = TunedModule(Never().eval(), resolve, options=Options(strict=True))
+    tuned = TunedModule(Never().eval(), resolve, options=ServingOptions(strict=True))
     future = elsewhere(resolve, tuned, x)
     with ThreadPoolExecutor(1) as pool:
         also = pool.submit(tuned, x)

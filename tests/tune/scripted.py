@@ -17,7 +17,7 @@ from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import OutputError, Reference, Verification
@@ -258,7 +258,7 @@ def workload() -> Workload:
 def make_search(
     stage: Stage,
     available: list[TransformSpec],
-    options: Options | None = None,
+    options: SearchOptions | None = None,
     watcher: Any = None,
     slots: int = 2,
     choose_engines: Any = None,
@@ -266,7 +266,7 @@ def make_search(
     device: str = "cpu",
 ) -> Search:
     """A search whose workers are the stage's."""
-    options, watcher = options or Options(), watcher or NullListener()
+    options, watcher = options or SearchOptions(), watcher or NullListener()
     scheduler = SetupScheduler(stage, device, {}, options, watcher)
     return Search(
         workload(),

@@ -9,7 +9,7 @@ from torch import nn
 from steadytorch import transforms
 from steadytorch.conv import allot, frontend
 from steadytorch.conv.choices import ATEN, Choice, read_choice, read_choices
-from steadytorch.conv.choose import Options, Outcome
+from steadytorch.conv.choose import ChoiceOptions, ConvOutcome
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
@@ -28,7 +28,7 @@ from steadytorch.tune.conv import (
     choose_and_keep,
     choose_engines,
 )
-from steadytorch.tune.select import Options as SearchOptions
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
@@ -97,7 +97,7 @@ HALF = parse("fprop/bias/bf16/last/i2x3x8x8/w8x3x3x3/s1x1/p0x0/d1x1/g1")
     ],
 )
 def test_an_earlier_choice_counts_where_it_may_be_made_now(choice, other_half, usable):
-    options = {HALF: Options(other_half=other_half)}
+    options = {HALF: ChoiceOptions(other_half=other_half)}
     found = _incumbents(options, {HALF.key: choice, "of another network": "eng1"})
     assert found == ({HALF.key: read_choice(choice)} if usable else {})
 
@@ -221,11 +221,11 @@ def test_what_was_chosen_is_where_the_next_choice_starts(monkeypatch, tmp_path):
 
     def chosen(workload, *, incumbent, **asked):
         handed.append(dict(incumbent))
-        outcome = Outcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
+        outcome = ConvOutcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
         reached = Layer(("0",), HALF.key, outcome, 1, 1)
         others = [HALF.key.replace("bias", epilogue) for epilogue in ("none", "bias_relu")]
         failed = Layer(("1",), others[0], None, 1, 1, "RuntimeError: boom")
-        quick = Outcome(others[1], "eng7", None, None, None, (), 0.1)
+        quick = ConvOutcome(others[1], "eng7", None, None, None, (), 0.1)
         untimed = Layer(("2",), others[1], quick, 1, 1, "the time ran out before")
         return ConvReport((reached, failed, untimed), "", True, 1.0, 1.0, 91900, 1.0)
 

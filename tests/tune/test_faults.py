@@ -15,7 +15,7 @@ from steadytorch.bench.bench_worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.workload.workload import Workload
 
@@ -87,7 +87,7 @@ def searched(request, faulty_transforms, tmp_path_factory):
     save_payload(workload, directory)
     before = _state_of_this_process()
     launcher = Launcher(directory)
-    options = Options(budget_s=600)
+    options = SearchOptions(budget_s=600)
     result = Search(
         workload,
         SetupScheduler(launcher, "cpu", before.settings, options, NullListener()),
@@ -143,7 +143,7 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
 
     def run(candidates, deadline_s, **options):
         launcher = Launcher(tmp_path, **options)
-        scheduler = SetupScheduler(launcher, "cpu", {}, Options(), NullListener())
+        scheduler = SetupScheduler(launcher, "cpu", {}, SearchOptions(), NullListener())
         ended.append(scheduler.kill_all)
         scheduler.baseline(lambda: 120.0)
         return scheduler.prepare(candidates, len(candidates), deadline_s, 1)

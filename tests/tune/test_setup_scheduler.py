@@ -16,7 +16,7 @@ from scripted import (
 
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.tune import setup_scheduler
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import SetupScheduler
 from steadytorch.verification.verdict import OutputError
 
@@ -34,7 +34,7 @@ class Diary(Notes):
 
 def _prepared(stage, options=None, watcher=None):
     """A scheduler with its baseline set up."""
-    scheduler = SetupScheduler(stage, "cpu", {}, options or Options(), watcher or Notes())
+    scheduler = SetupScheduler(stage, "cpu", {}, options or SearchOptions(), watcher or Notes())
     scheduler.baseline(lambda: 60.0)
     return scheduler
 
@@ -46,7 +46,7 @@ def _prepare(stage, candidates, slots=2, others=1, **arguments):
 
 def test_the_baseline_is_set_up_untouched_and_characterised():
     stage = Stage(regime="launch-bound")
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes())
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes())
     baseline = scheduler.baseline(lambda: 60.0)
     assert (baseline.candidate, baseline.stage, baseline.ok) == ((), "timing", True)
     assert (scheduler.character.regime, stage.told_flops) == ("launch-bound", FLOPS)
@@ -63,7 +63,7 @@ def test_the_process_of_the_reference_does_not_stay():
 def test_a_workload_that_cannot_be_profiled_is_tuned_without_findings():
     stage = Stage({(): Act(faults={"explained": [died()]})})
     notes = Notes()
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), notes)
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), notes)
     assert scheduler.baseline(lambda: 60.0).ok
     assert scheduler.findings == ()
     assert stage.told_flops is None
@@ -80,7 +80,7 @@ def test_a_fault_of_the_baseline_is_passed_on(method):
 def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
     loads = []
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {"num_threads": "1"}, Options(), Notes())
+    scheduler = SetupScheduler(stage, "cpu", {"num_threads": "1"}, SearchOptions(), Notes())
     original = type(stage("probe"))._load
 
     def load(self, device, ambient):
@@ -142,16 +142,16 @@ def test_the_watcher_hears_of_every_change_of_state():
 
 def test_a_tolerance_of_the_user_holds_for_allowed_precisions_only():
     act = Act(error=OutputError(2e-2, 2e-2))
-    options = Options(precision="tf32", tolerance=0.05)
+    options = SearchOptions(precision="tf32", tolerance=0.05)
     _, (allowed,) = _prepare(Stage({(TF32,): act}), [(TF32,)], options=options)
-    _, (shown,) = _prepare(Stage({(TF32,): act}), [(TF32,)], options=Options(tolerance=0.05))
+    _, (shown,) = _prepare(Stage({(TF32,): act}), [(TF32,)], options=SearchOptions(tolerance=0.05))
     assert allowed.ok
     assert shown.reason == "relative error 2.0e-02 exceeds 5.0e-03"
 
 
 def test_memory_is_looked_at_once_the_outputs_are_right():
     act = Act(peak_bytes=2 << 30, wrong="output 0 holds NaN")
-    options = Options(max_memory_bytes=1 << 30)
+    options = SearchOptions(max_memory_bytes=1 << 30)
     _, (wrong,) = _prepare(Stage({(EAGER,): act}), [(EAGER,)], options=options)
     _, (large,) = _prepare(Stage({(EAGER,): Act(peak_bytes=2 << 30)}), [(EAGER,)], options=options)
     assert wrong.reason == "output 0 holds NaN"

@@ -4,7 +4,7 @@ import pytest
 from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage
 
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import SetupScheduler
 
 COMPILED = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
@@ -17,7 +17,7 @@ def test_processes_started_early_load_nothing_until_a_candidate_needs_them():
         launched.append((name, len(stage.events)))
         return stage(name)
 
-    scheduler = SetupScheduler(launch, "cpu", {}, Options(), Notes(), early=2)
+    scheduler = SetupScheduler(launch, "cpu", {}, SearchOptions(), Notes(), early=2)
     scheduler.baseline(lambda: 60.0)
     assert launched == [("reference", 0), ("trial-1", 0), ("trial-2", 0), ("trial-3", 0)]
     assert [method for method, _ in stage.events].count("load") == 2
@@ -29,7 +29,7 @@ def test_processes_started_early_load_nothing_until_a_candidate_needs_them():
 
 def test_those_that_no_candidate_needs_end_with_the_others():
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
     scheduler.baseline(lambda: 60.0)
     scheduler.kill_all()
     assert len(stage.workers) == 4
@@ -38,7 +38,7 @@ def test_those_that_no_candidate_needs_end_with_the_others():
 
 def test_another_takes_the_place_of_one_that_died_while_it_waited():
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
     scheduler.baseline(lambda: 60.0)
     stage.workers[2].alive = False
     trials = scheduler.prepare([(EAGER,), (DETERMINISTIC,)], 2, 60.0, 1)
@@ -48,7 +48,7 @@ def test_another_takes_the_place_of_one_that_died_while_it_waited():
 
 def test_processes_start_before_the_workload_is_there_for_them():
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
     scheduler.start()
     names = [worker.name for worker in stage.workers]
     assert names == ["reference", "trial-1", "trial-2", "trial-3"]
@@ -72,7 +72,7 @@ def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "send", noted)
-        scheduler = SetupScheduler(Stage(), device, {}, Options(), Notes(), early=early)
+        scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), early=early)
         scheduler.baseline(lambda: 60.0)
     begun = [method for _, method in asked]
     assert (begun.index("reference") < begun.index("set_up")) is beside
@@ -84,7 +84,7 @@ def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no
 )
 def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow, waiting):
     stage = Stage()
-    scheduler = SetupScheduler(stage, device, {}, Options(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, device, {}, SearchOptions(), Notes(), early=2)
     scheduler.baseline(lambda: 60.0)
     scheduler.prepare([(slow,), (DETERMINISTIC,)], 2, 60.0, 1)
     assert len(stage.workers) == 4 + waiting
@@ -95,7 +95,7 @@ def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow
 
 def test_a_process_for_the_reference_that_died_while_it_waited_is_replaced():
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, Options(), Notes())
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes())
     scheduler.start()
     stage.workers[0].alive = False
     scheduler.baseline(lambda: 60.0)
@@ -119,7 +119,7 @@ def test_what_is_asked_for_has_the_time_that_was_left_then(device, early):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "receive", noted)
         patch.setattr(ScriptedWorker, "_set_up", slow)
-        scheduler = SetupScheduler(stage, device, {}, Options(), Notes(), early=early)
+        scheduler = SetupScheduler(stage, device, {}, SearchOptions(), Notes(), early=early)
         scheduler.baseline(lambda: 60.0 - stage.seconds)
     given = dict(reversed(asked))
     assert given["load"] == 60.0

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from steadytorch.conv.choices import ATEN, Choice, read_choice
-from steadytorch.conv.choose import Options, Outcome, choose, first_sound
+from steadytorch.conv.choose import ChoiceOptions, ConvOutcome, choose, first_sound
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import device_answers
 from steadytorch.errors import one_line
@@ -34,12 +34,12 @@ class Result(NamedTuple):
     """
 
     choice: Choice | None
-    outcome: Outcome | None = None
+    outcome: ConvOutcome | None = None
     reason: str | None = None
 
 
 def choose_all(
-    options_of: Mapping[ConvProblem, Options],
+    options_of: Mapping[ConvProblem, ChoiceOptions],
     counts: Mapping[ConvProblem, int],
     before: Mapping[str, Choice],
     device: torch.device,
@@ -90,7 +90,7 @@ def share_s(weights: Sequence[float], left_s: float) -> float:
     return min(left_s, LEAST_S + min(1.0, SPARE * weights[0] / sum(weights)) * beyond_s)
 
 
-def _attempted(work: Callable[..., Outcome], *given: Any) -> Result:
+def _attempted(work: Callable[..., ConvOutcome], *given: Any) -> Result:
     """Run `work`; if it raises, return PyTorch's own with the reason."""
     try:
         outcome = work(*given)
@@ -106,7 +106,7 @@ def _attempted(work: Callable[..., Outcome], *given: Any) -> Result:
 
 def _unreached(
     problem: ConvProblem,
-    options: Options,
+    options: ChoiceOptions,
     before: Choice | None,
     device: torch.device,
     late: bool,

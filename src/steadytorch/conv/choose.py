@@ -34,7 +34,7 @@ from steadytorch.conv.timing import (
     take_rounds,
 )
 from steadytorch.errors import UnsupportedError
-from steadytorch.results.conv import Outcome
+from steadytorch.results.conv import ConvOutcome
 
 ERROR_FACTOR = 2.0
 """Maximum error of an engine, as a multiple of PyTorch's error in the problem's element type.
@@ -45,7 +45,7 @@ BUILDING = 0.5
 """Share of a problem's time for building and verifying; the rest is for timing."""
 
 
-class Options(msgspec.Struct, frozen=True):
+class ChoiceOptions(msgspec.Struct, frozen=True):
     """Options of a choice.
 
     Attributes:
@@ -71,9 +71,9 @@ class Options(msgspec.Struct, frozen=True):
 def choose(
     problem: ConvProblem,
     device: torch.device,
-    options: Options | None = None,
+    options: ChoiceOptions | None = None,
     incumbent: Choice | None = None,
-) -> Outcome:
+) -> ConvOutcome:
     """Measure every engine for a problem and choose one.
 
     An engine that raises while it is built, verified, recorded or timed is excluded, with its
@@ -82,14 +82,14 @@ def choose(
     Args:
         problem: the convolution.
         device: a CUDA device that no other process uses.
-        options: see `Options`.
+        options: see `ChoiceOptions`.
         incumbent: the earlier choice; see `stays`.
 
     Raises:
         UnsupportedError: the frontend or cuDNN is missing, every engine failed, or an engine made
             the device unusable for this process.
     """
-    options = options or Options()
+    options = options or ChoiceOptions()
     start = time.perf_counter()
     rng = Random(f"{options.seed} {problem.key}")
     given = operands(problem, device, options.seed)
@@ -117,7 +117,7 @@ def choose(
     times = {arm.found.choice: arm.times_ns for arm in arms if arm.found.choice in by_name}
     kept = before is not None and stays(times, before)
     chosen = by_name[before] if before is not None and kept else pick(measured)
-    return Outcome(
+    return ConvOutcome(
         problem=problem.key,
         choice=chosen.choice,
         default_ns=_median_ns(by_name.get(ATEN)),
@@ -131,9 +131,9 @@ def choose(
 def first_sound(
     problem: ConvProblem,
     device: torch.device,
-    options: Options | None = None,
+    options: ChoiceOptions | None = None,
     incumbent: Choice | None = None,
-) -> Outcome:
+) -> ConvOutcome:
     """Choose the first engine in cuDNN's order that builds and verifies, without timing.
 
     Args:
@@ -145,7 +145,7 @@ def first_sound(
     Raises:
         UnsupportedError: no engine verifies, or the frontend or cuDNN is missing.
     """
-    options = options or Options()
+    options = options or ChoiceOptions()
     start = time.perf_counter()
     given = operands(problem, device, options.seed)
     own_error = given.error_of(given.by_pytorch())
@@ -154,7 +154,7 @@ def first_sound(
         if isinstance(tried, Arm):
             took = time.perf_counter() - start
             engines = (tried.found, *excluded)
-            return Outcome(problem.key, tried.found.choice, None, None, None, engines, took)
+            return ConvOutcome(problem.key, tried.found.choice, None, None, None, engines, took)
         excluded.append(tried)
     raise UnsupportedError(f"every cuDNN engine failed verification for {problem.key}")
 
@@ -163,7 +163,7 @@ def _median_ns(found: Measured | None) -> float | None:
     return None if found is None else found.median_ns
 
 
-def variants(problem: ConvProblem, options: Options) -> Iterator[tuple[ConvProblem, Choice]]:
+def variants(problem: ConvProblem, options: ChoiceOptions) -> Iterator[tuple[ConvProblem, Choice]]:
     """Yield the problem and variants of it that compute the same result.
 
     Fewer than 8 input channels are also padded to 4 and 8, for which cuDNN has other engines. The
@@ -198,7 +198,7 @@ def _field(
     problem: ConvProblem,
     given: Operands,
     own_error: float,
-    options: Options,
+    options: ChoiceOptions,
     incumbent: Choice | None,
 ) -> Iterator[Arm | Measured]:
     """Engines of all variants; the incumbent comes first, in case time is short."""
@@ -215,7 +215,7 @@ def _engines(
     choice: Choice,
     given: Operands,
     own_error: float,
-    options: Options,
+    options: ChoiceOptions,
     incumbent: Choice | None = None,
 ) -> Iterator[Arm | Measured]:
     """Engines of one variant in cuDNN's order: usable ones as arms, others with the reason."""

@@ -52,7 +52,7 @@ _CLASSES = ("same", "tf32", "fp16", "bf16")
 """Precision classes, from the narrowest tolerance to the widest."""
 
 
-class Options(NamedTuple):
+class ServingOptions(NamedTuple):
     """How a tuned module serves.
 
     Attributes:
@@ -109,7 +109,7 @@ class Entries:
         is_built: whether any executor was built.
     """
 
-    def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
+    def __init__(self, model: nn.Module, resolve: Resolver, options: ServingOptions) -> None:
         self._model, self._resolve, self._options = model, resolve, options
         self.found: dict[Any, Entry] = {}
         self.weights = Weights(model, contents=not options.trains)

@@ -41,13 +41,13 @@ from steadytorch.runtime.dispatch import (
     obstacle,
     runner,
 )
-from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
+from steadytorch.runtime.entries import STALE, TAKEN, Entries, ServingOptions, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
 from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module_proxy import ModuleProxy
-from steadytorch.runtime.probation import Outcome
+from steadytorch.runtime.probation import WatchedAnswer
 from steadytorch.runtime.report import Report, Tally
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.workload.containers import Lent
@@ -59,7 +59,7 @@ RAISED = "raised: the caller's own exception"
 KEYLESS = "these inputs have no signature"
 RELOADED = "the same weights were loaded again"
 SWITCHED = "the model was switched between train and eval"
-_OPTIONS = Options()
+_OPTIONS = ServingOptions()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
@@ -90,7 +90,7 @@ class TunedModule(ModuleProxy):
         model: nn.Module,
         resolve: Resolver,
         fits: Callable[[nn.Module], str | None] | None = None,
-        options: Options = _OPTIONS,
+        options: ServingOptions = _OPTIONS,
     ) -> None:
         super().__init__(model)
         state = self.__dict__  # ModuleProxy.__setattr__ would set these on the model
@@ -265,7 +265,7 @@ class TunedModule(ModuleProxy):
             tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
-            outcome: Outcome = probation.answer(
+            outcome: WatchedAnswer = probation.answer(
                 partial(without_gradients, tuned, args, kwargs),
                 noting(own, partial(untouched, *args, **kwargs)),
                 inputs,
@@ -281,7 +281,7 @@ class TunedModule(ModuleProxy):
         self._settle(entry, outcome)
         return result
 
-    def _settle(self, entry: Entry, outcome: Outcome) -> None:
+    def _settle(self, entry: Entry, outcome: WatchedAnswer) -> None:
         if outcome.finding is not None:
             entry.finding = outcome.finding.reason
         if outcome.tuned:

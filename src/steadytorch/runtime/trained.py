@@ -19,10 +19,10 @@ CHANGED = "modules, hooks, modes or requires_grad flags changed"
 class TrainedModule(TunedModule):
     """A model that trains tuned where a plan exists for the inputs, and untouched everywhere else.
 
-    Made with `Options(trains=True)`. Executors compute with the model's own tensors, so optimizer
-    steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss scaling and
-    accumulation stay with the caller. In evaluation mode, without grad mode, under autocast and for
-    inputs that require gradients, the model runs untouched.
+    Made with `ServingOptions(trains=True)`. Executors compute with the model's own tensors, so
+    optimizer steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss
+    scaling and accumulation stay with the caller. In evaluation mode, without grad mode, under
+    autocast and for inputs that require gradients, the model runs untouched.
 
     Before the first tuned call of a signature, executor and model run one step each, forward and
     backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller.

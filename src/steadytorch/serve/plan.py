@@ -20,7 +20,7 @@ from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import differing_fields, make_key, told, trained_fingerprint
 from steadytorch.plan.record import PlanRecord
 from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
-from steadytorch.runtime.entries import Options, parse_verify_every
+from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.settings import is_switched_off
@@ -73,7 +73,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
-        options = Options(
+        options = ServingOptions(
             alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
         )
         serving = TrainedModule if trains else TunedModule

@@ -13,7 +13,7 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
 from steadytorch.tune.candidates import describe
-from steadytorch.tune.select import Options, block_deadline_s, block_statistic
+from steadytorch.tune.select import SearchOptions, block_deadline_s, block_statistic
 from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
 
@@ -35,7 +35,7 @@ class CandidatePool:
     """
 
     def __init__(
-        self, options: Options, budget: Budget, watcher: ProgressListener, rng: Random
+        self, options: SearchOptions, budget: Budget, watcher: ProgressListener, rng: Random
     ) -> None:
         self._options, self._budget, self._watcher, self._rng = options, budget, watcher, rng
         self.trials: list[LiveTrial] = []

@@ -15,7 +15,7 @@ from steadytorch import transforms
 from steadytorch.bench.bench_worker import WorkloadHandler, save_payload
 from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, is_cold, variants
+from steadytorch.conv.choose import ChoiceOptions, is_cold, variants
 from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
@@ -75,7 +75,7 @@ class ConvHandler(WorkloadHandler):
         torch.cuda.empty_cache()
         cold = is_cold(counts, device)
         asked = msgspec.structs.replace(
-            msgspec.convert(options, Options), cold=cold, padded=not training
+            msgspec.convert(options, ChoiceOptions), cold=cold, padded=not training
         )
         barred = _beyond_fp16(self._workload, specs) if asked.other_half else set()
         options_of = {
@@ -96,7 +96,7 @@ class ConvHandler(WorkloadHandler):
 
 
 def _incumbents(
-    options_of: Mapping[ConvProblem, Options], given: Mapping[str, str]
+    options_of: Mapping[ConvProblem, ChoiceOptions], given: Mapping[str, str]
 ) -> dict[str, Choice]:
     """Earlier choices for these problems, by key, that the options still allow."""
     found: dict[str, Choice] = {}
@@ -203,7 +203,7 @@ def choose_engines(
             worker = start_chooser(own, device, transforms.ambient())
         at_the_end.callback(worker.close)
         wait(worker, START_S)
-        options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
+        options = ChoiceOptions(filters=Filters(deterministic=deterministic), other_half=other_half)
         worker.send(
             "choose",
             prefix=msgspec.to_builtins(prefix),

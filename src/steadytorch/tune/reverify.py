@@ -29,7 +29,7 @@ from steadytorch.results.signature import Leaf
 from steadytorch.serve.exchange import misfit
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
-from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
+from steadytorch.tune.select import SearchOptions, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
@@ -138,14 +138,14 @@ def reverify(
         return in_rounds(plan, prepared, processes, options)
 
 
-def _options_of(plan: Plan, seed: int) -> Options:
+def _options_of(plan: Plan, seed: int) -> SearchOptions:
     """The options of the search that made the plan, from its key.
 
     Raises:
         UsageError: the key holds invalid options.
     """
     key = plan.key
-    return Options(
+    return SearchOptions(
         objective=key.objective,
         precision=key.precision,
         tolerance=key.tolerance,
@@ -183,7 +183,7 @@ class _Round(NamedTuple):
 
 
 def in_rounds(
-    plan: Plan, prepared: Callable[[int], SetupScheduler], processes: int, options: Options
+    plan: Plan, prepared: Callable[[int], SetupScheduler], processes: int, options: SearchOptions
 ) -> Reverified:
     """Runs rounds until one fails or all are done.
 
@@ -223,7 +223,7 @@ def _too_slow(claim: MachineClaim | None) -> str | None:
 
 
 def _round(
-    scheduler: SetupScheduler, candidate: Candidate, options: Options, rng: Random
+    scheduler: SetupScheduler, candidate: Candidate, options: SearchOptions, rng: Random
 ) -> _Round:
     try:
         baseline = scheduler.baseline(lambda: STAGE_S)

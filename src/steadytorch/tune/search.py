@@ -36,7 +36,7 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import Options, block_shape, choose
+from steadytorch.tune.select import SearchOptions, block_shape, choose
 from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
@@ -80,7 +80,7 @@ class Search:
         *,
         available: Sequence[TransformSpec],
         not_applicable: dict[str, str],
-        options: Options,
+        options: SearchOptions,
         watcher: ProgressListener,
         slots: int,
         choose_engines: Chooser | None = None,

@@ -33,7 +33,7 @@ from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import travel
@@ -68,7 +68,7 @@ class Session:
     def __init__(
         self,
         workload: Workload,
-        options: Options,
+        options: SearchOptions,
         device: str | None = None,
         store: Store | str | Path | None = None,
         *,
@@ -329,7 +329,7 @@ def tune(
         UsageError: an argument is wrong, the untouched workload fails, or the budget is too small.
         KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
-    options = Options(
+    options = SearchOptions(
         objective=objective,
         precision=precision,
         tolerance=tolerance,

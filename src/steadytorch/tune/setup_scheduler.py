@@ -15,7 +15,7 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.candidates import describe, suggested_by
-from steadytorch.tune.select import Options, over_memory
+from steadytorch.tune.select import SearchOptions, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import Reference, decide
@@ -83,7 +83,7 @@ class SetupScheduler:
         launch: Launcher,
         device: str,
         ambient: dict[str, str],
-        options: Options,
+        options: SearchOptions,
         watcher: ProgressListener,
         early: int = 0,
     ) -> None:
