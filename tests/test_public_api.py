@@ -47,7 +47,8 @@ SIGNATURES = {
     "Workload.training": (
         "(model: 'nn.Module', inputs: 'Any', loss: 'Loss', "
         "optimizer: 'torch.optim.Optimizer | OptimizerFactory', *, "
-        "kwargs: 'Mapping[str, Any] | None' = None, name: 'str' = '') -> 'Workload'"
+        "targets: 'Any' = (), kwargs: 'Mapping[str, Any] | None' = None, "
+        "name: 'str' = '') -> 'Workload'"
     ),
     "Workload.from_loader": (
         "(model: 'Any', loader: 'Iterable[Any]', loss: 'TargetLoss | None' = None, "

@@ -313,7 +313,7 @@ def test_transforms_that_may_do_nothing_are_told(monkeypatch, capsys):
         ("compile(", "'compile(' is not a transform"),
         ("cuda_graph(warp)", "is not a variant of cuda_graph"),
         ("inference_mode+inference_mode", "inference_mode is listed twice"),
-        ("cast_weights+autocast", "cast_weights and autocast both control the element type"),
+        ("cast_weights+autocast", "cast_weights and autocast both control the dtype"),
     ],
 )
 def test_wrong_transforms_are_refused(settings, said):

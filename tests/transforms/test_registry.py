@@ -192,5 +192,5 @@ def test_text_that_names_no_transform_is_refused(cpu, text):
 
 
 def test_transforms_that_exclude_each_other_are_refused(cpu):
-    with pytest.raises(UsageError, match=r"cannot combine .*: .* both control the element type"):
+    with pytest.raises(UsageError, match=r"cannot combine .*: .* both control the dtype"):
         parse("cast_weights+autocast", cpu)

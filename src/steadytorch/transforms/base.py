@@ -31,11 +31,11 @@ class Risk(StrEnum):
 class Claim(StrEnum):
     """A resource that one transform of a candidate may claim for itself."""
 
-    ELEMENT_TYPE = "the element type"
-    CAPTURE = "the capture of CUDA graphs"
+    ELEMENT_TYPE = "the dtype"
+    CAPTURE = "CUDA graph capture"
     FLOAT32_PRECISION = "the float32 precision setting"
-    SUMS = "the sums at the ends of residual blocks"
-    BIASES = "the biases of convolutions"
+    SUMS = "the residual sums"
+    BIASES = "the convolution biases"
 
 
 class Applicable(msgspec.Struct, frozen=True):
