@@ -18,7 +18,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.tune.conv import ConvReport, choose_engines
-from steadytorch.workload import travel
+from steadytorch.workload import serialization
 from steadytorch.workload.workload import Workload
 
 DEADLINE_S = 300
@@ -29,7 +29,7 @@ class ReplayHandler:
     """A fresh process with a built model, timed to its first result."""
 
     def __init__(self, directory: Path) -> None:
-        self._workload = travel.load(directory / PAYLOAD).to("cuda")
+        self._workload = serialization.load(directory / PAYLOAD).to("cuda")
         self._device = self._workload.device
         torch.ones(1, device="cuda").add_(1)
         torch.cuda.synchronize()

@@ -36,7 +36,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.results.measure import SetUp
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.precision import precision_of
-from steadytorch.workload import operators, travel
+from steadytorch.workload import operators, serialization
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
@@ -63,7 +63,7 @@ def save_payload(workload: Workload, directory: Path) -> None:
         UsageError: the workload cannot be pickled.
     """
     try:
-        travel.save(workload, directory / PAYLOAD)
+        serialization.save(workload, directory / PAYLOAD)
     except (OSError, SteadyError):
         raise
     except Exception as error:
@@ -142,7 +142,7 @@ class WorkloadHandler:
         transforms.set_ambient(ambient)
         if torch.device(device).index is not None:
             torch.cuda.set_device(device)
-        self._workload = with_optimizer(travel.load(self._directory / PAYLOAD).to(device))
+        self._workload = with_optimizer(serialization.load(self._directory / PAYLOAD).to(device))
         self._start = Start(self._workload)
         self._sampler = sampler_for(self._workload.device.type)
 

@@ -34,7 +34,7 @@ from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 
 NO_PLAN = "no plan for these inputs"
 RECONSIDERED_S = 10.0
@@ -257,7 +257,9 @@ class SlowPaths(NamedTuple):
 
     slow_path: Serve
     without_key: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
-    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
+    failed: Callable[
+        [Entry, Exception | None, tuple[Any, ...], dict[str, Any], BorrowedArguments | None], Any
+    ]
     stale: Run
     unserved: Run
     checked: Run
@@ -278,8 +280,8 @@ def runner(slow_paths: SlowPaths, verify_every: int | None = None) -> Run:
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs, None)
-        lent = Lent((args, kwargs)) if entry.lends else None
-        given, named = (args, kwargs) if lent is None else lent.arguments
+        borrowed = BorrowedArguments((args, kwargs)) if entry.lends else None
+        given, named = (args, kwargs) if borrowed is None else borrowed.arguments
         try:
             if (begin := entry.begin) is not None:
                 begin()
@@ -292,13 +294,13 @@ def runner(slow_paths: SlowPaths, verify_every: int | None = None) -> Run:
                 finally:
                     _set_grad_enabled(True)
         except Exception as error:
-            return failed(entry, error, args, kwargs, lent)
+            return failed(entry, error, args, kwargs, borrowed)
         # Checks after the launch, while the GPU works; a stale result is thrown away.
         if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
-        if lent is not None:
+        if borrowed is not None:
             try:
-                result = lent.give_back(result)
+                result = borrowed.give_back(result)
             except UnsupportedError as error:
                 return failed(entry, error, args, kwargs, None)
         entry.hits.tick()

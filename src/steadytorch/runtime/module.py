@@ -50,7 +50,7 @@ from steadytorch.runtime.module_proxy import ModuleProxy
 from steadytorch.runtime.probation import WatchedAnswer
 from steadytorch.runtime.report import Report, Tally
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import without_gradients
 
@@ -331,15 +331,15 @@ class TunedModule(ModuleProxy):
         error: Exception | None,
         args: Any,
         kwargs: Any,
-        lent: Lent | None = None,
+        borrowed: BorrowedArguments | None = None,
     ) -> Any:
         if error is None:
             return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
         executor = entry.executor
         if executor is not None and is_callers(error, executor.modules, executor.is_live):
             self._tally.count(RAISED)
-            if lent is not None:  # passes on writes made before the exception
-                lent.give_back()
+            if borrowed is not None:  # passes on writes made before the exception
+                borrowed.give_back()
             raise error
         # If the untouched model raises too, the inputs are at fault and the entry stays.
         answer = self._untouched(FAILED, args, kwargs, entry)

@@ -36,7 +36,7 @@ from steadytorch.tune.search import COMPILING, ENGINES, Search
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
-from steadytorch.workload import travel
+from steadytorch.workload import serialization
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -134,7 +134,7 @@ class Session:
                     directory,
                     self._memory_limit(),
                     self._compile_threads(),
-                    travel.modules_of(self.workload),
+                    serialization.modules_of(self.workload),
                 ),
                 self._device,
                 self._ambient,

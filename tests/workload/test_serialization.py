@@ -9,7 +9,7 @@ import pytest
 SAVE = """
 import functools, pathlib, torch
 from torch import nn
-from steadytorch.workload.travel import save
+from steadytorch.workload.serialization import save
 from steadytorch.workload.workload import Workload
 
 torch.manual_seed(0)
@@ -41,7 +41,7 @@ print(*[step().item() for _ in range(3)])
 """
 OPEN = """
 import pathlib, torch
-from steadytorch.workload.travel import load
+from steadytorch.workload.serialization import load
 
 def main():
     workload = load(pathlib.Path("workload.pt"))
@@ -98,7 +98,7 @@ def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):
     python(
         tmp_path,
         "import cloudpickle, layers, pathlib, torch\n"
-        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.serialization import save\n"
         "from steadytorch.workload.workload import Workload\n"
         "cloudpickle.register_pickle_by_value(layers)\n"
         "save(Workload(lambda x: layers.scaled(x), torch.ones(1)), pathlib.Path('workload.pt'))",
@@ -107,7 +107,7 @@ def test_a_module_that_came_by_value_is_one_with_its_functions(tmp_path: Path):
     printed = python(
         tmp_path,
         "import pathlib, sys\n"
-        "from steadytorch.workload.travel import load\n"
+        "from steadytorch.workload.serialization import load\n"
         "workload = load(pathlib.Path('workload.pt'))\n"
         "sys.modules['layers'].SCALE = 5.0\n"
         "print(workload.step_function()().item())",
@@ -119,7 +119,7 @@ def test_code_within_an_importable_module_leaves_it_alone(tmp_path: Path):
     printed = python(
         tmp_path,
         "import functools, json, pathlib, torch, types\n"
-        "from steadytorch.workload.travel import load, save\n"
+        "from steadytorch.workload.serialization import load, save\n"
         "from steadytorch.workload.workload import Workload\n"
         "inner = eval('lambda x: x + len(dumps([]))', json.__dict__)\n"
         "save(Workload(inner, torch.ones(1)), pathlib.Path('workload.pt'))\n"
@@ -136,7 +136,7 @@ def test_a_module_with_a_type_of_its_own_travels_by_name(tmp_path: Path):
         tmp_path,
         "import pathlib, torch\n"
         "import torch.backends.cudnn as cudnn\n"
-        "from steadytorch.workload.travel import load, save\n"
+        "from steadytorch.workload.serialization import load, save\n"
         "from steadytorch.workload.workload import Workload\n"
         "def model(x):\n"
         "    return x + int(isinstance(cudnn.enabled, bool))\n"
@@ -151,7 +151,7 @@ def test_a_loader_of_the_main_script_travels_along(tmp_path: Path):
         tmp_path,
         "import pathlib, torch\n"
         "from torch.utils.data import DataLoader, Dataset\n"
-        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.serialization import save\n"
         "from steadytorch.workload.workload import Workload\n"
         "class Squares(Dataset):\n"
         "    def __len__(self): return 6\n"
@@ -171,7 +171,7 @@ def test_workers_of_a_loader_that_came_by_value_are_started_where_it_is_opened(t
         tmp_path,
         "import pathlib, torch\n"
         "from torch.utils.data import DataLoader, Dataset\n"
-        "from steadytorch.workload.travel import save\n"
+        "from steadytorch.workload.serialization import save\n"
         "from steadytorch.workload.workload import Workload\n"
         "class Numbers(Dataset):\n"
         "    def __len__(self): return 4\n"
@@ -189,7 +189,7 @@ def test_modules_of_a_model_are_those_that_its_layers_are_imported_from(tmp_path
     printed = python(
         tmp_path,
         "import layers, sys, torch, types\n"
-        "from steadytorch.workload.travel import modules_of\n"
+        "from steadytorch.workload.serialization import modules_of\n"
         "from steadytorch.workload.workload import Workload\n"
         "class Own(torch.nn.Module): pass\n"
         "class Lost(torch.nn.Module): __module__ = None\n"

@@ -19,7 +19,7 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import StepError
 from steadytorch.process.child import describe
 from steadytorch.workload import operators
-from steadytorch.workload.travel import save
+from steadytorch.workload.serialization import save
 from steadytorch.workload.workload import Workload
 
 MODEL = """
@@ -69,7 +69,7 @@ def halved(x):
 """
 OPEN = """
 import pathlib, sys, torch
-from steadytorch.workload.travel import load
+from steadytorch.workload.serialization import load
 for path in sys.argv[1:]:
     workload = load(pathlib.Path(path))
     given = torch.ones(1, requires_grad=True)
