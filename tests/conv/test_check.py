@@ -40,9 +40,9 @@ def test_float32_is_computed_as_the_problem_says_and_the_setting_stays(
     from steadytorch.conv import check
 
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    seen, plain = [], check.plain
+    seen, plain = [], check.aten_conv
     monkeypatch.setattr(
-        check, "plain", lambda *given: seen.append(conv.fp32_precision) or plain(*given)
+        check, "aten_conv", lambda *given: seen.append(conv.fp32_precision) or plain(*given)
     )
     before = conv.fp32_precision
     conv.fp32_precision = ambient

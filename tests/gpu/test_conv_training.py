@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
 from steadytorch.conv import plans
+from steadytorch.conv.aten_fallback import aten_conv_grad
 from steadytorch.conv.choices import read_choices
 from steadytorch.conv.choose import ChoiceOptions, choose
-from steadytorch.conv.plain import plain_grad
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
 from steadytorch.results.candidate import TransformSpec
@@ -198,5 +198,7 @@ def test_pytorchs_own_gradient_runs_the_kernels_that_it_runs_in_training(operati
         return sorted(event.key for event in seen.key_averages() if event.device_time_total)
 
     trained = kernels(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
-    assert kernels(lambda: plain_grad(*operands, shapes, geometry, operation, layout)) == trained
+    assert (
+        kernels(lambda: aten_conv_grad(*operands, shapes, geometry, operation, layout)) == trained
+    )
     assert trained

@@ -10,7 +10,7 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.bench.bench_worker import save_payload
-from steadytorch.conv import allot, frontend
+from steadytorch.conv import choose_all, frontend
 from steadytorch.results.conv import ConvOutcome, Measured
 from steadytorch.tune import conv
 from steadytorch.tune.conv import ConvHandler
@@ -37,7 +37,7 @@ def chooser(patch: pytest.MonkeyPatch, folder: Path) -> ConvHandler:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return ConvOutcome(problem.key, "eng1", 2.0, 2.0, 1.0, (Measured("eng1"),), 0.1)
 
-    patch.setattr(allot, "choose", chosen)
+    patch.setattr(choose_all, "choose", chosen)
     patch.setattr(frontend, "version", lambda: 91900)
     patch.setattr(conv, "is_cold", lambda counts, device: False)
     patch.setattr(conv, "_rates", lambda problem, device: (1.0, 1.0))

@@ -7,7 +7,7 @@ from stored import make_plan, store_plan
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.conv import allot, frontend
+from steadytorch.conv import choose_all, frontend
 from steadytorch.conv.choices import ATEN, Choice, read_choice, read_choices
 from steadytorch.conv.choose import ChoiceOptions, ConvOutcome
 from steadytorch.conv.problem import parse
@@ -129,7 +129,7 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
     def failing(*_):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(allot, "choose", failing)
+    monkeypatch.setattr(choose_all, "choose", failing)
     report = convert(handler.choose([], 60.0, {}, {}), ConvReport)
     assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
     keys = [problem.key for problem in _found(workload(), ()).problems]
@@ -151,13 +151,13 @@ def settings():
 def test_the_worker_of_who_asks_for_the_same_bits_takes_such_engines_alone(
     handler, monkeypatch, asked
 ):
-    choose, repeatable = allot.choose, []
+    choose, repeatable = choose_all.choose, []
 
     def noted(problem, device, options, incumbent):
         repeatable.append(options.filters.repeatable)
         return choose(problem, device, options, incumbent)
 
-    monkeypatch.setattr(allot, "choose", noted)
+    monkeypatch.setattr(choose_all, "choose", noted)
     for settings in ({}, asked):
         handler.load("cpu", transforms.ambient() | settings)
         handler.choose([], 60.0, {}, {})

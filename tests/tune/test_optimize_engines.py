@@ -21,7 +21,7 @@ import json, subprocess, sys, time, pytest, torch
 sys.path[:0] = sys.argv[3:]
 from faked import fake
 from test_optimize_engines import network
-from steadytorch.conv import allot, choose, engines, plans, timing
+from steadytorch.conv import choose_all, choose, engines, plans, timing
 from steadytorch.plan.store import Store
 from steadytorch.serve.plan import load_plan
 from steadytorch.tune.optimize import optimize
@@ -37,7 +37,8 @@ with torch.no_grad():
 with pytest.MonkeyPatch.context() as patch:
     graph = fake(patch)
     for owner, name in (
-        (Session, "search"), (subprocess, "Popen"), (allot, "choose"), (allot, "first_sound"),
+        (Session, "search"), (subprocess, "Popen"),
+        (choose_all, "choose"), (choose_all, "first_sound"),
         (choose, "take_rounds"), (choose, "record_all"), (plans, "list_engines"),
         (engines, "list_engines"),
     ):

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from steadytorch.conv.aten_fallback import aten_conv, aten_conv_grad
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
-from steadytorch.conv.plain import plain, plain_grad
 from steadytorch.conv.plans import DTYPES, EngineExecutable, Geometry, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
@@ -108,9 +108,9 @@ def _float32_as(precision: str) -> Iterator[None]:
 def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: Any) -> Tensor:
     geometry = geometry_of(problem)
     if problem.operation == "fprop":
-        return plain(first, second, bias, other, problem.rectified, geometry)
+        return aten_conv(first, second, bias, other, problem.rectified, geometry)
     shapes = (problem.input, problem.weight)
-    return plain_grad(first, second, shapes, geometry, problem.operation, problem.layout)
+    return aten_conv_grad(first, second, shapes, geometry, problem.operation, problem.layout)
 
 
 class Guarded:

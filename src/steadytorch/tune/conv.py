@@ -13,9 +13,9 @@ import torch
 
 from steadytorch import transforms
 from steadytorch.bench.bench_worker import WorkloadHandler, save_payload
-from steadytorch.conv.allot import Result, choose_all
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import ChoiceOptions, is_cold, variants
+from steadytorch.conv.choose_all import Result, choose_all
 from steadytorch.conv.engines import Filters
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions

@@ -9,7 +9,7 @@ from steadytorch.conv.plans import Geometry, empty
 from steadytorch.conv.problem import Layout, Operation
 
 
-def plain(
+def aten_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -26,7 +26,7 @@ def plain(
     return y.relu() if relu else y
 
 
-def plain_grad(
+def aten_conv_grad(
     first: Tensor,
     second: Tensor,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],

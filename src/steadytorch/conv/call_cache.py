@@ -50,7 +50,7 @@ def _fits(tensor: Tensor | None, shape: torch.Size | None, dtype: torch.dtype, d
     return tensor.shape == shape and tensor.dtype is dtype and tensor.get_device() == device
 
 
-class Repeated(local):
+class CallCache(local):
     """Calls one convolution and caches the last runner; per thread, as plans are.
 
     Args:
@@ -64,7 +64,7 @@ class Repeated(local):
         self._last: _Call | None = None
 
     def __reduce__(self) -> Any:
-        return Repeated, self._settings
+        return CallCache, self._settings
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None

@@ -11,7 +11,7 @@ import torch
 from faked import fake_cudnn  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.conv import plans, repeated
+from steadytorch.conv import call_cache, plans
 from steadytorch.conv.choices import Choice
 from steadytorch.conv.module import EngineConv
 
@@ -40,13 +40,13 @@ def right(made, x, z):
 @pytest.fixture
 def keys(monkeypatch) -> list[Any]:
     """Records each look-up by key."""
-    found, look_up = [], repeated.runner_of
+    found, look_up = [], call_cache.runner_of
 
     def noted(*given: Any) -> Any:
         found.append(given)
         return look_up(*given)
 
-    monkeypatch.setattr(repeated, "runner_of", noted)
+    monkeypatch.setattr(call_cache, "runner_of", noted)
     return found
 
 

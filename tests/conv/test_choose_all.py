@@ -6,10 +6,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from steadytorch.conv import allot
-from steadytorch.conv.allot import LEAST_S, SPARE, Result, choose_all, share_s
+from steadytorch.conv import choose_all as room
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.choose import ChoiceOptions, ConvOutcome
+from steadytorch.conv.choose_all import LEAST_S, SPARE, Result, choose_all, share_s
 from steadytorch.conv.problem import parse
 from steadytorch.conv.timing import Measured
 from steadytorch.errors import UnsupportedError
@@ -36,10 +36,10 @@ class Bench:
         self.clock_s, self.takes_s = 100.0, None
         self.asked_s, self.sound, self.faults, self.incumbents = {}, [], {}, {}
         self.alive, self.deadly, self.unsound = True, None, ()
-        monkeypatch.setattr(allot, "time", SimpleNamespace(perf_counter=lambda: self.clock_s))
-        monkeypatch.setattr(allot, "choose", self.choose)
-        monkeypatch.setattr(allot, "first_sound", self.first_sound)
-        monkeypatch.setattr(allot, "device_answers", lambda: self.alive)
+        monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=lambda: self.clock_s))
+        monkeypatch.setattr(room, "choose", self.choose)
+        monkeypatch.setattr(room, "first_sound", self.first_sound)
+        monkeypatch.setattr(room, "device_answers", lambda: self.alive)
 
     def choose(self, problem, device, options, incumbent):
         self.asked_s[problem] = options.seconds
