@@ -124,7 +124,7 @@ def program_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     activation: str,
-) -> Fused | None:
+) -> PreparedDepthwiseConv | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
     Same arguments as `depthwise_conv2d`, with sizes as pairs.
@@ -136,10 +136,10 @@ def program_for(
         return None
     like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
     sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-    return _fused(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+    return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
-class Fused:
+class PreparedDepthwiseConv:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -178,7 +178,7 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     is_last: bool | None,
     kernel: torch.Size,
@@ -190,7 +190,7 @@ def _fused(
     padding: Pair,
     dilation: Pair,
     activation: str,
-) -> Fused | None:
+) -> PreparedDepthwiseConv | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if not is_last or dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -225,7 +225,7 @@ def _fused(
     if geometry.seen_rows * geometry.seen_columns * kernel[2:].numel() > MOST_PATHS:
         return None
     is_innermost = weight.permute(2, 3, 1, 0).is_contiguous()
-    return Fused(shape[0], geometry, tile.warps, is_innermost, device)
+    return PreparedDepthwiseConv(shape[0], geometry, tile.warps, is_innermost, device)
 
 
 _OPERATOR = registered(

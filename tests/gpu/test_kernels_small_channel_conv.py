@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from steadytorch.kernels import thin_conv as room
+from steadytorch.kernels import small_channel_conv as room
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_installed
-from steadytorch.kernels.thin_conv import thin_conv2d
+from steadytorch.kernels.small_channel_conv import thin_conv2d
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,9 +62,11 @@ def eager(x, weight, bias, stride=1, padding=1, dilation=1, activation=""):
 def launched(monkeypatch):
     """How many times a program was launched."""
     count = []
-    call = room.Fused.__call__
+    call = room.PreparedSmallChannelConv.__call__
     monkeypatch.setattr(
-        room.Fused, "__call__", lambda self, *given: count.append(1) or call(self, *given)
+        room.PreparedSmallChannelConv,
+        "__call__",
+        lambda self, *given: count.append(1) or call(self, *given),
     )
     return count
 

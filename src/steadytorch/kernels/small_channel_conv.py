@@ -109,7 +109,7 @@ def program_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     activation: str,
-) -> Fused | None:
+) -> PreparedSmallChannelConv | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
     Same arguments as `thin_conv2d`, with sizes as pairs.
@@ -121,7 +121,7 @@ def program_for(
         return None
     like = (x.shape, x.stride(), weight.shape, weight.stride())
     sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-    return _fused(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+    return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
 class Cut(NamedTuple):
@@ -192,7 +192,7 @@ class Geometry(NamedTuple):
     depth: int
 
 
-class Fused:
+class PreparedSmallChannelConv:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -224,7 +224,7 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     strides: tuple[int, ...],
     kernel: torch.Size,
@@ -236,7 +236,7 @@ def _fused(
     padding: Pair,
     dilation: Pair,
     activation: str,
-) -> Fused | None:
+) -> PreparedSmallChannelConv | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if dtype not in (torch.float16, torch.bfloat16) or activation not in ACTIVATIONS:
         return None
@@ -267,7 +267,7 @@ def _fused(
     window = (*y.shape[1:], *kernel[2:], *stride, *padding, *dilation)
     places = (*steps, *kernel_strides, becomes_last)
     values: Any = (*shape[1:], *window, *places, is_biased, activation, *cut)
-    return Fused(shape[0], Geometry._make(values), device)
+    return PreparedSmallChannelConv(shape[0], Geometry._make(values), device)
 
 
 _OPERATOR = registered(

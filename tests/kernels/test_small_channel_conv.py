@@ -6,10 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from steadytorch.kernels import thin_conv as room
+from steadytorch.kernels import small_channel_conv as room
 from steadytorch.kernels.activations import ACTIVATIONS
+from steadytorch.kernels.small_channel_conv import Cut, cut_for, is_thin, thin_conv2d
 from steadytorch.kernels.stem import CORES
-from steadytorch.kernels.thin_conv import Cut, cut_for, is_thin, thin_conv2d
 
 from .watching import Watch
 
@@ -56,7 +56,7 @@ def program(x, weight, bias, stride, padding, dilation, activation=""):
     """The launcher for these on any device, or None."""
     like = (x.shape, x.stride(), weight.shape, weight.stride())
     sizes = (stride, padding, dilation, activation)
-    return room._fused(*like, bias is not None, x.dtype, x.device, *sizes)
+    return room._prepared(*like, bias is not None, x.dtype, x.device, *sizes)
 
 
 def near(tensors, *sizes):
