@@ -51,8 +51,8 @@ from rival_results import (
     failed_row,
     merge,
     read,
+    rounded_clocks,
     row_of,
-    told,
 )
 from rival_tables import markdown
 from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
@@ -203,7 +203,7 @@ def _rows(
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
     else:
-        entry["clocks_mhz"] = told(counted)
+        entry["clocks_mhz"] = rounded_clocks(counted)
         entry["power"] = power_of(recording, ours.spans, ours.blocks.get("period", []), counted)
     return rows
 

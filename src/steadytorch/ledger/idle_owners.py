@@ -126,9 +126,11 @@ class Host:
         kinds = evidence(trace)
         work = np.setdiff1d(trace.events.of(*HOST), marks, assume_unique=True)
         self._work = _by_thread(trace, work)
-        self._told = {kind: np.flatnonzero(kinds == kind) for kind in Evidence if kind}
-        self._told_by = {kind: _by_thread(trace, rows) for kind, rows in self._told.items()}
-        self._of_any = {kind: self._apart(rows) for kind, rows in self._told.items()}
+        self._evidence_rows = {kind: np.flatnonzero(kinds == kind) for kind in Evidence if kind}
+        self._evidence_by_thread = {
+            kind: _by_thread(trace, rows) for kind, rows in self._evidence_rows.items()
+        }
+        self._of_any = {kind: self._apart(rows) for kind, rows in self._evidence_rows.items()}
 
     def _apart(self, rows: np.ndarray) -> tuple[np.ndarray, Spans]:
         """Rows and their time; overlaps go to the first."""
@@ -139,7 +141,7 @@ class Host:
         """Rows and their time, of one thread or of all; overlaps go to the first."""
         if thread is None:
             return self._of_any[kind]
-        return self._apart(self._told_by[kind].get(thread, NO_ROWS))
+        return self._apart(self._evidence_by_thread[kind].get(thread, NO_ROWS))
 
     def work_of(self, thread: int) -> np.ndarray:
         """Rows of the operators and calls of this thread, without step marks."""

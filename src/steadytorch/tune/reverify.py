@@ -21,7 +21,7 @@ from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
-from steadytorch.plan.fingerprint import differing_fields, told
+from steadytorch.plan.fingerprint import differing_fields, format_differences
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
@@ -123,7 +123,7 @@ def reverify(
     here = Session(workload, options, target).key
     if differing := differing_fields(plan.key, here):
         kind = UnsupportedError if misfit(plan.key) else UsageError
-        raise kind(f"plan {plan.id} does not fit here: {told(differing)}")
+        raise kind(f"plan {plan.id} does not fit here: {format_differences(differing)}")
     if (reason := _no_candidate(plan, workload)) is not None or not plan.candidate:
         return Reverified(plan=plan, failed=reason)
     with shared_folder() as directory:

@@ -108,8 +108,8 @@ class Session:
         found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
             plan = _located(found.payload, found.path)
-            overreach = plan.overreach()
-            return (None, overreach) if overreach else (plan, "")
+            violation = plan.precision_violation()
+            return (None, violation) if violation else (plan, "")
         return None, str(found)
 
     def search(self, watcher: ProgressListener | None = None) -> TuneResult:
@@ -228,7 +228,9 @@ class Session:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        return _located(plan, self._store.put(self.key, plan)) if there.overreach() else there
+        if there.precision_violation() is None:
+            return there
+        return _located(plan, self._store.put(self.key, plan))
 
     def keep_bundle(self, plan: Plan) -> str | None:
         """Builds the plan's bundle; returns None or why it failed. See `bundle.keep_bundle`."""

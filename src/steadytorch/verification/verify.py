@@ -157,10 +157,10 @@ def _fields_of(thing: Any) -> list[Any]:
 
 def nesting(tree: Any) -> list[str]:
     """The nesting of containers and their leaves as text; floats and complex by type only."""
-    return [str(pytree.tree_structure(tree)), *map(_told, _leaves(tree))]
+    return [str(pytree.tree_structure(tree)), *map(_format_leaf, _leaves(tree))]
 
 
-def _told(leaf: Any) -> str:
+def _format_leaf(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a tensor with strides {strides_of(leaf)}"
     return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)

@@ -14,9 +14,9 @@ from steadytorch.report.plots import (
     Plot,
     Table,
     figure,
+    format_thinning,
     table,
     thinned,
-    thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
 from steadytorch.results.compare import CompareResult, Dwell
@@ -108,7 +108,7 @@ def _differences(document: CompareResult) -> Plot:
         "Shaded: its 99 % interval. " if effect.low is not None else ""
     )
     shape = figure(data, "pair, in the order taken", "B against A, %", layout={"shapes": shapes})
-    told = thinning_told(len(kept), len(apart), "pairs")
+    told = format_thinning(len(kept), len(apart), "pairs")
     return Plot("Each pair's difference", shape, f"{note}{told}".strip())
 
 
@@ -134,7 +134,7 @@ def _times(document: CompareResult) -> Plot:
             }
         )
     shape = figure(data, "pair, in the order taken", f"time per iteration, {unit}")
-    return Plot("Both sides", shape, thinning_told(drawn, 2 * len(flat), "blocks"))
+    return Plot("Both sides", shape, format_thinning(drawn, 2 * len(flat), "blocks"))
 
 
 def _pairs(samples: Pairs) -> Table:

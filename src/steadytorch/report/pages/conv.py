@@ -36,7 +36,7 @@ def contents(saved: Saved) -> dict[str, Any]:
             for number, layer in enumerate(layers, 1)
             if layer.outcome is not None
         ],
-        "left_out": [conv.left_out_told(left) for left in document.left_out],
+        "left_out": [conv.format_left_out(left) for left in document.left_out],
     }
 
 
