@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.results.compare import CompareResult, Dwell, Effect, Side, effect_of
+from steadytorch.results.compare import CompareResult, Effect, Side, SustainedRun, effect_of
 from steadytorch.results.conv import ConvOutcome, ConvReport, Layer, Measured
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.saved import FORMS, decode, kind_of, to_json
@@ -102,5 +102,5 @@ def test_a_choice_that_is_no_engine_is_an_error():
 
 def test_dwells_are_compared_by_their_log_ratios():
     rounds = [("a", 100.0), ("b", 110.0), ("b", 99.0), ("a", 100.0)]
-    found = [Dwell(side, 10.0, median, None) for side, median in rounds]
+    found = [SustainedRun(side, 10.0, median, None) for side, median in rounds]
     assert effect_of(found) == pytest.approx((1.1 * 0.99) ** 0.5 - 1)

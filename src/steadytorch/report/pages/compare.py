@@ -19,7 +19,7 @@ from steadytorch.report.plots import (
     thinned,
 )
 from steadytorch.report.text import duration, unit_of
-from steadytorch.results.compare import CompareResult, Dwell
+from steadytorch.results.compare import CompareResult, SustainedRun
 from steadytorch.results.saved import Saved
 
 _MOST_NAMED = 8
@@ -41,7 +41,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "times": _times(document) if drawn else None,
         "figures": _figures(document),
         "pairs": _pairs(document.samples),
-        "dwells": _dwells(document.dwells),
+        "dwells": _sustained_runs(document.dwells),
     }
 
 
@@ -146,7 +146,7 @@ def _pairs(samples: Pairs) -> Table:
     return table(["process", "pair", "A", "B", "B against A"], rows, ())
 
 
-def _dwells(dwells: Sequence[Dwell]) -> Table:
+def _sustained_runs(dwells: Sequence[SustainedRun]) -> Table:
     rows = [
         (
             *(each.side.upper(), f"{each.seconds:.1f} s", duration(each.median_ns)),
