@@ -16,7 +16,7 @@ from steadytorch.tune.candidates import (
 )
 from steadytorch.workload.workload import Workload
 
-from .moving import (
+from .candidate_checks import (
     ALL,
     BF16,
     FP16,

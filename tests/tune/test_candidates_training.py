@@ -8,7 +8,17 @@ from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.candidates import CandidateSource, engine_prefix
 from steadytorch.workload.workload import Workload
 
-from .moving import ALL, BF16, LAYOUT, REGIMES, WORKLOAD, assert_sound, precisions, single, subsets
+from .candidate_checks import (
+    ALL,
+    BF16,
+    LAYOUT,
+    REGIMES,
+    WORKLOAD,
+    assert_sound,
+    precisions,
+    single,
+    subsets,
+)
 
 TRAINING = Workload.training(WORKLOAD.model, WORKLOAD.inputs, torch.sum, torch.optim.SGD)
 TRAINABLE = ("channels_last", "autocast", "tf32", "cudnn_engines", "threads")

@@ -212,7 +212,7 @@ class TunedModule(ModuleProxy):
         try:
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
         except Exception as error:
-            return self._keyless(error, args, kwargs)
+            return self._serve_without_key(error, args, kwargs)
         if entry.resolution.for_all and not self._entries.is_built:
             self._gate.off, self._gate.until = entry.resolution.reason, monotonic() + RECONSIDERED_S
             self._entries.forget(entry)
@@ -351,9 +351,9 @@ class TunedModule(ModuleProxy):
         """Serves a call without a key. In strict mode the slow path finds other obstacles first."""
         if self._options.strict:
             return self._slow_path(args, kwargs)
-        return self._keyless(error, args, kwargs)
+        return self._serve_without_key(error, args, kwargs)
 
-    def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
+    def _serve_without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
         why = partial(why_no_key, error, args, kwargs)
         if not self._options.strict:
             self._entries.warn(KEYLESS, why)
