@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from steadytorch.kernels import activated_linear as room
-from steadytorch.kernels import pointwise_cut
+from steadytorch.kernels import pointwise_tile
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.activations import ACTIVATIONS
 
@@ -64,7 +64,7 @@ class TestInterpreted:
 
     @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
     def test_so_are_those_of_large_blocks(self, shape, outputs, monkeypatch):
-        monkeypatch.setattr(pointwise_cut, "CORES", 1)
+        monkeypatch.setattr(pointwise_tile, "CORES", 1)
         given = (*operands(shape, outputs), "gelu_tanh")
         rounding = ROUNDING[torch.float16]
         torch.testing.assert_close(fused(*given).double(), exact(*given), rtol=rounding, atol=1e-5)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from steadytorch.kernels import depthwise_conv as room
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
-from steadytorch.kernels.depthwise_tile import CORES, MOST_VALUES, PATCHES, Tile, tile_for
+from steadytorch.kernels.depthwise_tile import CORES, MOST_VALUES, PATCHES, DepthwiseTile, tile_for
 
 from .watching import Watch
 
@@ -83,7 +83,7 @@ def tiles(monkeypatch):
 
     def choose(*tile):
         room._prepared.cache_clear()
-        monkeypatch.setattr(room, "tile_for", lambda *_: Tile(*tile))
+        monkeypatch.setattr(room, "tile_for", lambda *_: DepthwiseTile(*tile))
 
     return choose
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from steadytorch.kernels import small_channel_conv as room
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.small_channel_conv import Cut, cut_for, is_thin, thin_conv2d
+from steadytorch.kernels.small_channel_conv import SmallChannelTile, is_thin, thin_conv2d, tile_for
 from steadytorch.kernels.stem import CORES
 
 from .watching import Watch
@@ -89,10 +89,14 @@ class TestInterpreted:
         x, *others = operands((2, 1, 9, 7), 8, (3, 3), last=(False, False))
         near((x.as_strided(x.shape, strides), *others), *SIZES)
 
-    @pytest.mark.parametrize("cut", [Cut(128, 64, 32), Cut(64, 16, 16), Cut(32, 32, 16)], ids=str)
+    @pytest.mark.parametrize(
+        "tile",
+        [SmallChannelTile(128, 64, 32), SmallChannelTile(64, 16, 16), SmallChannelTile(32, 32, 16)],
+        ids=str,
+    )
     @pytest.mark.parametrize("name", ["3x3, stride 2", "dilated unevenly", "four channels, 6x6"])
-    def test_every_cut_computes_the_same(self, cut, name, monkeypatch):
-        monkeypatch.setattr(room, "cut_for", lambda *_: cut)
+    def test_every_tile_computes_the_same(self, tile, name, monkeypatch):
+        monkeypatch.setattr(room, "tile_for", lambda *_: tile)
         near(operands(*CASES[name][:3], torch.bfloat16), *CASES[name][3:])
 
     @pytest.mark.parametrize("biased", [True, False])
@@ -340,8 +344,8 @@ def test_what_is_thin(kernel, expected):
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 32), (2, 64), (4, 128), (64, 128)])
 def test_of_few_images_programs_are_small_and_every_core_has_two(batch, rows):
-    cut = cut_for(batch * 112 * 112, 32, 27, CORES)
-    assert cut == Cut(rows, 32, 32)
+    tile = tile_for(batch * 112 * 112, 32, 27, CORES)
+    assert tile == SmallChannelTile(rows, 32, 32)
     assert -(-batch * 112 * 112 // rows) >= CORES
 
 
@@ -349,4 +353,4 @@ def test_of_few_images_programs_are_small_and_every_core_has_two(batch, rows):
     ("outputs", "columns"), [(2, 16), (16, 16), (24, 32), (32, 32), (40, 64), (64, 64), (96, 32)]
 )
 def test_few_outputs_are_computed_in_vain(outputs, columns):
-    assert cut_for(10**6, outputs, 27, CORES).columns == columns
+    assert tile_for(10**6, outputs, 27, CORES).columns == columns

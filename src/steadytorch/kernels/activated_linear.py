@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_covered, route, traced
 from steadytorch.kernels.operators import recomputed, registered
-from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
+from steadytorch.kernels.pointwise_tile import TYPES, is_within_reach, launch_for
 
 
 def activated_linear(

@@ -23,8 +23,8 @@ from steadytorch.kernels.stem import (
     STEP,
     WINDOW,
     Config,
-    Geometry,
     Pair,
+    StemGeometry,
     busy_cores,
     config_for,
     geometry_of,
@@ -161,7 +161,7 @@ class PreparedConvReluMaxPool:
     """
 
     def __init__(
-        self, batch: int, geometry: Geometry, config: Config, device: torch.device
+        self, batch: int, geometry: StemGeometry, config: Config, device: torch.device
     ) -> None:
         from steadytorch.kernels import programs
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.depthwise_tile import CORES, Geometry, Pair, tile_for
+from steadytorch.kernels.depthwise_tile import CORES, DepthwiseGeometry, Pair, tile_for
 from steadytorch.kernels.launch import (
     Launch,
     is_channels_last,
@@ -154,7 +154,12 @@ class PreparedDepthwiseConv:
     """
 
     def __init__(
-        self, images: int, geometry: Geometry, warps: int, is_innermost: bool, device: torch.device
+        self,
+        images: int,
+        geometry: DepthwiseGeometry,
+        warps: int,
+        is_innermost: bool,
+        device: torch.device,
     ) -> None:
         from steadytorch.kernels import separable_programs
 
@@ -221,7 +226,7 @@ def _prepared(
         )
     )
     values: Any = (*shape[1:], *outputs, *window, is_biased, activation, clipped, *tile[:4])
-    geometry = Geometry._make(values)
+    geometry = DepthwiseGeometry._make(values)
     if geometry.seen_rows * geometry.seen_columns * kernel[2:].numel() > MOST_PATHS:
         return None
     is_innermost = weight.permute(2, 3, 1, 0).is_contiguous()

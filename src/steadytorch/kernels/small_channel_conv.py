@@ -124,7 +124,7 @@ def program_for(
     return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
-class Cut(NamedTuple):
+class SmallChannelTile(NamedTuple):
     """Tile of a program: `rows` pixels (one per thread) by `columns` outputs, `depth` taps deep."""
 
     rows: int
@@ -132,7 +132,7 @@ class Cut(NamedTuple):
     depth: int
 
 
-def cut_for(pixels: int, outputs: int, taps: int, cores: int) -> Cut:
+def tile_for(pixels: int, outputs: int, taps: int, cores: int) -> SmallChannelTile:
     """Choose the tile of a convolution of these sizes on a device with `cores` SMs.
 
     Columns: loading 27 taps costs a thread about as many instructions as 12 outputs with SiLU, at
@@ -147,10 +147,10 @@ def cut_for(pixels: int, outputs: int, taps: int, cores: int) -> Cut:
     blocks = -(-outputs // columns)
     fitting = (rows for rows in (128, 64) if -(-pixels // rows) * blocks >= 2 * cores)
     depth = SHORTEST_PRODUCT if taps <= SHORTEST_PRODUCT else MOST_DEPTH
-    return Cut(next(fitting, 32), columns, depth)
+    return SmallChannelTile(next(fitting, 32), columns, depth)
 
 
-class Geometry(NamedTuple):
+class SmallChannelGeometry(NamedTuple):
     """Sizes that are compile-time constants of the kernel: all except the number of images.
 
     Attributes:
@@ -161,7 +161,7 @@ class Geometry(NamedTuple):
         out_last: whether the result is channels_last.
         biased: whether a bias is added.
         activation: a key of `ACTIVATIONS`.
-        rows: see `Cut`, like `columns` and `depth`.
+        rows: see `SmallChannelTile`, like `columns` and `depth`.
     """
 
     channels: int
@@ -205,7 +205,7 @@ class PreparedSmallChannelConv:
         warps: warps per program.
     """
 
-    def __init__(self, images: int, geometry: Geometry, device: torch.device) -> None:
+    def __init__(self, images: int, geometry: SmallChannelGeometry, device: torch.device) -> None:
         from steadytorch.kernels import separable_programs
 
         g = self.geometry = geometry
@@ -262,12 +262,12 @@ def _prepared(
     cores = CORES
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
-    cut = cut_for(y.shape[0] * y.shape[2:].numel(), kernel[0], kernel[1:].numel(), cores)
+    tile = tile_for(y.shape[0] * y.shape[2:].numel(), kernel[0], kernel[1:].numel(), cores)
     steps = (1, shape[1]) if is_last else (shape[2:].numel(), 1)
     window = (*y.shape[1:], *kernel[2:], *stride, *padding, *dilation)
     places = (*steps, *kernel_strides, becomes_last)
-    values: Any = (*shape[1:], *window, *places, is_biased, activation, *cut)
-    return PreparedSmallChannelConv(shape[0], Geometry._make(values), device)
+    values: Any = (*shape[1:], *window, *places, is_biased, activation, *tile)
+    return PreparedSmallChannelConv(shape[0], SmallChannelGeometry._make(values), device)
 
 
 _OPERATOR = registered(

@@ -20,7 +20,7 @@ TALL, WIDE = 64, 128
 """Rows that four warps pass to tensor cores at once; columns of the widest block."""
 
 
-class Cut(NamedTuple):
+class PointwiseTile(NamedTuple):
     """Tile of one program.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
+def tile_for(rows: int, outputs: int, channels: int, cores: int) -> PointwiseTile:
     """Choose the tile of a product of these sizes on a device with `cores` SMs.
 
     Batches are bound by reading pixels:
@@ -72,7 +72,7 @@ def cut_for(rows: int, outputs: int, channels: int, cores: int) -> Cut:
     # No more stages than blocks to prefetch: their buffers reduce occupancy. With a single stage,
     # loads would pass through registers.
     stages = min(_blocks(channels, depth) + 1, 6 if small else 3)
-    return Cut(height, width, depth, 2 if height * width <= 16 * 32 else 4, stages)
+    return PointwiseTile(height, width, depth, 2 if height * width <= 16 * 32 else 4, stages)
 
 
 def _power_of_two(count: int) -> int:
@@ -107,21 +107,21 @@ def launch_for(
     from steadytorch.kernels import separable_programs
 
     rows, outputs, channels = sizes
-    cut = cut_for(rows, outputs, channels, _cores(device))
+    tile = tile_for(rows, outputs, channels, _cores(device))
     gate = ""
     if is_gated:
-        gate = "one" if rows == pixels or pixels % cut.rows == 0 else "each"
+        gate = "one" if rows == pixels or pixels % tile.rows == 0 else "each"
     steps = gcd(outputs, VECTOR), gcd(channels, VECTOR)
     counts = (rows, outputs // steps[0], channels // steps[1], pixels)
     kind = (activation, is_biased, gate, is_added, *steps)
-    block = (channels % cut.depth == 0, cut.rows, cut.columns, cut.depth)
+    block = (channels % tile.depth == 0, tile.rows, tile.columns, tile.depth)
     return Launch(
         separable_programs.pointwise_conv,
-        (_blocks(rows, cut.rows) * _blocks(outputs, cut.columns), 1, 1),
+        (_blocks(rows, tile.rows) * _blocks(outputs, tile.columns), 1, 1),
         (*counts, *kind, *block),
         device,
-        cut.warps,
-        {"num_stages": cut.stages},
+        tile.warps,
+        {"num_stages": tile.stages},
     )
 
 
