@@ -117,7 +117,3 @@ def test_only_flags_of_the_process_need_turns(ambient, candidate, alive):
 def test_threads_are_a_setting_of_the_thread():
     assert not Threads.process_wide
     assert Tf32.process_wide
-
-
-def test_the_settings_of_a_thread_are_those_of_known_transforms():
-    assert set(transforms.names()) >= settings._THREAD_LOCAL

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
-from steadytorch.runtime.state import DRAWS
 
 CPU = torch.device("cpu")
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -167,11 +166,28 @@ def test_an_executor_that_does_not_train_the_model_is_reported(model, name):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_random_draws_are_reported_and_restored():
+def test_random_draws_are_compared_and_restored():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train()
     random = torch.get_rng_state()
-    assert fault(model, model, torch.ones(2, 4)) == DRAWS
+    assert fault(model, model, torch.ones(2, 4)) is None
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_other_numbers_from_the_generator_are_compared_by_the_size_of_gradients():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout()).train()
+
+    def otherwise(x, factor=1.0):
+        return model[0](x) * (torch.rand(len(x), 64) < 0.5) * 2 * factor
+
+    x = torch.ones(32, 64)
+    assert fault(model, otherwise, x) is None
+    assert "as large" in fault(model, lambda x: otherwise(x, 3.0), x)
+
+
+def test_an_executor_that_draws_nothing_is_reported():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).train()
+    found = fault(model, model[0], torch.ones(2, 4))
+    assert found == "the model draws random numbers, and its executor does not"
 
 
 def test_a_model_that_raises_in_the_test_step_is_left_to_the_caller(model):

@@ -21,7 +21,7 @@ GUARD_BYTES = 4096
 _PATTERN = 0xA5
 
 
-class Operands(msgspec.Struct, frozen=True):
+class ProblemTensors(msgspec.Struct, frozen=True):
     """Tensors of one problem on a device, with the reference result.
 
     Attributes:
@@ -62,7 +62,7 @@ def geometry_of(problem: ConvProblem) -> Geometry:
     return problem.stride, problem.padding, problem.dilation, problem.groups
 
 
-def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Operands:
+def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> ProblemTensors:
     """Draw random tensors, scaled so that results are about 1, and compute the reference."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = DTYPES[problem.number]
@@ -84,7 +84,7 @@ def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Opera
     given = [None if t is None else t.to(wide) for t in (first, second, bias, other)]
     with _float32_as("ieee"):
         reference = _computed(problem, *given)
-    return Operands(problem, first, second, bias, other, reference)
+    return ProblemTensors(problem, first, second, bias, other, reference)
 
 
 def _terms(problem: ConvProblem) -> int:
@@ -150,7 +150,7 @@ class Verified(NamedTuple):
     repeats: bool | None = None
 
 
-def verify(plan: EngineExecutable, given: Operands, bound: float) -> Verified:
+def verify(plan: EngineExecutable, given: ProblemTensors, bound: float) -> Verified:
     """Run a plan twice on NaN-filled output and compare with the reference.
 
     Args:
@@ -181,7 +181,7 @@ def verify(plan: EngineExecutable, given: Operands, bound: float) -> Verified:
     return Verified(error, None if repeats else "results differ from run to run", repeats)
 
 
-def addresses(given: Operands) -> dict[int, int]:
+def addresses(given: ProblemTensors) -> dict[int, int]:
     """Addresses of the operands, by tensor ID of the graph."""
     tensors = {INPUT: given.first, WEIGHT: given.second, BIAS: given.bias, OTHER: given.other}
     return {uid: tensor.data_ptr() for uid, tensor in tensors.items() if tensor is not None}

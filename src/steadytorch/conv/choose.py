@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from steadytorch.conv.blocks import Flush
-from steadytorch.conv.check import Operands, addresses, operands, verify
+from steadytorch.conv.check import ProblemTensors, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.decide import pick, stays
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
@@ -196,7 +196,7 @@ def _variant(problem: ConvProblem, number: Any, channels: int | None) -> ConvPro
 
 def _field(
     problem: ConvProblem,
-    given: Operands,
+    given: ProblemTensors,
     own_error: float,
     options: ChoiceOptions,
     incumbent: Choice | None,
@@ -213,7 +213,7 @@ def _field(
 def _engines(
     problem: ConvProblem,
     choice: Choice,
-    given: Operands,
+    given: ProblemTensors,
     own_error: float,
     options: ChoiceOptions,
     incumbent: Choice | None = None,
@@ -244,7 +244,11 @@ def _engines(
 
 
 def _tried(
-    found: Measured, plan: EngineExecutable, given: Operands, varied: Operands, bound: float
+    found: Measured,
+    plan: EngineExecutable,
+    given: ProblemTensors,
+    varied: ProblemTensors,
+    bound: float,
 ) -> Arm | Measured:
     """Verify a built plan; return an arm, or the measurement with the reason for excluding it."""
     seen = verify(plan, varied, bound)
@@ -263,17 +267,19 @@ def _measured(engine: Engine, name: str) -> Measured:
     )
 
 
-def _varied(given: Operands, problem: ConvProblem) -> Operands:
+def _varied(given: ProblemTensors, problem: ConvProblem) -> ProblemTensors:
     """Convert operands to a variant of their problem; the reference stays."""
     if problem == given.problem:
         return given
     dtype, added = DTYPES[problem.number], problem.input[1] - given.problem.input[1]
     first, second = (pad_channels(t, added).to(dtype) for t in (given.first, given.second))
     bias, other = (None if t is None else t.to(dtype) for t in (given.bias, given.other))
-    return Operands(problem, first, second, bias, other, given.reference)
+    return ProblemTensors(problem, first, second, bias, other, given.reference)
 
 
-def _arm(found: Measured, plan: EngineExecutable, given: Operands, varied: Operands) -> Arm:
+def _arm(
+    found: Measured, plan: EngineExecutable, given: ProblemTensors, varied: ProblemTensors
+) -> Arm:
     """Make an arm that times the plan together with the conversions that a variant needs."""
     problem, device = varied.problem, given.first.device
     shape = tuple(given.reference.shape)

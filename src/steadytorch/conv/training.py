@@ -96,7 +96,7 @@ class Engines:
         """Called for a convolution that engines cannot run, with the reason."""
 
 
-class Recorder(Engines):
+class ProblemRecorder(Engines):
     """Runs every convolution by PyTorch and records the problems of a step.
 
     Attributes:

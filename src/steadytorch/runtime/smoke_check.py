@@ -84,8 +84,9 @@ class TrainingSmokeCheck:
             redrawn = draws.happened()
             draws.undo()
         if redrawn is not drawn:
-            one, other = ("its executor", "the model")
-            return f"{one if redrawn else other} draws random numbers, and the other does not"
+            both = ("its executor", "the model")
+            one, other = both if redrawn else both[::-1]
+            return f"{one} draws random numbers, and {other} does not"
         fault = _difference(found, expected)
         # Other layouts and compiled code draw other numbers: sizes are all that can be compared.
         return fault if fault is None or not drawn else _size_difference(found, expected)
