@@ -202,8 +202,8 @@ def test_the_model_answers_for_a_wrong_executor():
     executor = build(model, (X,), {}, LIVE)
     weights = Weights(model)
     weights.remember()
-    probation = CanaryProbation(executor, weights, CPU, Canary(1e-4), None)
-    outcome = probation.answer(lambda: model(X) + 1, lambda: model(X), [X])
+    watched = CanaryProbation(executor, weights, CPU, Canary(1e-4), None)
+    outcome = watched.answer(lambda: model(X) + 1, lambda: model(X), [X])
     assert torch.equal(outcome.result, model(X))
     assert outcome.fault.startswith("wrong")
     assert not outcome.of_model
