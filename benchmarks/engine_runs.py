@@ -36,9 +36,9 @@ class ReplayHandler:
 
     def first(self, candidate: list[Any]) -> dict[str, Any]:
         """Time the import of the frontend, applying the candidate, and the first result."""
+        from steadytorch.conv.executables import MISSES
         from steadytorch.conv.handles import handle
         from steadytorch.conv.module import engine_convolutions
-        from steadytorch.conv.plans import MISSES
 
         specs = msgspec.convert(candidate, list[TransformSpec])
         began = time.perf_counter()
@@ -70,7 +70,7 @@ class ReplayHandler:
     def _plans_ms(self, convolutions: list[Any]) -> list[float]:
         """Time to make each distinct plan again, with its kernel already loaded."""
         from steadytorch.conv.choices import ATEN
-        from steadytorch.conv.plans import EngineExecutable
+        from steadytorch.conv.executables import EngineExecutable
 
         distinct = {
             (each.problem, each.choice.engine)

@@ -11,7 +11,7 @@ import torch
 from faked import fake_cudnn  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.conv import call_cache, plans
+from steadytorch.conv import call_cache, executables
 from steadytorch.conv.choices import Choice
 from steadytorch.conv.module import EngineConv
 
@@ -50,7 +50,7 @@ def keys(monkeypatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", plans.NUMBERS)
+@pytest.mark.parametrize("dtype", executables.NUMBERS)
 def test_a_hundred_calls_alike_build_one_key_and_one_table_of_addresses(
     cudnn, keys, monkeypatch, dtype
 ):
@@ -194,7 +194,7 @@ def test_each_thread_has_plans_of_its_own(cudnn):
         thread.join()
     assert wrong == []
     assert len(cudnn.runs) == 4 * 30
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 def saved(made):

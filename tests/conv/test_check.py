@@ -8,7 +8,7 @@ import torch
 
 from steadytorch.conv.check import operands, verify
 from steadytorch.conv.engines import OUTPUT
-from steadytorch.conv.plans import DTYPES, empty
+from steadytorch.conv.executables import DTYPES, empty
 from steadytorch.conv.problem import parse
 
 SHAPES = "i2x16x9x9/w8x4x3x3/s2x2/p1x1/d1x1/g4"

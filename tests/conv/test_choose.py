@@ -14,7 +14,7 @@ from steadytorch.conv.check import operands
 from steadytorch.conv.choices import ATEN, read_choice
 from steadytorch.conv.choose import ChoiceOptions, choose, first_sound, is_cold, variants
 from steadytorch.conv.engines import OUTPUT, Engine
-from steadytorch.conv.plans import DTYPES, empty
+from steadytorch.conv.executables import DTYPES, empty
 from steadytorch.conv.problem import parse
 from steadytorch.errors import UnsupportedError
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steadytorch.conv.choices import Choice, read_choice
-from steadytorch.conv.plans import number_of
+from steadytorch.conv.executables import number_of
 from steadytorch.conv.problem import parse
 from steadytorch.conv.training import Engines, ProblemRecorder, equip
 

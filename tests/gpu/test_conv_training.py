@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.conv.aten_fallback import aten_conv_grad
 from steadytorch.conv.choices import read_choices
 from steadytorch.conv.choose import ChoiceOptions, choose
@@ -78,7 +78,7 @@ def workload(dtype: torch.dtype, layout: torch.memory_format) -> Workload:
 
 @pytest.fixture(autouse=True)
 def no_misses():
-    plans.MISSES.clear()
+    executables.MISSES.clear()
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_steps_by_chosen_engines_are_as_exact_as_those_of_eager(dtype, layout, p
         found = steps(applied.model, list(given.model.parameters()), x)
     for by_engines, by_eager, right in zip(found, expected, reference, strict=True):
         assert worst(by_engines, right) <= 2 * worst(by_eager, right) + 1e-6
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steadytorch.conv.plans import Geometry, empty
+from steadytorch.conv.executables import Geometry, empty
 from steadytorch.conv.problem import Layout, Operation
 
 

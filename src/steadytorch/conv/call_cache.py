@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadytorch.conv.executables import Geometry, Runner, number_of
 from steadytorch.conv.operator import runner_of
-from steadytorch.conv.plans import Geometry, Runner, number_of
 
 
 class _Call:

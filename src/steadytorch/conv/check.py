@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steadytorch.conv.aten_fallback import aten_conv, aten_conv_grad
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
-from steadytorch.conv.plans import DTYPES, EngineExecutable, Geometry, empty
+from steadytorch.conv.executables import DTYPES, EngineExecutable, Geometry, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
 GUARD_BYTES = 4096

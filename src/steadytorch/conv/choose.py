@@ -20,9 +20,9 @@ from steadytorch.conv.check import ProblemTensors, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.decide import pick, stays
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
+from steadytorch.conv.executables import DTYPES, EngineExecutable, empty
 from steadytorch.conv.handles import target
 from steadytorch.conv.module import pad_channels
-from steadytorch.conv.plans import DTYPES, EngineExecutable, empty
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import (
     BENCHMARK,

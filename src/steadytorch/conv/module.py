@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 from steadytorch.conv.aten_fallback import aten_conv
 from steadytorch.conv.call_cache import CallCache
 from steadytorch.conv.choices import ATEN, Choice
+from steadytorch.conv.executables import DTYPES, Geometry
 from steadytorch.conv.operator import conv_engine_eagerly, observed
-from steadytorch.conv.plans import DTYPES, Geometry
 from steadytorch.conv.problem import ConvProblem
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

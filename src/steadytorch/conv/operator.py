@@ -2,8 +2,8 @@
 
 `torch.ops.steadytorch.conv_engine` works in eager mode, in CUDA graphs, and as one operator under
 `torch.compile` and `torch.export`. A plan that is missing, fails to build or does not fit the
-tensors is not an error: PyTorch runs that convolution, and `plans.MISSES` and the log give the
-reason.
+tensors is not an error: PyTorch runs that convolution, and `executables.MISSES` and the log give
+the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd import _profiler_enabled
 
 from steadytorch.conv.aten_fallback import aten_conv, aten_conv_grad
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.plans import (
+from steadytorch.conv.executables import (
     RUNNERS,
     Geometry,
     Runner,

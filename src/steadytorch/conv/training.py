@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.conv.choices import ATEN, HEURISTIC, Choice
+from steadytorch.conv.executables import Geometry, memory_layout, number_of
 from steadytorch.conv.module import convolves, layer_geometry, misfit, objection
 from steadytorch.conv.operator import conv_engine_eagerly
-from steadytorch.conv.plans import Geometry, memory_layout, number_of
 from steadytorch.conv.problem import ConvProblem, Layout, Number, Operation, parse
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -17,9 +17,9 @@ from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
 from steadytorch.conv.choose import ChoiceOptions, is_cold, variants
 from steadytorch.conv.choose_all import Result, choose_all
 from steadytorch.conv.engines import Filters
+from steadytorch.conv.executables import DTYPES
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
-from steadytorch.conv.plans import DTYPES
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.rewrite import left_out
 from steadytorch.conv.training import ProblemRecorder

@@ -9,10 +9,10 @@ import pytest
 import torch
 from faked import GONE, HERE, fake_cudnn  # noqa: F401 - a fixture
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
+from steadytorch.conv.executables import EngineExecutable, check_operands, note_miss, planned
 from steadytorch.conv.frontend import Target
-from steadytorch.conv.plans import EngineExecutable, check_operands, note_miss, planned
 from steadytorch.conv.problem import parse
 from steadytorch.errors import UnsupportedError
 
@@ -69,8 +69,8 @@ def test_results_have_the_strides_that_pytorch_gives_them(cudnn, monkeypatch, ke
     monkeypatch.setattr(cudnn, "execute", lambda *given: None)
     made = EngineExecutable(problem, "eng1", HERE)
     shapes = {"fprop": problem.output, "dgrad": problem.input, "wgrad": problem.weight}
-    expected = plans.empty(
-        shapes[problem.operation], plans.DTYPES[problem.number], HERE, problem.layout
+    expected = executables.empty(
+        shapes[problem.operation], executables.DTYPES[problem.number], HERE, problem.layout
     )
     y = made.run(refused, torch.randn(problem.input), torch.randn(problem.weight), None, None)
     assert (y.shape, y.stride(), y.dtype) == (expected.shape, expected.stride(), expected.dtype)
@@ -101,9 +101,9 @@ def test_an_engine_that_raises_falls_back_once_per_call_and_is_noted_once(plan, 
     for _ in range(3):
         torch.testing.assert_close(plan.run(by_pytorch, *operands()), by_pytorch(*operands()))
     reason = "RuntimeError: CUDNN_STATUS_EXECUTION_FAILED"
-    assert list(plans.MISSES.items()) == [(KEY, reason)]
+    assert list(executables.MISSES.items()) == [(KEY, reason)]
     assert [r.getMessage() for r in caplog.records] == [
-        f"PyTorch runs {KEY} in place of eng1: {reason}; {plans.TUNE_AGAIN}"
+        f"PyTorch runs {KEY} in place of eng1: {reason}; {executables.TUNE_AGAIN}"
     ]
     assert caplog.records[0].levelno == logging.WARNING
     assert caplog.records[0].name == "steadytorch"
@@ -117,7 +117,7 @@ def test_an_address_that_is_not_aligned_is_a_miss(plan, cudnn, which):
     given[which] = shifted.copy_(given[which])
     torch.testing.assert_close(plan.run(by_pytorch, *given), by_pytorch(*given))
     assert cudnn.runs == []
-    assert "multiple of 16 bytes" in plans.MISSES[KEY]
+    assert "multiple of 16 bytes" in executables.MISSES[KEY]
 
 
 def test_trying_an_engine_out_is_no_miss(plan, cudnn, caplog):
@@ -126,7 +126,7 @@ def test_trying_an_engine_out_is_no_miss(plan, cudnn, caplog):
 
     cudnn.on_execute = staticmethod(fail)
     assert not plan.enqueue({}, 0)
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
     assert caplog.records == []
 
 
@@ -136,7 +136,7 @@ def test_trying_an_engine_out_is_no_miss(plan, cudnn, caplog):
 )
 def test_without_a_plan_pytorch_runs_it_and_the_reason_is_noted(cudnn, engine, reason):
     assert planned(PROBLEM, engine, HERE, by_pytorch) is by_pytorch
-    assert reason in plans.MISSES[KEY]
+    assert reason in executables.MISSES[KEY]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_an_engine_on_the_denylist_is_not_made_by_its_name(
     cudnn, monkeypatch, engine, version, capability, runs
 ):
     """Whether named by a stored plan, an imported one, or one written by hand."""
-    monkeypatch.setattr(plans, "version", lambda: version)
-    monkeypatch.setattr(plans, "target", lambda device: Target(None, None, capability))
+    monkeypatch.setattr(executables, "version", lambda: version)
+    monkeypatch.setattr(executables, "target", lambda device: Target(None, None, capability))
     run = planned(PROBLEM, engine, HERE, by_pytorch)
     torch.testing.assert_close(run(*operands()), by_pytorch(*operands()))
     assert [name for _, name in cudnn.ran] == ([engine] if runs else [])
-    assert [r.split(":")[0] for r in plans.MISSES.values()] == ([] if runs else [FAULTY])
+    assert [r.split(":")[0] for r in executables.MISSES.values()] == ([] if runs else [FAULTY])
 
 
 def test_without_memory_for_its_workspace_a_call_falls_back_and_the_next_one_runs(
@@ -172,7 +172,7 @@ def test_without_memory_for_its_workspace_a_call_falls_back_and_the_next_one_run
     torch.testing.assert_close(y, by_pytorch(*operands()))
     assert cudnn.runs == []
     reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 64 bytes."
-    assert {KEY: reason} == plans.MISSES
+    assert {KEY: reason} == executables.MISSES
     torch.testing.assert_close(plan.run(refused, *operands()), by_pytorch(*operands()))
     assert len(cudnn.runs) == 1
 
@@ -226,11 +226,11 @@ def test_where_no_engine_can_run_at_all_one_line_says_so(cudnn, monkeypatch, cap
     def missing():
         raise UnsupportedError("choosing cuDNN engines needs it: pip install 'it'")
 
-    monkeypatch.setattr(plans, "version", missing)
+    monkeypatch.setattr(executables, "version", missing)
     keys = [KEY, KEY.replace("/i2x", "/i3x")]
     for key in keys:
         assert planned(parse(key), "eng1", HERE, refused) is refused
-    assert list(plans.MISSES) == keys
+    assert list(executables.MISSES) == keys
     (record,) = caplog.records
     assert record.getMessage() == (
         "PyTorch runs every convolution in place of its engine: choosing cuDNN engines needs it: "
@@ -239,10 +239,10 @@ def test_where_no_engine_can_run_at_all_one_line_says_so(cudnn, monkeypatch, cap
 
 
 def test_what_is_noted_and_logged_has_an_end(cudnn, monkeypatch, caplog):
-    monkeypatch.setattr(plans, "MOST_MISSES", 2)
+    monkeypatch.setattr(executables, "MOST_MISSES", 2)
     for problem in "aabbc":
         note_miss(problem, "", "why", "what to do")
-    assert list(plans.MISSES) == ["a", "b"]
+    assert list(executables.MISSES) == ["a", "b"]
     assert [r.getMessage() for r in caplog.records] == [
         f"PyTorch runs {p} in place of cuDNN's first suggestion: why; what to do" for p in "ab"
     ]
@@ -261,7 +261,7 @@ def test_threads_that_miss_at_once_log_once(cudnn, caplog):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(caplog.records) == len(plans.MISSES) == 50
+    assert len(caplog.records) == len(executables.MISSES) == 50
 
 
 @pytest.mark.parametrize(
