@@ -97,12 +97,12 @@ def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) 
     """Store the plan under the key that `optimize` looks up, and make its bundle."""
     from steadytorch import load_workload
     from steadytorch.compiled import bundle
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
 
     candidate, precision = candidate_of(text, device)
     session = Session(
-        load_workload(workload, batch=batch), Options(precision=precision), device, folder
+        load_workload(workload, batch=batch), SearchOptions(precision=precision), device, folder
     )
     plan = kept_unmeasured(session, candidate)
     start = time.perf_counter()

@@ -30,7 +30,7 @@ import torch
 
 from engine_runs import repeat_lines, repeats, replay_lines, replays
 from steadytorch import __version__, load_workload
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.race import judge
 from steadytorch.process.worker import Worker, WorkerFault

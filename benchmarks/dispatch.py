@@ -50,7 +50,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms import cuda_graph
 from steadytorch.tune.optimize import optimize
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.loading import load_workload
 from steadytorch.workload.workload import Workload
@@ -90,7 +90,7 @@ class Small(nn.Module):
 
 def serving(model: nn.Module, candidate: tuple[TransformSpec, ...], *inputs: Any) -> TunedModule:
     """Make a tuned module and run its first calls."""
-    tuned = TunedModule(model.eval(), lambda arrival: Resolution(candidate))
+    tuned = TunedModule(model.eval(), lambda context: Resolution(candidate))
     for _ in range(3):
         tuned(*inputs)
     assert tuned.report().hits == 3, str(tuned.report())
@@ -145,7 +145,7 @@ class Silent(nn.Module):
 def untuned_ways(model: nn.Module, folder: Path) -> dict[str, Callable[[], TunedModule]]:
     """Factories of tuned modules without a plan for the later calls."""
     workload = Workload(model, (torch.zeros(7, 7),))
-    session = Session(workload, Options(), None, folder / "stored")
+    session = Session(workload, SearchOptions(), None, folder / "stored")
     plan = kept_unmeasured(session, (TransformSpec("inference_mode"),))
     return {
         "bare": lambda: optimize(model, store=folder / "bare"),

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import torch
 
-from steadytorch.bench.worker import PAYLOAD
+from steadytorch.bench.bench_worker import PAYLOAD
 from steadytorch.conv.choices import read_choices
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.tune.conv import ConvReport, choose_engines
-from steadytorch.workload import travel
+from steadytorch.workload import serialization
 from steadytorch.workload.workload import Workload
 
 DEADLINE_S = 300
@@ -29,16 +29,16 @@ class ReplayHandler:
     """A fresh process with a built model, timed to its first result."""
 
     def __init__(self, directory: Path) -> None:
-        self._workload = travel.load(directory / PAYLOAD).to("cuda")
+        self._workload = serialization.load(directory / PAYLOAD).to("cuda")
         self._device = self._workload.device
         torch.ones(1, device="cuda").add_(1)
         torch.cuda.synchronize()
 
     def first(self, candidate: list[Any]) -> dict[str, Any]:
         """Time the import of the frontend, applying the candidate, and the first result."""
+        from steadytorch.conv.executables import MISSES
         from steadytorch.conv.handles import handle
         from steadytorch.conv.module import engine_convolutions
-        from steadytorch.conv.plans import MISSES
 
         specs = msgspec.convert(candidate, list[TransformSpec])
         began = time.perf_counter()
@@ -70,7 +70,7 @@ class ReplayHandler:
     def _plans_ms(self, convolutions: list[Any]) -> list[float]:
         """Time to make each distinct plan again, with its kernel already loaded."""
         from steadytorch.conv.choices import ATEN
-        from steadytorch.conv.plans import Plan
+        from steadytorch.conv.executables import EngineExecutable
 
         distinct = {
             (each.problem, each.choice.engine)
@@ -83,7 +83,7 @@ class ReplayHandler:
         for problem, engine in distinct:
             start = time.perf_counter()
             with contextlib.suppress(Exception):
-                Plan(problem, engine, self._device)
+                EngineExecutable(problem, engine, self._device)
                 taken.append((time.perf_counter() - start) * 1e3)
         return taken
 

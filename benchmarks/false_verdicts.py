@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 
 from steadytorch import __version__, load_workload
+from steadytorch.bench.bench_worker import WorkloadHandler, save_payload
 from steadytorch.bench.measure import start
-from steadytorch.bench.worker import WorkloadHandler, save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts
 from steadytorch.measure.race import Judgement, compare
 from steadytorch.process.worker import Worker

@@ -33,7 +33,7 @@ from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
-from steadytorch.kernels.thin_conv import thin_conv2d
+from steadytorch.kernels.small_channel_conv import thin_conv2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
 from steadytorch.tune.stem import fastest
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.runtime.dispatch import Arrival, Resolution
+from steadytorch.runtime.dispatch import CallContext, Resolution
 from steadytorch.runtime.module import TunedModule
 
 LIVE = (TransformSpec("inference_mode"),)
@@ -38,8 +38,8 @@ def network() -> nn.Module:
     return model
 
 
-def serve(arrival: Arrival) -> Resolution:
-    width = arrival.args[0].shape[-1]
+def serve(context: CallContext) -> Resolution:
+    width = context.args[0].shape[-1]
     return Resolution((LIVE, COPIED, None)[width % 3])
 
 

@@ -30,13 +30,13 @@ from torch import nn
 
 from cold_start import kept_unmeasured
 from steadytorch import __version__, load_workload, optimize
-from steadytorch.bench.worker import WorkloadHandler, own_errors, save_payload
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors, save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms import ambient, order
 from steadytorch.tune.conv import choose_engines
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
@@ -200,7 +200,7 @@ def store_plans(model: nn.Module, pictures: list[Any], candidate: Candidate, ask
         return ""
     folder = tempfile.mkdtemp(prefix="plans-", dir=asked.scratch)
     for picture in pictures:
-        session = Session(Workload(model, picture), Options(), asked.device, folder)
+        session = Session(Workload(model, picture), SearchOptions(), asked.device, folder)
         kept_unmeasured(session, candidate)
     return folder
 

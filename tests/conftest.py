@@ -143,13 +143,13 @@ def _kept_once(tmp_path_factory: pytest.TempPathFactory, keep_unmeasured: Any) -
 def _kept_in(store: Path, keep_unmeasured: Any) -> Path:
     from steadytorch import transforms
     from steadytorch.device.facts import load_facts
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
 
     text = "fold_batch_norm + channels_last + compile(default, freezing)"
     chosen = transforms.parse(text, load_facts("cpu"))
-    session = Session(Workload(_model(), (torch.ones(1, 3, 8, 8),)), Options(), "cpu", store)
+    session = Session(Workload(_model(), (torch.ones(1, 3, 8, 8),)), SearchOptions(), "cpu", store)
     plan = keep_unmeasured(session, chosen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

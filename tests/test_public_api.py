@@ -138,7 +138,7 @@ SIGNATURES = {
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
-        "bundle: 'bool' = False, watcher: 'Watcher | None' = None) -> 'Plan'"
+        "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None) -> 'Plan'"
     ),
 }
 

@@ -51,25 +51,25 @@ from rival_results import (
     failed_row,
     merge,
     read,
+    rounded_clocks,
     row_of,
-    told,
 )
 from rival_tables import markdown
 from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
 
 from steadytorch import __version__
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.ramp import RAMP_NS
-from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.tune.moves import describe
-from steadytorch.tune.prepare import Silent
-from steadytorch.tune.select import Options
+from steadytorch.tune.candidates import describe
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import NullListener
 from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -89,7 +89,7 @@ PROTOCOL = {
 """Timing parameters, stored with each workload so that old results stay described correctly."""
 
 
-class Timeline(Silent):
+class Timeline(NullListener):
     """Records the phases of a search, in seconds since its start."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def searched(
     case: Case, workload: Workload, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
     """Search; return a record of the findings, and the plan's file or None if it failed."""
-    options = Options(precision=case.precision, budget_s=budget_of(case, args.device))
+    options = SearchOptions(precision=case.precision, budget_s=budget_of(case, args.device))
     timeline = Timeline()
     try:
         session = Session(workload, options, args.device, folder / "store")
@@ -203,7 +203,7 @@ def _rows(
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
     else:
-        entry["clocks_mhz"] = told(counted)
+        entry["clocks_mhz"] = rounded_clocks(counted)
         entry["power"] = power_of(recording, ours.spans, ours.blocks.get("period", []), counted)
     return rows
 

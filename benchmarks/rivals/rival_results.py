@@ -92,7 +92,7 @@ def alone(series: dict[str, Series]) -> dict[str, Any]:
         "host_ms": _ms(float(np.median(host))) if (host := series["period"].host_ns) else None,
         "finding": None if finding is None else finding.title,
         "variance_share": None if finding is None else finding.variance_share,
-        "clocks_mhz": told(series["period"].clocks_mhz),
+        "clocks_mhz": rounded_clocks(series["period"].clocks_mhz),
         "outliers": [
             [round(each.sample_ns / period.median_ns, 3), each.cause] for each in period.outliers
         ],
@@ -185,7 +185,7 @@ def ratio(judgement: dict[str, Any] | None) -> float | None:
     return 1.0 + judgement["estimate"]
 
 
-def told(clocks_mhz: Sequence[float] | None) -> list[float | None] | None:
+def rounded_clocks(clocks_mhz: Sequence[float] | None) -> list[float | None] | None:
     """Round clocks to 0.1 MHz for JSON; unknown values and an empty list become None."""
     return [round(c, 1) if c == c else None for c in clocks_mhz] if clocks_mhz else None
 
@@ -214,8 +214,8 @@ def cause(ours: Row, power: dict[str, Any]) -> str:
     if finding is None:
         return "not attributed"
     at = [f"{power[k]:.0f} {unit}" for k, unit in UNITS.items() if power.get(k) is not None]
-    told = f"{finding} ({', '.join(at)})"
-    return told if power.get("variance_share") else f"not attributed; {told}"
+    cause_found = f"{finding} ({', '.join(at)})"
+    return cause_found if power.get("variance_share") else f"not attributed; {cause_found}"
 
 
 UNITS = {"sm_clock_mhz": "MHz", "power_watts": "W"}

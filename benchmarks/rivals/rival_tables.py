@@ -86,7 +86,7 @@ def effect(judgement: dict[str, Any] | None) -> str:
     return text
 
 
-def told(judgement: dict[str, Any] | None) -> str:
+def format_effect(judgement: dict[str, Any] | None) -> str:
     """Format an effect with its verdict."""
     return f"{effect(judgement)}, {judgement['verdict']}" if judgement else NONE
 
@@ -126,8 +126,8 @@ def row_cells(row: Row) -> list[str]:
         figure(row["setup_s"], ".1f"),
         figure(row["peak_mb"], ".0f"),
         figure(row["error"], ".1e") + (", wrong" if is_wrong(row) else NONE),
-        told(against(row, "period")),
-        told(against(row, "latency")),
+        format_effect(against(row, "period")),
+        format_effect(against(row, "latency")),
     ]
 
 
@@ -152,8 +152,8 @@ def summary_cells(document: Document, name: str) -> list[str]:
         name,
         f"`{plan}`",
         best["option"],
-        told(against(best, "period")),
-        told(against(best_of(rows, "latency_ms"), "latency")),
+        format_effect(against(best, "period")),
+        format_effect(against(best_of(rows, "latency_ms"), "latency")),
         figure(ours["p99_over_median"], ".3f"),
         figure(ours["cv"], ".2%"),
         cause(ours, entry.get("power") or {}),
@@ -170,8 +170,8 @@ def scattered(alone: dict[str, Any] | None) -> str:
     if alone is None or alone["cv"] <= CV_LIMIT:
         return figure((alone or {}).get("cv"), ".2%")
     causes = Counter(cause for _, cause in alone.get("outliers", ())).most_common()
-    told = [f"{count} {cause}" for cause, count in causes]
-    return ", ".join([f"{alone['cv']:.2%}", *filter(None, [alone.get("finding")]), *told])
+    counts = [f"{count} {cause}" for cause, count in causes]
+    return ", ".join([f"{alone['cv']:.2%}", *filter(None, [alone.get("finding")]), *counts])
 
 
 def beyond(alone: dict[str, Any] | None) -> float | None:

@@ -12,10 +12,10 @@ import torch
 from rival_options import OPTIONS, Call
 
 import steadytorch as steady
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
 from steadytorch.bench.counting import counted_of, counting
-from steadytorch.bench.worker import WorkloadHandler, own_errors
 from steadytorch.measure.sampler import warm_up
-from steadytorch.tune.worker import REFERENCE
+from steadytorch.tune.tuning_worker import REFERENCE
 from steadytorch.verification.verify import verify
 
 SETTLING_NS = 4e6

@@ -9,8 +9,8 @@ import msgspec
 import psutil
 import pytest
 
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.bench.series import Series
-from steadytorch.bench.worker import SetUp
 from steadytorch.device.recording import Recording
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import WorkerFault

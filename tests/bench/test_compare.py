@@ -7,8 +7,8 @@ import pytest
 
 import steadytorch
 from steadytorch.bench import compare as module
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.bench.compare import compare_live
-from steadytorch.bench.worker import SetUp
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault

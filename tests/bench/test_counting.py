@@ -13,8 +13,8 @@ from torch import nn
 
 from steadytorch import transforms
 from steadytorch.bench import counting as module
+from steadytorch.bench.bench_worker import Series, WorkloadHandler, save_payload
 from steadytorch.bench.counting import COUNTED_FROM_NS, UNCOUNTED, counted_of, counting, noted
-from steadytorch.bench.worker import Series, WorkloadHandler, save_payload
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UnsupportedError
 from steadytorch.measure.sampler import CudaSampler, HostSampler

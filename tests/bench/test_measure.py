@@ -9,8 +9,8 @@ from scipy.stats import t as student
 
 import steadytorch
 from steadytorch.bench import measure as module
+from steadytorch.bench.bench_worker import STOP, BrokenOff, SetUp
 from steadytorch.bench.measure import measure, t_interval
-from steadytorch.bench.worker import STOP, BrokenOff, SetUp
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import WarmUp
@@ -173,9 +173,9 @@ def test_a_later_process_that_dies_leaves_the_earlier_ones(tiny, scripted, answe
 
 def test_a_later_process_that_fails_while_warming_up_is_not_mixed_in(tiny, scripted, answer):
     """Its calls were timed as latencies, not as periods."""
-    from steadytorch.process.messages import Raised
+    from steadytorch.process.messages import RemoteException
 
-    fault = WorkerFault(Fault.RAISED, "ValueError: no", raised=Raised("ValueError", "no"))
+    fault = WorkerFault(Fault.RAISED, "ValueError: no", raised=RemoteException("ValueError", "no"))
     broken = BrokenOff(SetUp(0.1, WarmUp(1, 3, 1, 1), 1), answer.series([9 * MS] * 3))
     scripted(
         module,

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from steadytorch.bench.series import Series
-from steadytorch.bench.sustained_runs import DWELL_S, PROBE_S, ROUNDS, dwells
+from steadytorch.bench.sustained_runs import PROBE_S, ROUNDS, SUSTAINED_S, run_sustained
 from steadytorch.device.recording import Recording, mask_of
-from steadytorch.results.compare import Dwell, effect_of
+from steadytorch.results.compare import SustainedRun, effect_of
 
 MS = 1_000_000
 
@@ -44,28 +44,28 @@ class Sides:
 
 def test_without_a_power_limit_nothing_is_repeated():
     sides = Sides((10 * MS, 10 * MS), held=("gpu_idle",))
-    assert dwells(sides, Random(0)) == ()
+    assert run_sustained(sides, Random(0)) == ()
     assert sides.asked == [(0, PROBE_S), (1, PROBE_S)]
 
 
 @pytest.mark.parametrize("held_side", [0, 1])
 def test_both_sides_run_by_themselves_where_power_holds_either(held_side):
     sides = Sides((10 * MS, 12 * MS), held_side=held_side)
-    found = dwells(sides, Random(0))
-    assert sorted(dwell.side for dwell in found) == ["a"] * ROUNDS + ["b"] * ROUNDS
-    assert [seconds for _, seconds in sides.asked[-len(found) :]] == [DWELL_S] * len(found)
+    found = run_sustained(sides, Random(0))
+    assert sorted(run.side for run in found) == ["a"] * ROUNDS + ["b"] * ROUNDS
+    assert [seconds for _, seconds in sides.asked[-len(found) :]] == [SUSTAINED_S] * len(found)
 
 
 def test_the_order_within_a_round_is_drawn():
     orders = {
-        tuple(dwell.side for dwell in dwells(Sides((10 * MS, 12 * MS)), Random(seed)))
+        tuple(run.side for run in run_sustained(Sides((10 * MS, 12 * MS)), Random(seed)))
         for seed in range(20)
     }
     assert len(orders) == 4
 
 
 def test_only_what_the_clock_settled_at_counts():
-    found = dwells(Sides((10 * MS, 12 * MS)), Random(0))
+    found = run_sustained(Sides((10 * MS, 12 * MS)), Random(0))
     assert {(d.side, d.median_ns, d.sm_clock_mhz) for d in found} == {
         ("a", 10 * MS, 1620),
         ("b", 12 * MS, 1620),
@@ -73,7 +73,7 @@ def test_only_what_the_clock_settled_at_counts():
 
 
 def test_the_effect_is_the_mean_over_rounds():
-    found = [Dwell("a", 10, 100, None), Dwell("b", 10, 110, None)]
-    again = [Dwell("b", 10, 100 / 1.1, None), Dwell("a", 10, 100, None)]
+    found = [SustainedRun("a", 10, 100, None), SustainedRun("b", 10, 110, None)]
+    again = [SustainedRun("b", 10, 100 / 1.1, None), SustainedRun("a", 10, 100, None)]
     assert effect_of(found) == pytest.approx(0.1)
     assert effect_of([*found, *again]) == pytest.approx(0.0)

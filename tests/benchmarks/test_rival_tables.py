@@ -118,8 +118,8 @@ def test_the_heading_names_what_it_was_measured_on_once():
 
 def test_a_verdict_without_an_interval_shows_none():
     early = {**judgement(-0.1, "undecided"), "low": None, "high": None}
-    assert rival_tables.told(early) == "-10.0 %, undecided"
-    assert rival_tables.told(None) == ""
+    assert rival_tables.format_effect(early) == "-10.0 %, undecided"
+    assert rival_tables.format_effect(None) == ""
 
 
 def test_the_readme_has_a_line_a_workload():

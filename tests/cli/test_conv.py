@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from steadytorch.conv.choose import Outcome
+from steadytorch.conv.choose import ConvOutcome
 from steadytorch.conv.timing import Measured
 from steadytorch.device import facts as device_facts
 from steadytorch.device.facts import DeviceFacts
@@ -58,7 +58,7 @@ def chosen(workload, facts, plans, *, prefix=(), **asked):
         Layer.of(
             tuple(names),
             problem.key,
-            Outcome(problem.key, "eng1", 80_000.0, 60_000.0, 40_000.0, (engine,), 0.1),
+            ConvOutcome(problem.key, "eng1", 80_000.0, 60_000.0, 40_000.0, (engine,), 0.1),
             problem.operations,
             problem.traffic_bytes,
         )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steadytorch.bench import measure as module
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.bench.measure import HostBlock, MeasureResult, ProcessMeasurement
-from steadytorch.bench.worker import SetUp
 from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.measure.sampler import WarmUp

@@ -19,7 +19,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.serve.plan import Plan, load_plan
 from steadytorch.tune import reverify as engine
 from steadytorch.tune.reverify import Reverified
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 
 from .conftest import only_line
@@ -42,7 +42,7 @@ EVIDENCE = Evidence(
 def _plan(spec="tiny.py:small", **key_fields):
     """A plan for the workload, keyed as `steady tune` would key it; no search."""
     loaded = options.load(spec, batch=None, inputs=(), train=False, seed=0)
-    session = Session(loaded, Options(), "cpu")
+    session = Session(loaded, SearchOptions(), "cpu")
     return Plan(
         name=loaded.name,
         signature=loaded.signature(),

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
 from steadytorch.conv.frontend import Target
 from steadytorch.conv.problem import ConvProblem, strides
@@ -24,7 +24,7 @@ SCRATCH_BYTES = 64
 
 
 def _at(address: int, shape: tuple[int, ...], problem: ConvProblem) -> torch.Tensor:
-    dtype = plans.DTYPES[problem.number]
+    dtype = executables.DTYPES[problem.number]
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
     flat = len(shape) == 1
@@ -81,11 +81,11 @@ class FakeHandle:
 
 def fake(patch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """Makes plans from fake graphs and lets CPU tensors pass as GPU tensors."""
-    patch.setattr(plans, "MISSES", {})
-    patch.setattr(plans, "handle", lambda device: FakeHandle())
-    patch.setattr(plans, "target", lambda device: Target(get_ident(), None, "9.0"))
-    patch.setattr(plans, "version", lambda: 91900)
-    patch.setattr(plans, "Graph", FakeGraph)
+    patch.setattr(executables, "MISSES", {})
+    patch.setattr(executables, "handle", lambda device: FakeHandle())
+    patch.setattr(executables, "target", lambda device: Target(get_ident(), None, "9.0"))
+    patch.setattr(executables, "version", lambda: 91900)
+    patch.setattr(executables, "Graph", FakeGraph)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     patch.setattr(FakeGraph, "runs", [])
@@ -98,6 +98,6 @@ def fake(patch: pytest.MonkeyPatch) -> type[FakeGraph]:
 def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeGraph]]:
     """See `fake`; no thread knows any plan."""
     found = fake(monkeypatch)
-    plans.RUNNERS.known.clear()
+    executables.RUNNERS.known.clear()
     yield found
-    plans.RUNNERS.known.clear()
+    executables.RUNNERS.known.clear()

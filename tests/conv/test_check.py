@@ -8,7 +8,7 @@ import torch
 
 from steadytorch.conv.check import operands, verify
 from steadytorch.conv.engines import OUTPUT
-from steadytorch.conv.plans import DTYPES, empty
+from steadytorch.conv.executables import DTYPES, empty
 from steadytorch.conv.problem import parse
 
 SHAPES = "i2x16x9x9/w8x4x3x3/s2x2/p1x1/d1x1/g4"
@@ -40,9 +40,9 @@ def test_float32_is_computed_as_the_problem_says_and_the_setting_stays(
     from steadytorch.conv import check
 
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    seen, plain = [], check.plain
+    seen, plain = [], check.aten_conv
     monkeypatch.setattr(
-        check, "plain", lambda *given: seen.append(conv.fp32_precision) or plain(*given)
+        check, "aten_conv", lambda *given: seen.append(conv.fp32_precision) or plain(*given)
     )
     before = conv.fp32_precision
     conv.fp32_precision = ambient

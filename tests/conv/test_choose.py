@@ -12,16 +12,16 @@ from steadytorch.conv import timing
 from steadytorch.conv.blocks import Flush
 from steadytorch.conv.check import operands
 from steadytorch.conv.choices import ATEN, read_choice
-from steadytorch.conv.choose import Options, choose, first_sound, is_cold, variants
+from steadytorch.conv.choose import ChoiceOptions, choose, first_sound, is_cold, variants
 from steadytorch.conv.engines import OUTPUT, Engine
-from steadytorch.conv.plans import DTYPES, empty
+from steadytorch.conv.executables import DTYPES, empty
 from steadytorch.conv.problem import parse
 from steadytorch.errors import UnsupportedError
 
 STEM = "fprop/bias_relu/fp16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
 PLAIN = parse("fprop/bias/fp32/last/i1x8x4x4/w8x8x1x1/s1x1/p0x0/d1x1/g1")
 CPU = torch.device("cpu")
-WARM = Options(cold=False)
+WARM = ChoiceOptions(cold=False)
 MEDIANS_NS = {"eng1": 900.0, "eng2": 1000.0, "eng3": 1010.0}
 """The first is the fastest, so it must not be chosen if it raises."""
 BUILT, VERIFIED, RECORDED, SCREENED, RACED = 0, 1, 3, 6, 10
@@ -50,7 +50,7 @@ class Lab:
         self.excluded: dict[str, str] = {}
         lab = self
 
-        class Plan:
+        class EngineExecutable:
             workspace_bytes = 0
 
             def __init__(self, problem: Any, engine: str, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Lab:
                 for index, name in enumerate(MEDIANS_NS)
             ]
 
-        monkeypatch.setattr(choosing, "Plan", Plan)
+        monkeypatch.setattr(choosing, "EngineExecutable", EngineExecutable)
         monkeypatch.setattr(choosing, "target", lambda device: None)
         monkeypatch.setattr(choosing, "list_engines", offered)
         monkeypatch.setattr(choosing, "time", SimpleNamespace(perf_counter=lambda: lab.clock_s))
@@ -208,7 +208,7 @@ def test_what_is_of_the_whole_problem_is_raised(lab, monkeypatch):
 
 def test_where_half_of_the_time_is_over_no_more_engines_are_built(lab):
     lab.build_s = 3.0
-    found = choose(PLAIN, CPU, Options(cold=False, seconds=8.0))
+    found = choose(PLAIN, CPU, ChoiceOptions(cold=False, seconds=8.0))
     assert lab.built == ["eng1", "eng2"]
     assert list(left_out(found)) == ["any other"]
 
@@ -263,7 +263,7 @@ def test_the_cache_is_flushed_of_all_but_the_input_where_the_network_is_cold(
 ):
     properties = SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    choose(PLAIN, CPU, Options(cold=cold))
+    choose(PLAIN, CPU, ChoiceOptions(cold=cold))
     assert len(lab.flushes) > 4 * len(MEDIANS_NS)
     (flush,) = set(lab.flushes)
     if cold:
@@ -281,7 +281,7 @@ def test_a_network_is_cold_where_its_tensors_overflow_the_cache(monkeypatch, cou
 
 
 def test_few_channels_are_padded():
-    found = {str(choice): problem for problem, choice in variants(parse(STEM), Options())}
+    found = {str(choice): problem for problem, choice in variants(parse(STEM), ChoiceOptions())}
     assert set(found) == {"", "c4:", "c8:"}
     assert found["c4:"].input == (8, 4, 64, 64)
     assert found["c4:"].weight == (64, 4, 7, 7)
@@ -293,14 +293,17 @@ def test_few_channels_are_padded():
     [STEM.replace("x3x", "x64x"), STEM.replace("last", "first"), STEM.replace("fp16", "fp32")],
 )
 def test_others_are_not_padded(key):
-    assert len(list(variants(parse(key), Options()))) == 1
+    assert len(list(variants(parse(key), ChoiceOptions()))) == 1
 
 
 def test_weights_that_go_on_changing_are_not_padded():
-    assert len(list(variants(parse(STEM), Options(padded=False)))) == 1
+    assert len(list(variants(parse(STEM), ChoiceOptions(padded=False)))) == 1
 
 
 def test_the_other_half_is_tried_where_that_is_allowed():
     problem = parse(STEM.replace("fp16", "bf16"))
-    assert {p.number for p, _ in variants(problem, Options())} == {"bf16"}
-    assert {p.number for p, _ in variants(problem, Options(other_half=True))} == {"bf16", "fp16"}
+    assert {p.number for p, _ in variants(problem, ChoiceOptions())} == {"bf16"}
+    assert {p.number for p, _ in variants(problem, ChoiceOptions(other_half=True))} == {
+        "bf16",
+        "fp16",
+    }

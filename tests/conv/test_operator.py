@@ -9,7 +9,7 @@ from torch import nn
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.conv.choices import Choice
 from steadytorch.conv.module import EngineConv
 from steadytorch.conv.operator import conv_engine, conv_engine_eagerly
@@ -157,12 +157,12 @@ def right(x, w, b, z):
     return torch.relu(torch.conv2d(x, w, b, padding=1) + z)
 
 
-@pytest.mark.parametrize("dtype", plans.NUMBERS)
+@pytest.mark.parametrize("dtype", executables.NUMBERS)
 def test_an_engine_runs_what_it_was_made_for(cudnn, dtype):
     given = posed(dtype=dtype)
     torch.testing.assert_close([called(*given) for _ in range(3)], [right(*given)] * 3)
     assert len(cudnn.runs) == 3
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 def test_an_engine_that_is_gone_is_one_miss_and_the_other_still_runs(cudnn, caplog):
@@ -171,7 +171,7 @@ def test_an_engine_that_is_gone_is_one_miss_and_the_other_still_runs(cudnn, capl
         torch.testing.assert_close(called(*given, GONE), right(*given))
         torch.testing.assert_close(called(*other), right(*other))
     assert len(cudnn.runs) == 2
-    (problem,) = plans.MISSES
+    (problem,) = executables.MISSES
     assert "/i2x8x9x9/" in problem
     (record,) = caplog.records
     assert f"PyTorch runs {problem} in place of {GONE}: this cuDNN has no plan" in record.message
@@ -193,7 +193,7 @@ def test_what_no_engine_takes_is_a_miss_and_right(cudnn, caplog, change, reason)
     torch.testing.assert_close(called(*given), right(x, w, b, z))
     called(*given)
     assert len(cudnn.runs) == 1
-    assert reason in next(iter(plans.MISSES.values()))
+    assert reason in next(iter(executables.MISSES.values()))
     assert len(caplog.records) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_gradient_whose_engine_is_gone_is_a_miss_and_right(cudnn):
     seed = torch.randn_like(y)
     expected = torch.autograd.grad(torch.conv2d(x, w, b, padding=1), (x, w), seed)
     torch.testing.assert_close(torch.autograd.grad(y, (x, w), seed), expected)
-    (problem,) = plans.MISSES
+    (problem,) = executables.MISSES
     assert problem.startswith("dgrad/none/")
 
 
@@ -235,7 +235,7 @@ def test_threads_that_call_at_once_get_their_own_results(cudnn):
         thread.join()
     assert wrong == []
     assert len(cudnn.runs) == 4 * 30 * 3
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 class Seen(TorchDispatchMode):
@@ -283,7 +283,7 @@ def test_a_convolution_as_a_module_runs_its_engine(cudnn, choice):
         with torch.set_grad_enabled(recorded):
             torch.testing.assert_close(module(x, z), right(x, w, b, z), atol=bound, rtol=bound)
     assert len(cudnn.runs) == 2
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 @pytest.mark.filterwarnings("ignore")

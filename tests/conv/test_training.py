@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steadytorch.conv.choices import Choice, read_choice
-from steadytorch.conv.plans import number_of
+from steadytorch.conv.executables import number_of
 from steadytorch.conv.problem import parse
-from steadytorch.conv.training import Engines, Recorder, equip
+from steadytorch.conv.training import Engines, ProblemRecorder, equip
 
 CHANNELS_LAST = torch.channels_last
 KEYS = {
@@ -239,7 +239,7 @@ def test_what_pytorch_refuses_it_refuses_in_the_same_words():
 
 
 def test_the_recorder_notes_each_pass_that_a_step_takes():
-    recorder, model = Recorder(), net()
+    recorder, model = ProblemRecorder(), net()
     model.wide.requires_grad_(False)
     equip(model, recorder)(image())
     noted = [(p.operation, p.epilogue, *names) for p, names in recorder.found.items()]
@@ -253,7 +253,7 @@ def test_the_recorder_notes_each_pass_that_a_step_takes():
 
 
 def test_what_was_recorded_is_what_is_looked_up(asked):
-    recorder, model = Recorder(), net(CHANNELS_LAST)
+    recorder, model = ProblemRecorder(), net(CHANNELS_LAST)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         equip(copy.deepcopy(model), recorder)(image())
         choices = {problem.key: Choice(f"eng{n}") for n, problem in enumerate(recorder.found)}
@@ -263,13 +263,13 @@ def test_what_was_recorded_is_what_is_looked_up(asked):
 
 
 def test_a_copy_of_a_model_reports_to_the_same_recorder():
-    recorder = Recorder()
+    recorder = ProblemRecorder()
     copy.deepcopy(equip(net(), recorder))(image())
     assert len(recorder.found) == 8
 
 
 def test_without_gradients_the_forward_pass_alone_is_noted():
-    recorder = Recorder()
+    recorder = ProblemRecorder()
     with torch.no_grad():
         equip(net(), recorder)(image())
     assert {problem.operation for problem in recorder.found} == {"fprop"}

@@ -111,7 +111,7 @@ def unexpected(finding: str, result: Explanation) -> set[str]:
     return ids(result) - allowed - {finding}
 
 
-def told(result: Explanation) -> str:
+def format_findings(result: Explanation) -> str:
     """All findings with their evidence, for the message of a failed test."""
     return "\n".join(f"{f.id}: {f.title}; {'; '.join(f.evidence)}" for f in result.findings)
 

@@ -108,7 +108,7 @@ def test_the_slow_workload_provokes_its_finding_alone(others, finding):
     as_expected = finding in provoked.ids(result) and not provoked.unexpected(finding, result)
     if not as_expected and finding != "cpu-contention" and disturbed(finding, others):
         pytest.skip(f"other programs had {others():.0%} of the cores")
-    assert as_expected, provoked.told(result)
+    assert as_expected, provoked.format_findings(result)
 
 
 @each
@@ -117,4 +117,4 @@ def test_the_mended_workload_does_not_have_it(others, finding):
     as_expected = finding not in provoked.ids(result)
     if not as_expected and disturbed(finding, others):
         pytest.skip(f"other programs had {others():.0%} of the cores")
-    assert as_expected, provoked.told(result)
+    assert as_expected, provoked.format_findings(result)

@@ -9,12 +9,12 @@ import numpy as np
 import psutil
 import pytest
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.recording import Recording
 from steadytorch.errors import UsageError
-from steadytorch.explain import worker as in_worker
+from steadytorch.explain import explain_worker as in_worker
 from steadytorch.explain.capture import capture, element_types
-from steadytorch.explain.worker import ExplainHandler, Profiled
+from steadytorch.explain.explain_worker import ExplainHandler, Profiled
 from steadytorch.traces.events import Category
 from steadytorch.traces.reader import read_trace
 from steadytorch.workload.loading import load_workload

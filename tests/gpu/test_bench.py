@@ -49,5 +49,5 @@ def test_sides_that_a_power_limit_holds_run_by_themselves_too():
     found = compare_live((products(), (), "a"), (products(), (), "b"), device="cuda")
     if not found.dwells:
         pytest.skip("no power limit was reached on this GPU")
-    assert [dwell.side for dwell in found.dwells].count("a") == ROUNDS
-    assert all(dwell.sm_clock_mhz > 0 for dwell in found.dwells)
+    assert [run.side for run in found.dwells].count("a") == ROUNDS
+    assert all(run.sm_clock_mhz > 0 for run in found.dwells)

@@ -11,14 +11,14 @@ from torch import nn
 
 pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.conv.check import addresses, operands, verify
 from steadytorch.conv.choices import Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, choose
+from steadytorch.conv.choose import ChoiceOptions, choose
 from steadytorch.conv.engines import OUTPUT, Filters, Graph, list_engines
+from steadytorch.conv.executables import EngineExecutable
 from steadytorch.conv.handles import handle, target
 from steadytorch.conv.operator import conv_engine
-from steadytorch.conv.plans import Plan
 from steadytorch.conv.problem import parse
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
@@ -48,8 +48,8 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def no_misses():
     """None noted, and no convolution known to be one."""
-    plans.MISSES.clear()
-    plans.RUNNERS.known.clear()
+    executables.MISSES.clear()
+    executables.RUNNERS.known.clear()
 
 
 @pytest.fixture
@@ -73,7 +73,9 @@ def test_engines_compute_what_pytorch_computes(key):
     bound = 3 * given.error_of(given.by_pytorch()) + 1e-6
     usable = [e for e in list_engines(problem, target(DEVICE)) if e.excluded is None]
     assert usable
-    reasons = [verify(Plan(problem, e.name, DEVICE), given, bound).fault for e in usable[:6]]
+    reasons = [
+        verify(EngineExecutable(problem, e.name, DEVICE), given, bound).fault for e in usable[:6]
+    ]
     assert None in reasons, reasons
 
 
@@ -98,12 +100,12 @@ def error(result: torch.Tensor) -> float:
 
 def test_the_heuristics_engine_runs():
     assert error(conv_engine(*arguments(), "", "", "")) < 1e-3
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 def test_a_name_that_is_gone_falls_back_and_is_noted():
     assert error(conv_engine(*arguments(), "eng999_k1=1", "", "")) < 1e-3
-    assert "eng999_k1=1" in next(iter(plans.MISSES.values()))
+    assert "eng999_k1=1" in next(iter(executables.MISSES.values()))
 
 
 def test_an_address_that_is_not_aligned_falls_back():
@@ -111,7 +113,7 @@ def test_an_address_that_is_not_aligned_falls_back():
     memory = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
     shifted = memory[1:].as_strided(x.shape, x.stride()).copy_(x)
     assert error(conv_engine(shifted, *rest, "", "", "")) < 1e-3
-    assert "multiple of 16 bytes" in next(iter(plans.MISSES.values()))
+    assert "multiple of 16 bytes" in next(iter(executables.MISSES.values()))
 
 
 def test_an_engine_that_cudnn_refuses_to_run_falls_back_and_is_noted(monkeypatch, caplog):
@@ -122,8 +124,8 @@ def test_an_engine_that_cudnn_refuses_to_run_falls_back_and_is_noted(monkeypatch
         refusing.setattr(Graph, "execute", refuse)
         found = [conv_engine(*arguments(), "", "", "") for _ in range(2)]
     assert max(map(error, found)) < 1e-3
-    assert [key.split("/")[1] for key in plans.MISSES] == ["add_bias_relu"]
-    assert "CUDNN_STATUS_EXECUTION_FAILED" in next(iter(plans.MISSES.values()))
+    assert [key.split("/")[1] for key in executables.MISSES] == ["add_bias_relu"]
+    assert "CUDNN_STATUS_EXECUTION_FAILED" in next(iter(executables.MISSES.values()))
     assert len([r for r in caplog.records if "in place of" in r.getMessage()]) == 1
 
 
@@ -133,7 +135,7 @@ def test_float64_is_run_by_pytorch_and_noted(ran):
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.relu(torch.conv2d(x, w, b, padding=1) + z))
     assert ran == []
-    assert "torch.float64" in next(iter(plans.MISSES.values()))
+    assert "torch.float64" in next(iter(executables.MISSES.values()))
 
 
 def test_an_add_without_a_bias_is_run_by_pytorch_and_noted(ran):
@@ -142,7 +144,7 @@ def test_an_add_without_a_bias_is_run_by_pytorch_and_noted(ran):
     wide = torch.relu(torch.conv2d(x.double(), w.double(), padding=1) + z.double())
     assert float((found.double() - wide).norm() / wide.norm()) < 1e-3
     assert ran == []
-    assert "bias False, add True" in next(iter(plans.MISSES.values()))
+    assert "bias False, add True" in next(iter(executables.MISSES.values()))
 
 
 def test_a_recorded_call_replays_bit_for_bit():
@@ -182,7 +184,7 @@ def test_gradients_by_engines_are_those_of_pytorch():
     torch.relu(torch.conv2d(own[0], own[1], own[2], padding=1) + own[3]).sum().backward()
     for mine, wide in zip(leaves, own, strict=True):
         assert float((mine.grad.double() - wide.grad).norm() / wide.grad.norm()) < 5e-3
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -198,12 +200,12 @@ def test_the_operator_passes_through_the_compiler_whole():
 
 def test_a_choice_is_fast_verified_and_kept():
     problem = parse(PROBLEMS[2])
-    first = choose(problem, DEVICE, Options(seconds=5))
+    first = choose(problem, DEVICE, ChoiceOptions(seconds=5))
     chosen = next(e for e in first.engines if e.choice == first.choice)
     assert chosen.excluded is None
     timed = [e for e in first.engines if e.median_ns is not None]
     assert {"aten", "aten, benchmark mode"} <= {e.choice for e in timed}
-    again = choose(problem, DEVICE, Options(seconds=5, seed=1), read_choice(first.choice))
+    again = choose(problem, DEVICE, ChoiceOptions(seconds=5, seed=1), read_choice(first.choice))
     assert again.choice == first.choice
 
 
@@ -217,8 +219,8 @@ def test_a_plan_made_by_itself_is_the_one_of_the_list(key):
         for graph in (Graph(problem, where), Graph(problem, where, name)):
             index = graph.names.index(name)
             scratch = torch.empty(graph.build(index), dtype=torch.uint8, device=DEVICE)
-            shape, dtype = tuple(given.reference.shape), plans.DTYPES[problem.number]
-            result = plans.empty(shape, dtype, DEVICE, problem.layout)
+            shape, dtype = tuple(given.reference.shape), executables.DTYPES[problem.number]
+            result = executables.empty(shape, dtype, DEVICE, problem.layout)
             pointers = addresses(given) | {OUTPUT: result.data_ptr()}
             graph.execute(index, pointers, scratch.data_ptr(), handle(DEVICE).on_current_stream())
             results.append(result)
@@ -227,17 +229,17 @@ def test_a_plan_made_by_itself_is_the_one_of_the_list(key):
 
 def test_an_earlier_choice_that_is_far_behind_leaves():
     problem = parse(PROBLEMS[2])
-    first = choose(problem, DEVICE, Options(seconds=5))
+    first = choose(problem, DEVICE, ChoiceOptions(seconds=5))
     timed = [e for e in first.engines if e.median_ns and not e.choice.startswith("aten")]
     slowest = max(timed, key=lambda e: e.median_ns or 0.0)
-    again = choose(problem, DEVICE, Options(seconds=5), read_choice(slowest.choice))
+    again = choose(problem, DEVICE, ChoiceOptions(seconds=5), read_choice(slowest.choice))
     kept = (slowest.median_ns or 0.0) < 1.1 * (first.chosen_ns or 0.0)
     assert kept or again.choice != slowest.choice
 
 
 def test_fp16_in_place_of_bf16_is_as_exact_and_runs_in_a_network():
     key = "fprop/bias_relu/bf16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
-    found = choose(parse(key), DEVICE, Options(seconds=5, other_half=True))
+    found = choose(parse(key), DEVICE, ChoiceOptions(seconds=5, other_half=True))
     errors = {e.choice: e.error or 0.0 for e in found.engines if e.median_ns}
     halves = [name for name in errors if "fp16:" in name]
     assert halves
@@ -255,7 +257,7 @@ def test_fp16_in_place_of_bf16_is_as_exact_and_runs_in_a_network():
     with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
         result = made.model(*workload.inputs)
     assert float((result.double() - wide).norm() / wide.norm()) < 2e-2
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 class Block(nn.Module):
@@ -289,7 +291,7 @@ def test_the_transform_serves_a_network(pad, graph):
     with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
         found = made.model(*workload.inputs)
     assert float((found.double() - wide).norm() / wide.norm()) < 3e-3
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 STEM = "fprop/bias_relu/fp16/last/i8x3x64x64/w64x3x7x7/s2x2/p3x3/d1x1/g1"
@@ -301,7 +303,7 @@ def test_in_a_network_the_convolution_whose_engine_is_gone_is_the_one_that_misse
     with torch.no_grad():
         wide = workload.model.double()(workload.inputs[0].double())
         workload.model.float()
-    there = Plan(parse(BRANCH), "", DEVICE).name
+    there = EngineExecutable(parse(BRANCH), "", DEVICE).name
     choices = write_choices({STEM: Choice("eng999_k1=1"), BRANCH: Choice(there)})
     specs = [
         TransformSpec("fold_batch_norm"),
@@ -312,8 +314,8 @@ def test_in_a_network_the_convolution_whose_engine_is_gone_is_the_one_that_misse
     with applied_in_order([create(spec) for spec in specs], workload) as made, torch.no_grad():
         results = [made.model(*workload.inputs) for _ in range(3)]
     assert ran == [BRANCH] * 3
-    assert list(plans.MISSES) == [STEM]
-    assert "eng999_k1=1" in plans.MISSES[STEM]
+    assert list(executables.MISSES) == [STEM]
+    assert "eng999_k1=1" in executables.MISSES[STEM]
     assert len([r for r in caplog.records if "in place of eng999_k1=1" in r.getMessage()]) == 1
     for result in results:
         assert float((result.double() - wide).norm() / wide.norm()) < 3e-3

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("cudnn", reason="needs the extra steadytorch[cudnn]")
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
+from steadytorch.conv.aten_fallback import aten_conv_grad
 from steadytorch.conv.choices import read_choices
-from steadytorch.conv.choose import Options, choose
-from steadytorch.conv.plain import plain_grad
+from steadytorch.conv.choose import ChoiceOptions, choose
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import load_facts
 from steadytorch.results.candidate import TransformSpec
@@ -78,7 +78,7 @@ def workload(dtype: torch.dtype, layout: torch.memory_format) -> Workload:
 
 @pytest.fixture(autouse=True)
 def no_misses():
-    plans.MISSES.clear()
+    executables.MISSES.clear()
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_steps_by_chosen_engines_are_as_exact_as_those_of_eager(dtype, layout, p
         found = steps(applied.model, list(given.model.parameters()), x)
     for by_engines, by_eager, right in zip(found, expected, reference, strict=True):
         assert worst(by_engines, right) <= 2 * worst(by_eager, right) + 1e-6
-    assert plans.MISSES == {}
+    assert executables.MISSES == {}
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
@@ -151,7 +151,7 @@ def test_without_choices_cudnns_first_suggestion_trains(dtype, ieee):
 
 @pytest.mark.parametrize("key", GRADIENTS)
 def test_an_engine_of_a_gradient_is_verified_beside_pytorchs_own(key):
-    found = choose(parse(key), DEVICE, Options(seconds=4))
+    found = choose(parse(key), DEVICE, ChoiceOptions(seconds=4))
     best = next(e for e in found.engines if e.choice == found.choice)
     assert best.excluded is None
     assert best.error is not None
@@ -198,5 +198,7 @@ def test_pytorchs_own_gradient_runs_the_kernels_that_it_runs_in_training(operati
         return sorted(event.key for event in seen.key_averages() if event.device_time_total)
 
     trained = kernels(lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True))
-    assert kernels(lambda: plain_grad(*operands, shapes, geometry, operation, layout)) == trained
+    assert (
+        kernels(lambda: aten_conv_grad(*operands, shapes, geometry, operation, layout)) == trained
+    )
     assert trained

@@ -52,17 +52,17 @@ def explained(finding: str, factory: str) -> Any:
 @pytest.mark.parametrize("finding", provoked.ON_GPU)
 def test_the_slow_workload_provokes_its_finding_alone(finding):
     result = explained(finding, "slow")
-    assert finding in provoked.ids(result), provoked.told(result)
-    assert not provoked.unexpected(finding, result), provoked.told(result)
+    assert finding in provoked.ids(result), provoked.format_findings(result)
+    assert not provoked.unexpected(finding, result), provoked.format_findings(result)
 
 
 @pytest.mark.parametrize("finding", provoked.ON_GPU)
 def test_the_mended_workload_does_not_have_it(finding):
     result = explained(finding, "mended")
-    assert finding not in provoked.ids(result), provoked.told(result)
+    assert finding not in provoked.ids(result), provoked.format_findings(result)
 
 
 def test_memory_bound_is_found_on_a_gpu_as_well():
     result = explained("memory-bound", "slow")
-    assert "memory-bound" in provoked.ids(result), provoked.told(result)
+    assert "memory-bound" in provoked.ids(result), provoked.format_findings(result)
     assert not provoked.unexpected("memory-bound", result) - {"tensor-cores-unused"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
@@ -56,9 +56,11 @@ def tf32(monkeypatch):
 def launched(monkeypatch):
     """How many times a program was launched."""
     count = []
-    call = room.Fused.__call__
+    call = room.PreparedConvReluMaxPool.__call__
     monkeypatch.setattr(
-        room.Fused, "__call__", lambda self, *given: count.append(1) or call(self, *given)
+        room.PreparedConvReluMaxPool,
+        "__call__",
+        lambda self, *given: count.append(1) or call(self, *given),
     )
     return count
 

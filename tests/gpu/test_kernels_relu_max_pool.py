@@ -64,9 +64,11 @@ def same(found, expected):
 def launched(monkeypatch):
     """How many times a program was launched."""
     count = []
-    call = relu_max_pool.Fused.__call__
+    call = relu_max_pool.PreparedReluMaxPool.__call__
     monkeypatch.setattr(
-        relu_max_pool.Fused, "__call__", lambda self, x: count.append(1) or call(self, x)
+        relu_max_pool.PreparedReluMaxPool,
+        "__call__",
+        lambda self, x: count.append(1) or call(self, x),
     )
     return count
 

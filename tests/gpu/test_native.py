@@ -31,7 +31,7 @@ pytestmark = [
 def test_a_graph_is_given_up_as_soon_as_its_weights_change(change, host_way):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval().cuda()
     x = torch.randn(4, 8, device="cuda")
-    tuned = TunedModule(model, lambda arrival: Resolution((TransformSpec("cuda_graph"),)))
+    tuned = TunedModule(model, lambda context: Resolution((TransformSpec("cuda_graph"),)))
     for _ in range(20):
         torch.testing.assert_close(tuned(x), model(x))
     assert (tuned.report().interpreted_for == "") == (host_way == "compiled")

@@ -60,7 +60,7 @@ def _stored(name, folder, keep_unmeasured, caplog):
     from steadytorch import transforms
     from steadytorch.device.facts import load_facts
     from steadytorch.transforms.precision import precision_of
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
 
@@ -75,7 +75,7 @@ def _stored(name, folder, keep_unmeasured, caplog):
         if reason := getattr(answer, "reason", None):
             pytest.skip(f"{part.spec} does not apply here: {reason}")
     precision = precision_of(candidate)
-    session = Session(workload, Options(precision=precision), "cuda", folder)
+    session = Session(workload, SearchOptions(precision=precision), "cuda", folder)
     plan = keep_unmeasured(session, candidate)
     assert session.keep_bundle(plan) is None
     if "set CXX to another" in caplog.text:

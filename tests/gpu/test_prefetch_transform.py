@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadytorch import transforms
-from steadytorch.bench import worker as trial_worker
+from steadytorch.bench import bench_worker as trial_worker
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.compare import compare_live
 from steadytorch.bench.measure import measure
-from steadytorch.bench.worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.measure import sampler
 from steadytorch.serve.plan import Plan
@@ -27,9 +27,9 @@ from steadytorch.transforms import ambient
 from steadytorch.transforms.base import Applicable, NotApplicable, applied_in_order
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.prefetch import Prefetch, Prefetched
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session, tune
-from steadytorch.tune.worker import Explained, TuningHandler
+from steadytorch.tune.tuning_worker import Explained, TuningHandler
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -222,7 +222,7 @@ def test_tuning_tries_it(tmp_path: Path):
 
 def test_a_plan_hands_it_on(tmp_path: Path, keep_unmeasured: Callable[..., Plan]):
     model = Sum()
-    session = Session(Workload.from_loader(model, Batches(8)), Options(), "cuda", tmp_path)
+    session = Session(Workload.from_loader(model, Batches(8)), SearchOptions(), "cuda", tmp_path)
     plan = keep_unmeasured(session, (AHEAD,))
     assert plan.key.loader
     batches = plan.batches(Batches(3))

@@ -15,7 +15,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import device_samples
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import STALE, Options
+from steadytorch.runtime.entries import STALE, ServingOptions
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
 
@@ -76,7 +76,9 @@ def x():
 
 
 def serve(model, name, **options):
-    return TunedModule(model, lambda arrival: Resolution(PLANS[name]), options=Options(**options))
+    return TunedModule(
+        model, lambda context: Resolution(PLANS[name]), options=ServingOptions(**options)
+    )
 
 
 def fused_step(model):
@@ -220,7 +222,9 @@ class Trainable(nn.Module):
 def test_checkpointed_steps_train_as_without_a_plan(x, candidate, reentrant):
     torch.manual_seed(0)
     model = Trainable().cuda().train()
-    tuned = TrainedModule(model, lambda a: Resolution(candidate), options=Options(trains=True))
+    tuned = TrainedModule(
+        model, lambda a: Resolution(candidate), options=ServingOptions(trains=True)
+    )
     gradients = []
     for called in (model, tuned):
         for _ in range(2):
@@ -312,7 +316,7 @@ def test_moves_to_where_it_is_leave_the_plan_in_use(model, x, name):
 def test_a_load_noticed_in_inference_mode_leaves_later_calls_sound(name):
     torch.manual_seed(0)
     model, x = Network().cuda().eval(), torch.randn(2, 3, 32, 32, device="cuda")
-    tuned = TunedModule(model, lambda arrival: Resolution(PLANS[name]))
+    tuned = TunedModule(model, lambda context: Resolution(PLANS[name]))
     with torch.no_grad():
         tuned(x)
     tuned.load_state_dict({name: t.clone() for name, t in tuned.state_dict().items()})

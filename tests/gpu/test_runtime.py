@@ -10,7 +10,7 @@ from steadytorch import transforms
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import settings
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 
 pytestmark = [
@@ -34,7 +34,9 @@ def images(batch=2, seed=1):
 
 
 def tuned_by(model, candidate=GRAPH, **options):
-    return TunedModule(model, lambda arrival: Resolution(candidate), options=Options(**options))
+    return TunedModule(
+        model, lambda context: Resolution(candidate), options=ServingOptions(**options)
+    )
 
 
 def check(tuned, model, x):

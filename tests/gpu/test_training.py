@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, ambient, create, order, set_ambient
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.tune.session import tune
-from steadytorch.tune.worker import Character, Explained, TuningHandler
+from steadytorch.tune.tuning_worker import Character, Explained, TuningHandler
 from steadytorch.verification.verdict import Reference, Verification, decide
 from steadytorch.workload.supervised import CrossEntropy
 from steadytorch.workload.workload import Workload

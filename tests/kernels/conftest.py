@@ -17,7 +17,7 @@ from steadytorch.kernels import (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
-    thin_conv,
+    small_channel_conv,
 )
 
 
@@ -63,10 +63,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", widened)
-    separable = (pointwise_conv, depthwise_conv, thin_conv, activated_linear)
+    separable = (pointwise_conv, depthwise_conv, small_channel_conv, activated_linear)
     operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, *separable)
     for module in operators:
-        module._fused.cache_clear()
+        module._prepared.cache_clear()
     yield
     for module in operators:
-        module._fused.cache_clear()
+        module._prepared.cache_clear()

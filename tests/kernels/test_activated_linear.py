@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from steadytorch.kernels import activated_linear as room
-from steadytorch.kernels import pointwise_cut
+from steadytorch.kernels import pointwise_tile
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.activations import ACTIVATIONS
 
@@ -64,7 +64,7 @@ class TestInterpreted:
 
     @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
     def test_so_are_those_of_large_blocks(self, shape, outputs, monkeypatch):
-        monkeypatch.setattr(pointwise_cut, "CORES", 1)
+        monkeypatch.setattr(pointwise_tile, "CORES", 1)
         given = (*operands(shape, outputs), "gelu_tanh")
         rounding = ROUNDING[torch.float16]
         torch.testing.assert_close(fused(*given).double(), exact(*given), rtol=rounding, atol=1e-5)
@@ -149,7 +149,7 @@ def test_for_what_it_is_not_made_there_is_no_program(change):
 def test_for_more_elements_than_offsets_reach_there_is_no_program():
     shapes = (torch.Size((2**22, 512)), torch.Size((2, 512)))
     given = (None, "gelu", torch.float16, torch.device("cpu"))
-    assert room._fused(*shapes, *given) is None
+    assert room._prepared(*shapes, *given) is None
 
 
 def test_sizes_that_do_not_fit_are_refused_in_pytorchs_words():

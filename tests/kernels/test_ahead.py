@@ -25,7 +25,7 @@ from steadytorch.kernels import (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
-    thin_conv,
+    small_channel_conv,
 )
 from steadytorch.kernels.launch import Launch, traced
 
@@ -40,7 +40,7 @@ MODULES = (
     depthwise_conv,
     pointwise_conv,
     relu_max_pool,
-    thin_conv,
+    small_channel_conv,
 )
 
 
@@ -86,7 +86,7 @@ def driver(monkeypatch, tmp_path):
 
     def clear():
         for module in MODULES:
-            module._fused.cache_clear()
+            module._prepared.cache_clear()
         for file in (programs, separable_programs):
             for program in vars(file).values():
                 getattr(program, "device_caches", {}).clear()
@@ -168,7 +168,7 @@ CALLS = {
         6,
     ),
     "thin": (
-        thin_conv,
+        small_channel_conv,
         lambda: (empty(2, 3, 16, 16, **LAST), empty(16, 3, 3, 3), empty(16)),
         ([2, 2], [1, 1], [1, 1], "relu"),
         4,

@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from steadytorch.kernels import pointwise_conv as room
-from steadytorch.kernels import pointwise_cut
+from steadytorch.kernels import pointwise_tile
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
-from steadytorch.kernels.pointwise_cut import cut_for
+from steadytorch.kernels.pointwise_tile import tile_for
 
 from .watching import Watch
 
@@ -83,7 +83,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("parts", ["b", "bgo"])
     @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
     def test_so_are_those_of_large_blocks(self, shape, outputs, parts, monkeypatch):
-        monkeypatch.setattr(pointwise_cut, "CORES", 1)
+        monkeypatch.setattr(pointwise_tile, "CORES", 1)
         x, weight, bias, gate, other = operands(shape, outputs, parts=parts)
         given = (x, weight, bias, "silu", gate, other)
         rounding = ROUNDING[x.dtype]
@@ -195,7 +195,7 @@ def test_for_more_elements_than_offsets_reach_there_is_no_program():
     x, weight = ((2**14, 64, 64, 32), (262144, 1, 2048, 64)), ((2, 64, 1, 1), (64, 1, 1, 1))
     shape, kernel = torch.Size(x[0]), torch.Size(weight[0])
     given = (None, "", None, None, torch.float16, torch.device("cpu"))
-    assert room._fused((shape, x[1]), (kernel, weight[1]), *given) is None
+    assert room._prepared((shape, x[1]), (kernel, weight[1]), *given) is None
 
 
 def test_sizes_that_do_not_fit_are_refused_in_pytorchs_words():
@@ -287,30 +287,30 @@ def test_transformations_of_functions_get_pytorchs_own():
     torch.testing.assert_close(found(x), expected(x))
 
 
-def programs_of(cut, rows, outputs):
-    return -(-rows // cut.rows) * -(-outputs // cut.columns)
+def programs_of(tile, rows, outputs):
+    return -(-rows // tile.rows) * -(-outputs // tile.columns)
 
 
 @pytest.mark.parametrize(("rows", "outputs", "channels"), PRODUCTS)
 class TestCut:
     def test_blocks_are_powers_of_two_that_tensor_cores_take(self, rows, outputs, channels):
-        cut = cut_for(rows, outputs, channels, CORES)
-        assert all(size & (size - 1) == 0 and size >= 16 for size in cut[:3])
-        assert cut.warps in (2, 4)
-        assert cut.rows * cut.columns <= 64 * 32 * cut.warps  # 64 sums a thread
+        tile = tile_for(rows, outputs, channels, CORES)
+        assert all(size & (size - 1) == 0 and size >= 16 for size in tile[:3])
+        assert tile.warps in (2, 4)
+        assert tile.rows * tile.columns <= 64 * 32 * tile.warps  # 64 sums a thread
 
     def test_it_fits_the_memory_on_the_chip(self, rows, outputs, channels):
-        cut = cut_for(rows, outputs, channels, CORES)
+        tile = tile_for(rows, outputs, channels, CORES)
         # Pixels, weights and at worst a gate for each pixel, of two bytes.
-        assert cut.stages * cut.depth * (2 * cut.rows + cut.columns) * 2 <= 227 << 10
+        assert tile.stages * tile.depth * (2 * tile.rows + tile.columns) * 2 <= 227 << 10
 
     def test_no_core_is_idle_that_smaller_blocks_would_occupy(self, rows, outputs, channels):
-        cut = cut_for(rows, outputs, channels, CORES)
-        assert programs_of(cut, rows, outputs) >= CORES or (cut.rows, cut.columns) == (16, 16)
+        tile = tile_for(rows, outputs, channels, CORES)
+        assert programs_of(tile, rows, outputs) >= CORES or (tile.rows, tile.columns) == (16, 16)
 
 
 @pytest.mark.parametrize(("rows", "outputs", "channels"), [p for p in PRODUCTS if p[0] > 100_000])
 def test_large_batches_read_pixels_once_and_feed_tensor_cores_whole(rows, outputs, channels):
-    cut = cut_for(rows, outputs, channels, CORES)
-    assert cut.rows >= 64
-    assert cut.columns >= min(outputs, 64)
+    tile = tile_for(rows, outputs, channels, CORES)
+    assert tile.rows >= 64
+    assert tile.columns >= min(outputs, 64)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from steadytorch.kernels import depthwise_conv, thin_conv
-from steadytorch.kernels.pointwise_cut import CORES, VECTOR, cut_for
+from steadytorch.kernels import depthwise_conv, small_channel_conv
+from steadytorch.kernels.pointwise_tile import CORES, VECTOR, tile_for
 from steadytorch.kernels.stem import CONFIGS, geometry_of, shared_bytes
 
 pytest.importorskip("triton", reason="compiling the programs needs Triton: not installed")
@@ -84,7 +84,7 @@ def stem(name, element, capability=90, kernel=7):
 def pointwise(sizes, element="fp16", capability=90, gate="each", activation="hardswish"):
     """A pointwise convolution with everything around it, cut up as for such sizes."""
     rows, outputs, channels = sizes
-    cut = cut_for(rows, outputs, channels, CORES)
+    tile = tile_for(rows, outputs, channels, CORES)
     constants = {
         "ACTIVATION": activation,
         "BIASED": True,
@@ -92,14 +92,14 @@ def pointwise(sizes, element="fp16", capability=90, gate="each", activation="har
         "ADDED": gate == "each",
         "OUTPUT_STEP": VECTOR,
         "CHANNEL_STEP": VECTOR,
-        "EVEN": channels % cut.depth == 0,
-        "ROWS": cut.rows,
-        "COLUMNS": cut.columns,
-        "DEPTH": cut.depth,
+        "EVEN": channels % tile.depth == 0,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
     }
-    options = {"num_warps": cut.warps, "num_stages": cut.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
     found = compiled("pointwise_conv", constants, element, capability, ALL_ALIGNED, options)
-    return found, cut
+    return found, tile
 
 
 @pytest.mark.parametrize("gate", ["", "one", "each"])
@@ -121,17 +121,17 @@ def test_so_does_a_linear_with_gelu(sizes, activation, tmp_path):
     # Each thread's results side by side, and one exponential for each.
     assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
     rows, outputs, channels = sizes
-    cut = cut_for(rows, outputs, channels, CORES)
-    assert ptx.count("ex2.approx") == cut.rows * cut.columns // (32 * cut.warps)
+    tile = tile_for(rows, outputs, channels, CORES)
+    assert ptx.count("ex2.approx") == tile.rows * tile.columns // (32 * tile.warps)
 
 
 def runs_on_tensor_cores(sizes, gate, activation, tmp_path):
     """Compiles a product that spills nothing, and leaves room for another program; its PTX."""
     import triton
 
-    found, cut = pointwise(sizes, gate=gate, activation=activation)
+    found, tile = pointwise(sizes, gate=gate, activation=activation)
     ptx = found.asm["ptx"]
-    assert ("wgmma.mma_async" if cut.rows >= 64 else "mma.sync") in ptx
+    assert ("wgmma.mma_async" if tile.rows >= 64 else "mma.sync") in ptx
     # At least two programs must fit on an SM.
     assert found.metadata.shared <= 113 << 10
     (tmp_path / "cubin").write_bytes(found.asm["cubin"])
@@ -143,7 +143,7 @@ def runs_on_tensor_cores(sizes, gate, activation, tmp_path):
     ).stdout
     registers, stack = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
     assert stack == 0
-    assert registers * cut.warps * 32 * 2 <= 65536
+    assert registers * tile.warps * 32 * 2 <= 65536
     return ptx
 
 
@@ -217,7 +217,7 @@ def depthwise(shape, side, stride, element, activation="hardswish"):
     kernel = torch.Size((shape[1], 1, side, side))
     like = (torch.Size(shape), True, kernel, (1, 1, side * shape[1], shape[1]))
     sizes = ((stride, stride), (side // 2, side // 2), (1, 1), activation)
-    fused = room._fused(*like, True, dtype, torch.device("meta"), *sizes)
+    fused = room._prepared(*like, True, dtype, torch.device("meta"), *sizes)
     constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
     return compiled("depthwise_conv", constants, element, 90, ALIGNED, options), fused.geometry
 
@@ -267,7 +267,7 @@ def thin(shape, outputs, side, stride, last, element="bf16", capability=90):
     )
     like = (x.shape, x.stride(), weight.shape, weight.stride(), True, TYPES[element])
     sizes = ((stride, stride), (side // 2, side // 2), (1, 1), "hardswish")
-    fused = thin_conv._fused(*like, torch.device("meta"), *sizes)
+    fused = small_channel_conv._prepared(*like, torch.device("meta"), *sizes)
     constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
     found = compiled("thin_conv", constants, element, capability, ALIGNED, options)
     return found, fused.geometry

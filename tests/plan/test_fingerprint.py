@@ -23,10 +23,10 @@ from steadytorch.plan.fingerprint import (
     Key,
     canonical_json,
     differing_fields,
+    format_differences,
     in_environment,
     make_key,
     nearest,
-    told,
     trained_fingerprint,
     workload_fingerprint,
 )
@@ -264,13 +264,13 @@ def test_a_key_stored_during_the_look_up_is_not_a_near_miss(key: Key) -> None:
 
 def test_differences_are_told_with_both_values_and_counted(key: Key) -> None:
     other = replace(key, torch="1", cuda="2", cudnn="3", triton="4", driver="5")
-    assert told(differing_fields(other, key)[:1]) == f"torch was 1, is {key.torch}"
-    assert told(differing_fields(other, key)).endswith("; and 1 more")
-    assert told([]) == ""
+    assert format_differences(differing_fields(other, key)[:1]) == f"torch was 1, is {key.torch}"
+    assert format_differences(differing_fields(other, key)).endswith("; and 1 more")
+    assert format_differences([]) == ""
 
 
 def test_a_workload_is_shown_by_twelve_digits_and_in_words(key: Key) -> None:
-    found = told(differing_fields(replace(key, workload="ab" * 32), key))
+    found = format_differences(differing_fields(replace(key, workload="ab" * 32), key))
     ids = f"workload was {'ab' * 6}, is {key.workload[:12]}"
     assert found == f"{ids} (its layers or their code differ)"
 
@@ -278,7 +278,7 @@ def test_a_workload_is_shown_by_twelve_digits_and_in_words(key: Key) -> None:
 def test_values_are_shown_long_enough_to_differ(key: Key) -> None:
     strides = "[64, 3, 224, 224] float32 strides [150528, 50176, 224, 1] on "
     old, new = (replace(key, inputs={"[0]": strides + device}) for device in ("cpu", "cuda"))
-    assert "on cpu, is" in told(differing_fields(old, new))
+    assert "on cpu, is" in format_differences(differing_fields(old, new))
 
 
 def test_a_key_in_another_environment_keeps_what_was_asked(key: Key) -> None:

@@ -7,7 +7,7 @@ from steadytorch.measure import race
 from steadytorch.plan.fingerprint import RULES_VERSION
 from steadytorch.runtime import agreement
 from steadytorch.training import passes
-from steadytorch.tune import budget, field, select
+from steadytorch.tune import budget, candidate_pool, select
 from steadytorch.verification import verdict, verify
 
 FIRST = {
@@ -35,10 +35,10 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
         "tie": race.TIE,
         "power": race.POWER,
         "least processes": race.LEAST_PROCESSES,
-        "screening": (budget.SCREEN_BLOCKS, budget.KEEP, field.NEAR),
+        "screening": (budget.SCREEN_BLOCKS, budget.KEEP, candidate_pool.NEAR),
         "blocks": [
             tuple(
-                select.block_shape(select.Options(objective=o), ns).count
+                select.block_shape(select.SearchOptions(objective=o), ns).count
                 for o in ("latency", "p99")
             )
             for ns in (1e6, 1e7, 1e9)

@@ -11,7 +11,7 @@ from steadytorch.doctor import CheckUp
 from steadytorch.measure.noise import NoiseFloor
 from steadytorch.measure.variability import UNATTRIBUTED
 from steadytorch.plan.record import as_result
-from steadytorch.results.compare import Dwell
+from steadytorch.results.compare import SustainedRun
 from steadytorch.results.explain import Explanation
 from steadytorch.results.saved import to_json
 from steadytorch.runtime.switch import Switch
@@ -37,7 +37,7 @@ SWITCH = Switch(
 SEEN = [Observation("NVML", True, "580.159"), Observation("counters", False, "barred", "ask root")]
 INPUTS = "1x3x224x224:float32"
 CUT = {"baseline": None, "winner": None, "speedup": None, "break_even_calls": None}
-ALONE = tuple(Dwell(side, 10.0, ns, 1500.0) for side, ns in (("a", 12e6), ("b", 11e6)))
+ALONE = tuple(SustainedRun(side, 10.0, ns, 1500.0) for side, ns in (("a", 12e6), ("b", 11e6)))
 
 
 def _measured(*processes, facts=FACTS, **fields):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from steadytorch.report.compare import markdown, render_compare, sentence
-from steadytorch.results.compare import Dwell
+from steadytorch.results.compare import SustainedRun
 
 from .conftest import HOSTILE, Screen
 from .measured import compared
@@ -63,7 +63,7 @@ def test_saved_results_have_processes_and_no_pairs(screen):
 
 
 def test_what_a_power_limit_hides_is_shown_beside_the_verdict(screen):
-    alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, 1620.0))
+    alone = (SustainedRun("a", 10.01, 12.0e6, 1755.0), SustainedRun("b", 10.02, 12.6e6, 1620.0))
     result = compared(dwells=alone)
     said = "run alone for 10 s each, B takes +5.00 % time (A 1755 MHz, B 1620 MHz)"
     render_compare(screen.console, result)

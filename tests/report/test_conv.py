@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from steadytorch.conv.choose import Outcome
+from steadytorch.conv.choose import ConvOutcome
 from steadytorch.conv.timing import Measured
 from steadytorch.report.conv import render_conv, render_layer
 from steadytorch.results.saved import to_json
@@ -16,7 +16,7 @@ from steadytorch.tune.conv import ConvReport, Layer, LeftOut
 from .conftest import FACTS
 
 KEY = "fprop/bias_relu/fp16/last/i64x256x56x56/w64x256x1x1/s1x1/p0x0/d1x1/g1"
-OUTCOME = Outcome(
+OUTCOME = ConvOutcome(
     problem=KEY,
     choice="eng39_k25=0",
     default_ns=80_000.0,
@@ -42,7 +42,7 @@ def shown(draw, *args) -> str:
 
 
 def layer(
-    outcome: Outcome | None = OUTCOME, names: tuple[str, ...] = ("a", "b"), problem: str = KEY
+    outcome: ConvOutcome | None = OUTCOME, names: tuple[str, ...] = ("a", "b"), problem: str = KEY
 ) -> Layer:
     return Layer.of(names, problem, outcome, 6_576_668_672, 128_000_000)
 
@@ -54,7 +54,7 @@ def test_a_row_shows_gain_share_and_how_near_the_limit_it_is():
     assert "80 us with the chosen engines, 160 us with PyTorch's default" in text
 
 
-def chosen_with(**known) -> Outcome:
+def chosen_with(**known) -> ConvOutcome:
     """The outcome with other knowledge of the chosen engine."""
     first, *others = OUTCOME.engines
     return structs.replace(OUTCOME, engines=(structs.replace(first, **known), *others))

@@ -11,7 +11,7 @@ import pytest
 import steadytorch
 from steadytorch.bench.saved import read_measure
 from steadytorch.errors import UsageError
-from steadytorch.results.compare import Dwell
+from steadytorch.results.compare import SustainedRun
 from steadytorch.results.saved import SCHEMA, to_json
 
 from .conftest import FACTS, HEAD, HOSTILE, read_document
@@ -116,7 +116,7 @@ def test_a_comparison_has_the_promised_keys():
 
 
 def test_what_each_side_does_by_itself_is_told():
-    alone = (Dwell("a", 10.01, 12.0e6, 1755.0), Dwell("b", 10.02, 12.6e6, None))
+    alone = (SustainedRun("a", 10.01, 12.0e6, 1755.0), SustainedRun("b", 10.02, 12.6e6, None))
     document = read_document(_saved(compared(dwells=alone)))
     assert [each["side"] for each in document["dwells"]] == ["a", "b"]
     assert document["dwells"][1] == {

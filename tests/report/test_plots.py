@@ -10,11 +10,11 @@ from steadytorch.report.plots import (
     MOST_ROWS,
     embedded,
     figure,
+    format_thinning,
     lines_at,
     shortened,
     table,
     thinned,
-    thinning_told,
 )
 
 
@@ -38,8 +38,8 @@ def test_every_stretch_keeps_its_smallest_and_its_largest():
 
 
 def test_what_is_not_drawn_is_told():
-    assert thinning_told(7, 7) == ""
-    assert thinning_told(7, 8000, "pairs").startswith("7 of 8,000 pairs are drawn: the minimum")
+    assert format_thinning(7, 7) == ""
+    assert format_thinning(7, 8000, "pairs").startswith("7 of 8,000 pairs are drawn: the minimum")
 
 
 @given(st.text())

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from steadytorch.errors import UsageError
-from steadytorch.results.compare import CompareResult, Dwell, Effect, Side, effect_of
-from steadytorch.results.conv import ConvReport, Layer, Measured, Outcome
+from steadytorch.results.compare import CompareResult, Effect, Side, SustainedRun, effect_of
+from steadytorch.results.conv import ConvOutcome, ConvReport, Layer, Measured
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.saved import FORMS, decode, kind_of, to_json
 from steadytorch.results.tune import Gain, Replayed, Searched, Timing
@@ -28,7 +28,7 @@ EFFECT = Effect(
 )
 COMPARED = CompareResult.of(EFFECT, a=Side("a", 12e6), b=Side("b", 10e6), metric="latency")
 KEY = "wgrad/none/fp16/last/i64x256x56x56/w64x256x1x1/s1x1/p0x0/d1x1/g1"
-OUTCOME = Outcome(KEY, "eng1", 2.0, 2.0, 1.0, (Measured("eng1", repeats=True),), 0.1)
+OUTCOME = ConvOutcome(KEY, "eng1", 2.0, 2.0, 1.0, (Measured("eng1", repeats=True),), 0.1)
 CONV = ConvReport((Layer.of(("a",), KEY, OUTCOME, 1, 1),), "", True, 1.0, 1.0, 91900, 1.0)
 TUNED = {
     "chosen": ("channels_last",),
@@ -97,10 +97,10 @@ def test_a_layer_knows_its_pass_and_whether_its_engine_repeats():
 
 def test_a_choice_that_is_no_engine_is_an_error():
     with pytest.raises(LookupError, match="not in the list of engines"):
-        _ = Outcome(KEY, "eng2", None, None, None, (), 0.1).chosen
+        _ = ConvOutcome(KEY, "eng2", None, None, None, (), 0.1).chosen
 
 
 def test_dwells_are_compared_by_their_log_ratios():
     rounds = [("a", 100.0), ("b", 110.0), ("b", 99.0), ("a", 100.0)]
-    found = [Dwell(side, 10.0, median, None) for side, median in rounds]
+    found = [SustainedRun(side, 10.0, median, None) for side, median in rounds]
     assert effect_of(found) == pytest.approx((1.1 * 0.99) ** 0.5 - 1)

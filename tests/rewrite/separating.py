@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
-from steadytorch.kernels.thin_conv import thin_conv2d
+from steadytorch.kernels.small_channel_conv import thin_conv2d
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.workload.workload import Workload
 

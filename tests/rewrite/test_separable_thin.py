@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
-from steadytorch.kernels.thin_conv import thin_conv2d
+from steadytorch.kernels.small_channel_conv import thin_conv2d
 from steadytorch.transforms.base import Applicable, NotApplicable
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.workload.workload import Workload

@@ -65,9 +65,9 @@ class Resolver:
         self.candidate, self.signature = candidate, signature(args, kwargs)
         self.asked = 0
 
-    def __call__(self, arrival):
+    def __call__(self, context):
         self.asked += 1
-        return Resolution(self.candidate if arrival.signature == self.signature else None)
+        return Resolution(self.candidate if context.signature == self.signature else None)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def hooked_anyway(monkeypatch):
 
 
 def always(candidate):
-    return lambda arrival: Resolution(candidate)
+    return lambda context: Resolution(candidate)
 
 
 @pytest.fixture

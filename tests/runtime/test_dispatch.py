@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadytorch.runtime.dispatch import Ticks, obstacle
+from steadytorch.runtime.dispatch import CallCounter, obstacle
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import CANDIDATES
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.usefixtures("host_way")
 
 
 def test_ticks_of_many_threads_are_all_counted():
-    ticks = Ticks()
+    counter = CallCounter()
     threads = [
-        threading.Thread(target=lambda: [ticks.tick() for _ in range(5000)]) for _ in range(4)
+        threading.Thread(target=lambda: [counter.tick() for _ in range(5000)]) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for _ in range(50):
-        ticks.value()
+        counter.value()
     for thread in threads:
         thread.join()
-    assert ticks.value() == 20_000
-    assert ticks.value() == 20_000
+    assert counter.value() == 20_000
+    assert counter.value() == 20_000
 
 
 # -- what must not be served --------------------------------------------------------------------

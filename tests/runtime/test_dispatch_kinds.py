@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import CANDIDATES, FROZEN, NOT_APPLIED, answer
@@ -96,7 +96,7 @@ def test_both_branches_answer_as_the_model_whichever_comes_first(
     odd, images, serving, name, sign, canary
 ):
     model, x = nn.Sequential(odd, Scores()).eval(), sign * images
-    tuned = TunedModule(model, serving(CHANGING[name], x), options=Options(canary=canary))
+    tuned = TunedModule(model, serving(CHANGING[name], x), options=ServingOptions(canary=canary))
     loose = {"rtol": 0.05, "atol": 0.05} if name in HALF else {}
     for inputs in (x, -x) * 3:
         torch.testing.assert_close(answer(tuned, inputs), answer(model, inputs), **loose)
@@ -163,7 +163,9 @@ HOLDERS = ("whole", "real", "replaced", "number", "listed", "plain")
 )
 def test_state_of_a_late_branch_is_updated_once(images, serving, name, holders, canary):
     model = Remembers(holders).eval()
-    tuned = TunedModule(model, serving(CHANGING[name], images), options=Options(canary=canary))
+    tuned = TunedModule(
+        model, serving(CHANGING[name], images), options=ServingOptions(canary=canary)
+    )
     for x in (-images,) * 3:
         assert answer(tuned, x).max() == 0
     assert tuned.report().hits == 3
@@ -176,7 +178,7 @@ def test_state_of_a_late_branch_is_updated_once(images, serving, name, holders, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opaque_outputs_run_untouched_with_the_reason(odd, images, serving, name):
-    tuned = TunedModule(odd, serving(CHANGING[name], images), options=Options(canary=True))
+    tuned = TunedModule(odd, serving(CHANGING[name], images), options=ServingOptions(canary=True))
     for inputs in (images, -images, images):
         assert torch.equal(answer(tuned, inputs).scores, answer(odd, inputs).scores)
     assert tuned.report().hits == 0

@@ -14,7 +14,7 @@ from steadytorch.errors import PlanError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import entries
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, Options
+from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, ServingOptions
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
@@ -29,8 +29,8 @@ class Script:
     def __init__(self, *answers):
         self.answers, self.seen = list(answers), []
 
-    def __call__(self, arrival):
-        self.seen.append(arrival)
+    def __call__(self, context):
+        self.seen.append(context)
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -59,10 +59,10 @@ def test_a_changing_detail_is_reported_as_it_is_now(model, x, caplog):
 def test_the_resolver_gets_the_whole_call(model, x):
     script = Script(Resolution(None))
     TunedModule(model, script)(x, scale=2.0)
-    (arrival,) = script.seen
-    assert arrival.model is model
-    assert arrival.args[0] is x
-    assert arrival.kwargs == {"scale": 2.0}
+    (context,) = script.seen
+    assert context.model is model
+    assert context.args[0] is x
+    assert context.kwargs == {"scale": 2.0}
 
 
 def test_strict_a_miss_raises_at_each_call_and_the_model_is_not_run(x):
@@ -71,7 +71,7 @@ def test_strict_a_miss_raises_at_each_call_and_the_model_is_not_run(x):
             raise AssertionError
 
     missing = Script(Resolution(None, detail="torch was 1, is 2"))
-    tuned = TunedModule(Never().eval(), missing, options=Options(strict=True))
+    tuned = TunedModule(Never().eval(), missing, options=ServingOptions(strict=True))
     for _ in range(2):
         with pytest.raises(PlanError, match=r"no stored plan for Never \(.*\): torch was 1, is 2"):
             tuned(x)
@@ -133,7 +133,7 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
 
 
 def test_options_default_to_the_safe_ones():
-    assert Options() == (False, None, False, False, False, None)
+    assert ServingOptions() == (False, None, False, False, False, None)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_code_that_was_made_before_is_never_served_with_other_weights(model, x, 
         asked.append(copy.deepcopy(task.workload.untouched))
         return asked[-1].forward
 
-    tuned = TunedModule(model, lambda arrival: Resolution(FROZEN, prebuilt=baked))
+    tuned = TunedModule(model, lambda context: Resolution(FROZEN, prebuilt=baked))
     assert torch.equal(answer(tuned, x), answer(model, x))
     assert tuned.report().hits == 1
     change(model, x)
@@ -165,7 +165,7 @@ def test_code_that_was_made_before_is_never_served_with_other_weights(model, x, 
 
 
 def test_a_source_that_fails_leaves_the_model_untouched(model, x, caplog):
-    tuned = TunedModule(model, lambda arrival: Resolution(FROZEN, prebuilt=lambda task: 1 / 0))
+    tuned = TunedModule(model, lambda context: Resolution(FROZEN, prebuilt=lambda task: 1 / 0))
     assert torch.equal(answer(tuned, x), answer(model, x))
     assert tuned.report().hits == 0
     assert "division by zero" in caplog.text
@@ -250,7 +250,7 @@ def test_while_an_executor_is_built_other_threads_run_untouched(model, x, monkey
 
 
 def test_while_a_plan_is_looked_for_other_threads_run_untouched_or_their_own(model, x, elsewhere):
-    resolve = Gated(lambda arrival: Resolution(LIVE))
+    resolve = Gated(lambda context: Resolution(LIVE))
     tuned = TunedModule(model, resolve)
     future = elsewhere(resolve, tuned, x)
     for batch in (x, x[:1], x):
@@ -271,7 +271,7 @@ def test_while_an_executor_is_checked_other_threads_run_untouched(
 
     unpatched, gate = entries.build, Gated(model)
     monkeypatch.setattr(entries, "build", build)
-    tuned = TunedModule(model, Script(Resolution(LIVE)), options=Options(canary=canary))
+    tuned = TunedModule(model, Script(Resolution(LIVE)), options=ServingOptions(canary=canary))
     future = elsewhere(gate, tuned, x)
     for batch in (x, x[:1]):
         assert torch.equal(answer(tuned, batch), answer(model, batch))
@@ -284,8 +284,8 @@ def test_strict_other_threads_wait_to_know_whether_it_is_a_miss(x, elsewhere):
         def forward(self, x):
             raise AssertionError
 
-    resolve = Gated(lambda arrival: Resolution(None))
-    tuned = TunedModule(Never().eval(), resolve, options=Options(strict=True))
+    resolve = Gated(lambda context: Resolution(None))
+    tuned = TunedModule(Never().eval(), resolve, options=ServingOptions(strict=True))
     future = elsewhere(resolve, tuned, x)
     with ThreadPoolExecutor(1) as pool:
         also = pool.submit(tuned, x)
@@ -316,10 +316,10 @@ def test_interrupted_work_is_done_by_a_later_call(model, x, monkeypatch, where):
     def interrupted(*given):
         raise KeyboardInterrupt
 
-    def resolve(arrival):
+    def resolve(context):
         return interrupted() if where == "resolve" else Resolution(LIVE)
 
-    tuned = TunedModule(model, lambda arrival: resolve(arrival))
+    tuned = TunedModule(model, lambda context: resolve(context))
     with monkeypatch.context() as patch:
         patch.setattr(entries, "build", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -332,7 +332,7 @@ def test_interrupted_work_is_done_by_a_later_call(model, x, monkeypatch, where):
 def test_closing_during_a_look_up_builds_nothing(model, x, monkeypatch, elsewhere):
     built = []
     monkeypatch.setattr(entries, "build", lambda *given: built.append(given))
-    resolve = Gated(lambda arrival: Resolution(LIVE))
+    resolve = Gated(lambda context: Resolution(LIVE))
     tuned = TunedModule(model, resolve)
     future = elsewhere(resolve, tuned, x)
     tuned.close()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.faults import is_callers
 from steadytorch.runtime.module import RAISED, TunedModule
 from steadytorch.runtime.trained import TrainedModule
@@ -55,7 +55,7 @@ def test_a_raising_hook_propagates_and_is_called_once(model, x, name, canary, ki
             raise kind("enough")
 
     model.norm.register_forward_hook(hook)
-    tuned = TunedModule(model, always(CANDIDATES[name]), options=Options(canary=canary))
+    tuned = TunedModule(model, always(CANDIDATES[name]), options=ServingOptions(canary=canary))
     for _ in range(3):
         tuned(x)
     is_on.append(True)
@@ -77,7 +77,9 @@ def test_a_deadline_by_a_signal_ends_the_call(model, x, name, at, kind, monkeypa
     def expired(number, frame):
         raise kind("time is up")
 
-    tuned = TunedModule(model, always(CANDIDATES[name]), options=Options(canary=at == "canary"))
+    tuned = TunedModule(
+        model, always(CANDIDATES[name]), options=ServingOptions(canary=at == "canary")
+    )
     for _ in range(3 if at == "later" else 0):
         tuned(x)
     forward = model.head.__class__.forward
@@ -160,7 +162,9 @@ def test_every_kind_of_hook_is_known_by_its_code(hook, found):
 def trained(model, name):
     parameters = (("mode", "default"), ("freezing", False)) if name == "compile" else ()
     candidate = (TransformSpec(name, parameters),)
-    return TrainedModule(model, lambda arrival: Resolution(candidate), options=Options(trains=True))
+    return TrainedModule(
+        model, lambda context: Resolution(candidate), options=ServingOptions(trains=True)
+    )
 
 
 class Small(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import STALE, Options
+from steadytorch.runtime.entries import STALE, ServingOptions
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
 
@@ -66,7 +66,7 @@ def assert_alike(found, expected):
 @every_plan
 @pytest.mark.parametrize("canary", [False, True])
 def test_each_call_writes_once(detector, name, canary):
-    tuned = TunedModule(detector, always(PLANS[name]), options=Options(canary=canary))
+    tuned = TunedModule(detector, always(PLANS[name]), options=ServingOptions(canary=canary))
     with torch.no_grad():
         for _ in range(6):
             batch, expected = make_batch(), make_batch()
@@ -137,8 +137,8 @@ def test_what_is_left_in_a_container_under_inference_mode_is_ordinary(detector):
 def test_a_training_step_writes_once(detector):
     tuned = TrainedModule(
         detector.train(),
-        lambda arrival: Resolution((TransformSpec("channels_last"),)),
-        options=Options(trains=True),
+        lambda context: Resolution((TransformSpec("channels_last"),)),
+        options=ServingOptions(trains=True),
     )
     for _ in range(2):
         cache: list[torch.Tensor] = []
@@ -169,7 +169,7 @@ def strides(outputs):
 @every_plan
 def test_outputs_have_the_strides_of_the_untouched_model(x, name):
     model = Segments().eval()
-    tuned = TunedModule(model, always(PLANS[name]), options=Options(canary=True))
+    tuned = TunedModule(model, always(PLANS[name]), options=ServingOptions(canary=True))
     with torch.no_grad():
         for given in (x, x.contiguous(memory_format=torch.channels_last)):
             for _ in range(2):

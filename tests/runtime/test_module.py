@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from steadytorch.runtime import entries
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 
 from .conftest import CANDIDATES, NO_PLAN, answer, replace_executor
@@ -85,7 +85,7 @@ def test_set_off_from_the_start_it_says_why(model, x, serving, caplog):
 @pytest.mark.parametrize("canary", [False, True])
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_outputs_can_be_written_to_and_trained_on(model, x, serving, name, canary):
-    tuned = TunedModule(model, serving(CANDIDATES[name], x), options=Options(canary=canary))
+    tuned = TunedModule(model, serving(CANDIDATES[name], x), options=ServingOptions(canary=canary))
     head, loose = nn.Linear(2, 1), {"rtol": 0.05, "atol": 0.05}
     for _ in range(8):
         with torch.no_grad():

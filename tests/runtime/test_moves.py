@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.runtime.entries import STALE, Options
+from steadytorch.runtime.entries import STALE, ServingOptions
 from steadytorch.runtime.module import RELOADED, TunedModule
 
 from .conftest import CANDIDATES, always, answer, other_weights
@@ -110,7 +110,7 @@ def test_a_move_before_the_first_call_checks_the_plan_again(model, x):
 @pytest.mark.parametrize("name", ["inference_mode", "channels_last", "all"])
 @pytest.mark.parametrize("load", LOADS)
 def test_such_a_load_ends_no_trial(model, x, name, load):
-    tuned = TunedModule(model, always(CANDIDATES[name]), options=Options(canary=True))
+    tuned = TunedModule(model, always(CANDIDATES[name]), options=ServingOptions(canary=True))
     for _ in range(3):
         tuned(x)
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_such_a_load_ends_no_trial(model, x, name, load):
 
 def test_a_live_executor_stays_on_trial_after_outside_writes(model, x):
     live = CANDIDATES["inference_mode"]
-    tuned = TunedModule(model, always(live), options=Options(canary=True))
+    tuned = TunedModule(model, always(live), options=ServingOptions(canary=True))
     for _ in range(20):
         torch.testing.assert_close(tuned(x), answer(model, x))
         with torch.no_grad():

@@ -8,7 +8,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import probation
 from steadytorch.runtime.canary import Canary
 from steadytorch.runtime.executors import build
-from steadytorch.runtime.probation import WRITES, FirstCall, OnTrial
+from steadytorch.runtime.probation import WRITES, CanaryProbation, FirstCall
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 
@@ -65,7 +65,7 @@ def watched(model, candidate, canary=None):
     else:
         _, *copies = executor.modules
         outdated = writes_of(copies[-1]) if copies else None
-        watch = OnTrial(executor, weights, CPU, canary, outdated)
+        watch = CanaryProbation(executor, weights, CPU, canary, outdated)
 
     def answer():
         with torch.no_grad():
@@ -202,8 +202,8 @@ def test_the_model_answers_for_a_wrong_executor():
     executor = build(model, (X,), {}, LIVE)
     weights = Weights(model)
     weights.remember()
-    trial = OnTrial(executor, weights, CPU, Canary(1e-4), None)
-    outcome = trial.answer(lambda: model(X) + 1, lambda: model(X), [X])
+    watched = CanaryProbation(executor, weights, CPU, Canary(1e-4), None)
+    outcome = watched.answer(lambda: model(X) + 1, lambda: model(X), [X])
     assert torch.equal(outcome.result, model(X))
     assert outcome.fault.startswith("wrong")
     assert not outcome.of_model

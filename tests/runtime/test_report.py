@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.runtime.report import Report, Serving, Tally, missed_convolutions
 
 
@@ -93,7 +93,7 @@ ENGINED = serving(executor="fold_batch_norm + cudnn_engines(choices={...}) + cud
 @pytest.fixture
 def misses(monkeypatch):
     found = {"fprop/none": "this cuDNN has no plan eng7"}
-    monkeypatch.setattr(plans, "MISSES", found)
+    monkeypatch.setattr(executables, "MISSES", found)
     return found
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.step import NO_GRAPH, TunedStep
 from steadytorch.runtime.trained import TrainedModule
 
@@ -38,7 +38,9 @@ def made(*candidate, model=None, optimizer=None, misfit=None, loss=F.cross_entro
     torch.manual_seed(0)
     model = model or Net().train()
     optimizer = optimizer or torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
-    fast = TrainedModule(model, lambda arrival: Resolution(candidate), misfit, Options(trains=True))
+    fast = TrainedModule(
+        model, lambda context: Resolution(candidate), misfit, ServingOptions(trains=True)
+    )
     return TunedStep(fast, model, optimizer, loss, candidate, **options), model, optimizer
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.dispatch import NEEDS_GRADIENT, Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.trained import CHANGED, NO_GRADIENTS, TrainedModule
 
 from .conftest import NO_PLAN, Failing, replace_executor
@@ -57,11 +57,11 @@ def x(batches):
 
 
 def served(model, *candidate, signature=None):
-    def resolve(arrival):
-        fits = signature is None or str(arrival.signature) == signature
+    def resolve(context):
+        fits = signature is None or str(context.signature) == signature
         return Resolution(candidate if fits else None)
 
-    return TrainedModule(model, resolve, None, Options(trains=True))
+    return TrainedModule(model, resolve, None, ServingOptions(trains=True))
 
 
 def train(model, batches, at=None):

@@ -11,7 +11,7 @@ import torch
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime import canary, probation, settings
-from steadytorch.runtime.entries import Options, parse_verify_every
+from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
 
@@ -22,7 +22,9 @@ LAYOUT = (TransformSpec("channels_last"),)
 
 def checked(model, candidate, every, **options):
     return TunedModule(
-        model, always(candidate), options=Options(verify_every=every, canary=False, **options)
+        model,
+        always(candidate),
+        options=ServingOptions(verify_every=every, canary=False, **options),
     )
 
 
@@ -106,7 +108,7 @@ def test_without_memory_for_the_model_the_executor_answers(x, monkeypatch):
 
 def test_training_steps_are_gone_through_anew(model, x):
     tuned = TrainedModule(
-        model.train(), always(LAYOUT), options=Options(trains=True, verify_every=3)
+        model.train(), always(LAYOUT), options=ServingOptions(trains=True, verify_every=3)
     )
     before = [b.clone() for b in model.buffers()]
     for _ in range(5):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from steadytorch.rewrite import conversion
-from steadytorch.runtime import agreement, dispatch, entries, keys, probation, rehearsal, weights
+from steadytorch.runtime import agreement, dispatch, entries, keys, probation, smoke_check, weights
 from steadytorch.runtime import module as serving
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import channels_last, compile
@@ -49,11 +49,11 @@ class Patch:
             self._set(user, "holds_containers", lambda values: False)
 
     def checkpoints(self) -> None:
-        """What checkpointing raises is taken for an executor's fault, in a rehearsal as well."""
-        self._set(rehearsal, "is_callers", lambda *given, **named: False)
+        """What checkpointing raises is taken for an executor's fault, in a smoke check as well."""
+        self._set(smoke_check, "is_callers", lambda *given, **named: False)
         self._set(serving, "is_callers", lambda *given, **named: False)
-        passes = rehearsal.Rehearsal._unhooked_passes
-        self._set(rehearsal.Rehearsal, "_passes", passes)
+        passes = smoke_check.TrainingSmokeCheck._unhooked_passes
+        self._set(smoke_check.TrainingSmokeCheck, "_passes", passes)
 
     def exceptions(self) -> None:
         """Every exception of an executor is answered by the model."""

@@ -18,7 +18,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms import all_variants, conflict, order
 from steadytorch.transforms.base import Applicable
@@ -121,7 +121,7 @@ def run(draw: Draw) -> tuple[str | None, int]:
     callers = Caller(), Caller()
     model, twin = _model(draw, callers[0]), _model(draw, callers[1])
     resolution = Resolution(draw.candidate)
-    options = Options(canary=draw.canary)
+    options = ServingOptions(canary=draw.canary)
     tuned: Any = TunedModule(model, lambda a: resolution, options=options)
     plain: Any = twin
     opened, precision, calls = [tuned], precision_of(draw.candidate), 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from steadytorch.device.facts import load_facts
 from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.dispatch import Resolution
-from steadytorch.runtime.entries import Options
+from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import all_variants
 from steadytorch.transforms.base import Applicable
@@ -124,7 +124,7 @@ class Side:
         resolution = Resolution(draw.candidate)
         self.fast: Any = self.net
         if tunes:
-            options = Options(trains=True)
+            options = ServingOptions(trains=True)
             self.fast = TrainedModule(self.net, lambda a: resolution, options=options)
 
     def called(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
 import msgspec
 import numpy as np
 
-from steadytorch.traces.columns import DTYPES, Gathered
+from steadytorch.traces.columns import DTYPES, EventTableBuilder
 from steadytorch.traces.events import Category
 from steadytorch.traces.schema import RawEvent
 
 
 def _gathered(*events):
-    gathered = Gathered()
-    gathered.add([msgspec.convert(_raw(event), RawEvent) for event in events])
-    return gathered
+    builder = EventTableBuilder()
+    builder.add([msgspec.convert(_raw(event), RawEvent) for event in events])
+    return builder
 
 
 def _raw(event):
@@ -26,9 +26,9 @@ def _kernel(**args):
 
 
 def test_columns_have_their_types_and_one_length():
-    gathered = _gathered({"ts": 1, "dur": 2}, _kernel(stream=7))
-    gathered.add([])
-    columns = gathered.finish()
+    builder = _gathered({"ts": 1, "dur": 2}, _kernel(stream=7))
+    builder.add([])
+    columns = builder.finish()
     assert {name: column.dtype for name, column in columns.items()} == {
         name: np.dtype(dtype) for name, dtype in DTYPES.items()
     }
@@ -36,19 +36,19 @@ def test_columns_have_their_types_and_one_length():
 
 
 def test_nothing_gathered_is_empty_columns():
-    assert {len(column) for column in Gathered().finish().values()} == {0}
+    assert {len(column) for column in EventTableBuilder().finish().values()} == {0}
 
 
 def test_equal_shapes_are_kept_once():
     args = {"Input Dims": [[8, 16], []], "Input type": ["float", "Scalar"], "Ev Idx": 1}
     other = args | {"Input Dims": [[8, 17], []]}
-    gathered = _gathered(
+    builder = _gathered(
         *({"ts": 1, "args": one | {"External id": i}} for i, one in enumerate((args, other, args)))
     )
-    columns = gathered.finish()
+    columns = builder.finish()
     assert columns["inputs"].tolist() == [0, 1, 0]
     assert columns["external"].tolist() == [0, 1, 2]
-    assert gathered.inputs.values[0] == {
+    assert builder.inputs.values[0] == {
         "dims": [[8, 16], []],
         "types": ["float", "Scalar"],
         "strides": [],
@@ -57,27 +57,27 @@ def test_equal_shapes_are_kept_once():
 
 
 def test_equal_details_are_kept_once_without_what_has_a_column():
-    gathered = _gathered(
+    builder = _gathered(
         *(_kernel(stream=7, device=1, correlation=i, grid=[i // 2, 1, 1]) for i in range(4))
     )
-    columns = gathered.finish()
+    columns = builder.finish()
     assert columns["details"].tolist() == [0, 0, 1, 1]
-    assert gathered.details.values == [{"grid": [0, 1, 1]}, {"grid": [1, 1, 1]}]
+    assert builder.details.values == [{"grid": [0, 1, 1]}, {"grid": [1, 1, 1]}]
     assert columns["correlation"].tolist() == [0, 1, 2, 3]
     assert columns["device"].tolist() == [1] * 4
 
 
 def test_threads_are_text_and_streams_numbers():
-    gathered = _gathered(
+    builder = _gathered(
         {"ts": 1, "tid": "25"},
         {"ts": 1, "tid": 25},
         {"ts": 1, "cat": "Kernel", "pid": 0, "tid": "stream 7"},
         {"ts": 1, "cat": "cuda_sync", "pid": 0, "tid": 1_000_007, "args": {"stream": 7}},
         {"ts": 1, "cat": "cuda_sync", "pid": 0, "tid": 999_999, "args": {"stream": 2**32 - 1}},
     )
-    columns = gathered.finish()
+    columns = builder.finish()
     assert columns["thread"].tolist() == [0, 0, 1, 1, 2]
-    assert gathered.threads.values == [("1", "25"), ("0", "7"), ("0", "999999")]
+    assert builder.threads.values == [("1", "25"), ("0", "7"), ("0", "999999")]
     assert columns["stream"].tolist() == [-1, -1, 7, 7, -1]
     assert columns["device"].tolist() == [-1, -1, 0, 0, 0]
 
@@ -86,39 +86,39 @@ def test_memory_of_the_host_has_no_device():
     memory = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 1}
     on_host = {"Bytes": -64, "Device Id": -1, "Device Type": 0}
     on_gpu = {"Bytes": 512, "Device Id": 2, "Device Type": 1}
-    gathered = _gathered(memory | {"args": on_host}, memory | {"args": on_gpu})
-    columns = gathered.finish()
+    builder = _gathered(memory | {"args": on_host}, memory | {"args": on_gpu})
+    columns = builder.finish()
     assert columns["bytes"].tolist() == [-64, 512]
     assert columns["device"].tolist() == [-1, 2]
-    assert gathered.recorded == {"memory"}
+    assert builder.recorded == {"memory"}
 
 
 def test_events_without_a_time_are_left_out_and_counted():
-    gathered = _gathered({"ts": 1}, {"dur": 1}, {"ts": "soon"}, {"ts": -1e18})
-    assert gathered.rows == 1
-    assert gathered.irregular == {"malformed": 3}
+    builder = _gathered({"ts": 1}, {"dur": 1}, {"ts": "soon"}, {"ts": -1e18})
+    assert builder.rows == 1
+    assert builder.irregular == {"malformed": 3}
 
 
 def test_absurd_durations_are_nothing_and_counted():
-    gathered = _gathered(
+    builder = _gathered(
         {"ts": 5, "dur": -1},
         {"ts": 5, "dur": 1e300},
         {"ts": 5, "dur": 18446744073709551},
         {"ts": 5},
     )
-    assert gathered.irregular == {"duration": 3}
-    assert gathered.finish()["end_ns"].tolist() == [5000] * 4
+    assert builder.irregular == {"duration": 3}
+    assert builder.finish()["end_ns"].tolist() == [5000] * 4
 
 
 def test_arguments_of_odd_types_are_ignored_and_counted():
-    gathered = _gathered(
+    builder = _gathered(
         {"ts": 1, "cat": "cuda_runtime", "args": {"correlation": "seven"}},
         {"ts": 1, "cat": "cuda_runtime", "args": [1]},
         _kernel(stream="x", correlation=2**70, bytes=None),
         {"ts": 1, "cat": "kernel", "args": 5},
     )
-    columns = gathered.finish()
-    assert gathered.irregular == {"arguments": 3}
+    columns = builder.finish()
+    assert builder.irregular == {"arguments": 3}
     assert columns["correlation"].tolist() == [-1] * 4
     assert (columns["category"] == Category.KERNEL).sum() == 2
 

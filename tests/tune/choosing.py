@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
-from steadytorch.conv import allot, frontend
-from steadytorch.results.conv import Measured, Outcome
+from steadytorch.bench.bench_worker import save_payload
+from steadytorch.conv import choose_all, frontend
+from steadytorch.results.conv import ConvOutcome, Measured
 from steadytorch.tune import conv
 from steadytorch.tune.conv import ConvHandler
 from steadytorch.workload.workload import Workload
@@ -35,9 +35,9 @@ def chooser(patch: pytest.MonkeyPatch, folder: Path) -> ConvHandler:
     def chosen(problem, device, options, incumbent):
         if problem.epilogue == "bias_relu":
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return Outcome(problem.key, "eng1", 2.0, 2.0, 1.0, (Measured("eng1"),), 0.1)
+        return ConvOutcome(problem.key, "eng1", 2.0, 2.0, 1.0, (Measured("eng1"),), 0.1)
 
-    patch.setattr(allot, "choose", chosen)
+    patch.setattr(choose_all, "choose", chosen)
     patch.setattr(frontend, "version", lambda: 91900)
     patch.setattr(conv, "is_cold", lambda counts, device: False)
     patch.setattr(conv, "_rates", lambda problem, device: (1.0, 1.0))

@@ -19,11 +19,11 @@ import trained
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.bench import worker
+from steadytorch.bench import bench_worker
 from steadytorch.measure.sampler import warm_up
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.base import Applicable, Risk, Transform
-from steadytorch.tune.worker import TuningHandler
+from steadytorch.tune.tuning_worker import TuningHandler
 
 
 class Slow(nn.Module):
@@ -158,7 +158,7 @@ class FaultyHandler(TuningHandler):
     def __init__(self, directory):
         transforms.REGISTRY, transforms._POSITIONS = extended()
         # Saves half a second in each of dozens of processes; these models need no warm-up.
-        worker.warm_up = partial(warm_up, min_ns=10_000_000)
+        bench_worker.warm_up = partial(warm_up, min_ns=10_000_000)
         super().__init__(directory)
 
     def block(self, metric, count):

@@ -11,15 +11,15 @@ import msgspec
 import torch
 from torch import nn
 
-from steadytorch.bench.worker import SetUp
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import Options
-from steadytorch.tune.worker import Character, Explained
+from steadytorch.tune.select import SearchOptions
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
+from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import OutputError, Reference, Verification
 from steadytorch.workload.workload import Workload
 
@@ -235,8 +235,8 @@ class Elsewhere:
         return self._answer
 
 
-class Notes(Silent):
-    """A watcher that records its calls and calls back at each new phase."""
+class Notes(NullListener):
+    """A listener that records its calls and calls back at each new phase."""
 
     def __init__(self, at_phase: Callable[[str], None] = lambda message: None) -> None:
         self.phases: list[str] = []
@@ -258,7 +258,7 @@ def workload() -> Workload:
 def make_search(
     stage: Stage,
     available: list[TransformSpec],
-    options: Options | None = None,
+    options: SearchOptions | None = None,
     watcher: Any = None,
     slots: int = 2,
     choose_engines: Any = None,
@@ -266,11 +266,11 @@ def make_search(
     device: str = "cpu",
 ) -> Search:
     """A search whose workers are the stage's."""
-    options, watcher = options or Options(), watcher or Silent()
-    preparation = Preparation(stage, device, {}, options, watcher)
+    options, watcher = options or SearchOptions(), watcher or NullListener()
+    scheduler = SetupScheduler(stage, device, {}, options, watcher)
     return Search(
         workload(),
-        preparation,
+        scheduler,
         available=available,
         not_applicable={"cuda_graph": "no CUDA device"},
         options=options,

@@ -18,8 +18,8 @@ from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.serve.plan import Plan
 from steadytorch.tune import bundle as bundle_module
 from steadytorch.tune.bundle import keep_bundle
-from steadytorch.tune.package import Outcome
-from steadytorch.tune.select import Options
+from steadytorch.tune.package import PackagingResult
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
@@ -78,7 +78,7 @@ def _workload() -> Workload:
 def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
     """A plan under the key of a search, as if the search had chosen the candidate."""
     return lambda workload, store, candidate: keep_unmeasured(
-        Session(workload, Options(), "cpu", store), candidate
+        Session(workload, SearchOptions(), "cpu", store), candidate
     )
 
 
@@ -202,7 +202,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
         cache.mkdir()
         (cache / "kernel.so").write_bytes(b"code")
         Path(file).write_bytes(kept.file.read_bytes())
-        return msgspec.to_builtins(Outcome(made))
+        return msgspec.to_builtins(PackagingResult(made))
 
     _works(monkeypatch, at_work)
     monkeypatch.setattr(bundle_module, "_checked", lambda outcome, *rest: outcome)
@@ -234,7 +234,7 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
         (cache / "kernel.so").write_bytes(b"code")
         with zipfile.ZipFile(arguments["file"], "w") as archive:
             archive.write(library, "p/data/aotinductor/model/a.wrapper.so")
-        return msgspec.to_builtins(Outcome(made))
+        return msgspec.to_builtins(PackagingResult(made))
 
     _works(monkeypatch, spoiled)
     with torch.no_grad():
@@ -250,9 +250,9 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
 )
 @pytest.mark.slow
 def test_a_fresh_process_has_the_last_word(kept, answer, fault):
-    outcome = Outcome(_described(kept).made)
+    outcome = PackagingResult(_described(kept).made)
     found = bundle_module._checked(outcome, lambda method, **arguments: answer(), {})
-    assert found == (Outcome(None, fault) if fault else outcome)
+    assert found == (PackagingResult(None, fault) if fault else outcome)
 
 
 @pytest.mark.slow

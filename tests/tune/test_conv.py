@@ -7,9 +7,9 @@ from stored import make_plan, store_plan
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.conv import allot, frontend
+from steadytorch.conv import choose_all, frontend
 from steadytorch.conv.choices import ATEN, Choice, read_choice, read_choices
-from steadytorch.conv.choose import Options, Outcome
+from steadytorch.conv.choose import ChoiceOptions, ConvOutcome
 from steadytorch.conv.problem import parse
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
@@ -28,7 +28,7 @@ from steadytorch.tune.conv import (
     choose_and_keep,
     choose_engines,
 )
-from steadytorch.tune.select import Options as SearchOptions
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
@@ -97,7 +97,7 @@ HALF = parse("fprop/bias/bf16/last/i2x3x8x8/w8x3x3x3/s1x1/p0x0/d1x1/g1")
     ],
 )
 def test_an_earlier_choice_counts_where_it_may_be_made_now(choice, other_half, usable):
-    options = {HALF: Options(other_half=other_half)}
+    options = {HALF: ChoiceOptions(other_half=other_half)}
     found = _incumbents(options, {HALF.key: choice, "of another network": "eng1"})
     assert found == ({HALF.key: read_choice(choice)} if usable else {})
 
@@ -129,7 +129,7 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
     def failing(*_):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(allot, "choose", failing)
+    monkeypatch.setattr(choose_all, "choose", failing)
     report = convert(handler.choose([], 60.0, {}, {}), ConvReport)
     assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
     keys = [problem.key for problem in _found(workload(), ()).problems]
@@ -151,13 +151,13 @@ def settings():
 def test_the_worker_of_who_asks_for_the_same_bits_takes_such_engines_alone(
     handler, monkeypatch, asked
 ):
-    choose, repeatable = allot.choose, []
+    choose, repeatable = choose_all.choose, []
 
     def noted(problem, device, options, incumbent):
         repeatable.append(options.filters.repeatable)
         return choose(problem, device, options, incumbent)
 
-    monkeypatch.setattr(allot, "choose", noted)
+    monkeypatch.setattr(choose_all, "choose", noted)
     for settings in ({}, asked):
         handler.load("cpu", transforms.ambient() | settings)
         handler.choose([], 60.0, {}, {})
@@ -221,11 +221,11 @@ def test_what_was_chosen_is_where_the_next_choice_starts(monkeypatch, tmp_path):
 
     def chosen(workload, *, incumbent, **asked):
         handed.append(dict(incumbent))
-        outcome = Outcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
+        outcome = ConvOutcome(HALF.key, "eng1", 2.0, 2.0, 1.0, (), 0.1)
         reached = Layer(("0",), HALF.key, outcome, 1, 1)
         others = [HALF.key.replace("bias", epilogue) for epilogue in ("none", "bias_relu")]
         failed = Layer(("1",), others[0], None, 1, 1, "RuntimeError: boom")
-        quick = Outcome(others[1], "eng7", None, None, None, (), 0.1)
+        quick = ConvOutcome(others[1], "eng7", None, None, None, (), 0.1)
         untimed = Layer(("2",), others[1], quick, 1, 1, "the time ran out before")
         return ConvReport((reached, failed, untimed), "", True, 1.0, 1.0, 91900, 1.0)
 

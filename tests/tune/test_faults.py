@@ -11,12 +11,12 @@ import torch
 from faulty import Slow, spec
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.workload.workload import Workload
 
 QUICK = TransformSpec("quick")
@@ -87,14 +87,14 @@ def searched(request, faulty_transforms, tmp_path_factory):
     save_payload(workload, directory)
     before = _state_of_this_process()
     launcher = Launcher(directory)
-    options = Options(budget_s=600)
+    options = SearchOptions(budget_s=600)
     result = Search(
         workload,
-        Preparation(launcher, "cpu", before.settings, options, Silent()),
+        SetupScheduler(launcher, "cpu", before.settings, options, NullListener()),
         available=[*(spec(kind) for kind in request.param), QUICK],
         not_applicable={},
         options=options,
-        watcher=Silent(),
+        watcher=NullListener(),
         slots=3,
     ).run()
     return SimpleNamespace(
@@ -143,10 +143,10 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
 
     def run(candidates, deadline_s, **options):
         launcher = Launcher(tmp_path, **options)
-        preparation = Preparation(launcher, "cpu", {}, Options(), Silent())
-        ended.append(preparation.kill_all)
-        preparation.baseline(lambda: 120.0)
-        return preparation.prepare(candidates, len(candidates), deadline_s, 1)
+        scheduler = SetupScheduler(launcher, "cpu", {}, SearchOptions(), NullListener())
+        ended.append(scheduler.kill_all)
+        scheduler.baseline(lambda: 120.0)
+        return scheduler.prepare(candidates, len(candidates), deadline_s, 1)
 
     yield run
     for end in ended:

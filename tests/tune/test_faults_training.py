@@ -9,15 +9,15 @@ import trained
 from torch import nn
 
 from steadytorch import Workload, load_plan, transforms, tune
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import reverify
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 
 pytestmark = pytest.mark.slow  # test_verify_training.py has quick tests of the same faults
 
@@ -49,14 +49,14 @@ def searched(faulty_transforms, tmp_path_factory):
     before = {name: t.clone() for name, t in workload.model.state_dict().items()}
     save_payload(workload, directory)
     children = set(psutil.Process().children(recursive=True))
-    options = Options(budget_s=600)
+    options = SearchOptions(budget_s=600)
     result = Search(
         workload,
-        Preparation(_launch(directory), "cpu", transforms.ambient(), options, Silent()),
+        SetupScheduler(_launch(directory), "cpu", transforms.ambient(), options, NullListener()),
         available=[*map(_spec, ENDS), HONEST],
         not_applicable={},
         options=options,
-        watcher=Silent(),
+        watcher=NullListener(),
         slots=3,
     ).run()
     return SimpleNamespace(
@@ -130,6 +130,6 @@ def test_the_plan_is_verified_anew_in_fresh_processes(tuned, monkeypatch):
 def test_another_loss_is_another_plan(tuned):
     step = tuned.workload
     other = Workload.training(step.model, step.inputs, nn.Identity(), trained.momentum)
-    plan, reason = Session(other, Options(), store=tuned.store).look_up()
+    plan, reason = Session(other, SearchOptions(), store=tuned.store).look_up()
     assert plan is None
     assert "workload was" in reason

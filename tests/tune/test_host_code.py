@@ -13,7 +13,7 @@ from steadytorch import Workload
 from steadytorch.errors import UsageError
 from steadytorch.native import host
 from steadytorch.tune.host_code import LONG_S, RESERVE_S, compile_now, reserve_s
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 
 
@@ -37,7 +37,7 @@ class Compiler:
 
 
 class Clock(Notes):
-    """A watcher that records phases and counts ticks."""
+    """A listener that records phases and counts ticks."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ def searched(tmp_path, monkeypatch, compiler_of):
         began = compiler_of(compiler)
         monkeypatch.setattr(module.Search, "run", lambda self: run(self._options))
         workload = Workload(nn.Linear(2, 2).eval(), torch.zeros(1, 2))
-        session = Session(workload, Options(budget_s=budget_s), store=tmp_path)
+        session = Session(workload, SearchOptions(budget_s=budget_s), store=tmp_path)
         session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
         session._device = device
         monkeypatch.setattr(session, "_options_that_apply", lambda: ([], {}))

@@ -39,7 +39,7 @@ def test_shapes_that_churn_cost_nothing(tmp_path, described):
 
 def test_a_plan_that_is_stored_later_is_found(tmp_path, monkeypatch, keep_unmeasured):
     from steadytorch.results.candidate import TransformSpec
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
     from steadytorch.workload.workload import Workload
 
@@ -47,7 +47,7 @@ def test_a_plan_that_is_stored_later_is_found(tmp_path, monkeypatch, keep_unmeas
     monkeypatch.setattr(module, "monotonic", lambda: clock[0])
     tuned = optimize(model, store=tmp_path, canary=False)
     tuned(x)
-    session = Session(Workload(model, (x,)), Options(), "cpu", tmp_path)
+    session = Session(Workload(model, (x,)), SearchOptions(), "cpu", tmp_path)
     keep_unmeasured(session, (TransformSpec("inference_mode"),))
     tuned(x)
     assert tuned.report().hits == 0

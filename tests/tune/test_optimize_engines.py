@@ -21,7 +21,7 @@ import json, subprocess, sys, time, pytest, torch
 sys.path[:0] = sys.argv[3:]
 from faked import fake
 from test_optimize_engines import network
-from steadytorch.conv import allot, choose, engines, plans, timing
+from steadytorch.conv import choose_all, choose, engines, executables, timing
 from steadytorch.plan.store import Store
 from steadytorch.serve.plan import load_plan
 from steadytorch.tune.optimize import optimize
@@ -37,8 +37,9 @@ with torch.no_grad():
 with pytest.MonkeyPatch.context() as patch:
     graph = fake(patch)
     for owner, name in (
-        (Session, "search"), (subprocess, "Popen"), (allot, "choose"), (allot, "first_sound"),
-        (choose, "take_rounds"), (choose, "record_all"), (plans, "list_engines"),
+        (Session, "search"), (subprocess, "Popen"),
+        (choose_all, "choose"), (choose_all, "first_sound"),
+        (choose, "take_rounds"), (choose, "record_all"), (executables, "list_engines"),
         (engines, "list_engines"),
     ):
         patch.setattr(owner, name, forbidden)
@@ -50,7 +51,7 @@ with pytest.MonkeyPatch.context() as patch:
     with torch.no_grad():
         right = [torch.allclose(served(x), expected, atol=1e-5) for _ in range(3)]
     report = served.report()
-    print(json.dumps([right, graph.ran, plans.MISSES, report.convolutions, report.calls]))
+    print(json.dumps([right, graph.ran, executables.MISSES, report.convolutions, report.calls]))
 """
 
 

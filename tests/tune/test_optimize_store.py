@@ -15,7 +15,7 @@ from steadytorch.errors import PlanError
 from steadytorch.plan.store import Found, Store
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.optimize import optimize
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
 
@@ -151,7 +151,7 @@ def test_what_another_process_stored_meanwhile_stays_and_is_served(
 def test_a_search_made_anew_takes_the_place_of_what_is_there(model, x, tmp_path, searches, anew):
     other = (TransformSpec("channels_last"),)
     store_plan(tmp_path, make_plan(model, x, other))
-    session = Session(Workload(model, (x,)), Options(), "cpu", tmp_path)
+    session = Session(Workload(model, (x,)), SearchOptions(), "cpu", tmp_path)
     kept = session.keep(session.search(), anew)
     assert kept.candidate == (CANDIDATE if anew else other)
     assert session.look_up()[0] == kept

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import bundle, package
 from steadytorch.compiled.aot_inductor import Package
 from steadytorch.compiled.prebuilt import Task
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE
 from steadytorch.transforms import ambient
 from steadytorch.tune import package as made_here
-from steadytorch.tune.package import NEVER_ASKED, Outcome, Packager, PackagingHandler
+from steadytorch.tune.package import NEVER_ASKED, Packager, PackagingHandler, PackagingResult
 from steadytorch.workload.workload import Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -69,7 +69,7 @@ def test_what_agrees_is_kept_and_answers(kept, ready, tmp_path):
     torch.testing.assert_close(answer, kept.model(kept.x))
     with pytest.raises(Exception, match="cannot be run here"):
         call(torch.ones(2, 3, 8, 8))
-    assert msgspec.convert(msgspec.to_builtins(outcome), Outcome) == outcome
+    assert msgspec.convert(msgspec.to_builtins(outcome), PackagingResult) == outcome
 
 
 def test_it_names_the_sources_of_this_package(kept):
@@ -109,7 +109,7 @@ def handler(kept, tmp_path):
 def test_a_worker_makes_a_package_and_lets_go_of_it(kept, ready, tmp_path, handler, packages):
     candidate, file = msgspec.to_builtins(kept.plan.candidate), tmp_path / "p.pt2"
     found = handler.set_up_packaged(candidate, os.fspath(file), None)
-    assert msgspec.convert(found, Outcome).made is not None
+    assert msgspec.convert(found, PackagingResult).made is not None
     assert [package() for package in packages] == [None]
 
 
@@ -176,11 +176,11 @@ def test_outputs_in_memory_of_others_are_refused(kept, tmp_path, monkeypatch):
 def test_any_error_is_a_reason(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(made_here, "make", lambda *given: 1 / 0)
     _, outcome, _ = _packaged(kept.model, kept.x, tmp_path)
-    assert outcome == Outcome(None, "ZeroDivisionError: division by zero")
+    assert outcome == PackagingResult(None, "ZeroDivisionError: division by zero")
 
 
 def test_a_mode_that_never_asks_is_a_reason(tmp_path):
-    assert Packager(tmp_path / "p.pt2", "same", None).outcome == Outcome(None, NEVER_ASKED)
+    assert Packager(tmp_path / "p.pt2", "same", None).outcome == PackagingResult(None, NEVER_ASKED)
 
 
 def test_the_compiler_s_files_are_kept_apart(kept, tmp_path, monkeypatch):

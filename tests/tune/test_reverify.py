@@ -22,9 +22,9 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.serve.plan import Plan
 from steadytorch.tune import reverify as module_under_test
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
 from steadytorch.tune.reverify import in_rounds, rebuilt, reverify
-from steadytorch.tune.select import P99_BLOCK, Options
+from steadytorch.tune.select import P99_BLOCK, SearchOptions
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.verification.verdict import OutputError
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.loading import load_workload
@@ -81,9 +81,9 @@ def _rounds(act, processes=3, base=None, options=None):
 
     def prepared(number):
         stages.append(Stage({(): base or Act(), (EAGER,): act}))
-        return Preparation(stages[-1], "cpu", {}, options or Options(), Silent())
+        return SetupScheduler(stages[-1], "cpu", {}, options or SearchOptions(), NullListener())
 
-    return in_rounds(_plan(), prepared, processes, options or Options()), stages
+    return in_rounds(_plan(), prepared, processes, options or SearchOptions()), stages
 
 
 def test_a_plan_that_is_right_and_faster_holds():
@@ -144,15 +144,17 @@ def test_a_plan_that_fails_late_fails():
 
     def prepared(number):
         made.append(Stage({(): Act(), (EAGER,): next(acts)}))
-        return Preparation(made[-1], "cpu", {}, Options(), Silent())
+        return SetupScheduler(made[-1], "cpu", {}, SearchOptions(), NullListener())
 
-    result = in_rounds(_plan(), prepared, 5, Options())
+    result = in_rounds(_plan(), prepared, 5, SearchOptions())
     assert (len(made), result.failed) == (3, "writes to its inputs")
     assert result.claim.processes == 2
 
 
 def test_a_cap_on_memory_still_counts():
-    result, _ = _rounds(Act(5 * MS, peak_bytes=3 << 30), options=Options(max_memory_bytes=1 << 30))
+    result, _ = _rounds(
+        Act(5 * MS, peak_bytes=3 << 30), options=SearchOptions(max_memory_bytes=1 << 30)
+    )
     assert "over the cap" in result.failed
 
 
@@ -175,7 +177,7 @@ def test_two_rounds_claim_nothing():
 
 
 def test_for_p99_the_largest_of_a_block_counts():
-    _, (first, *_) = _rounds(Act(5 * MS), options=Options(objective="p99"))
+    _, (first, *_) = _rounds(Act(5 * MS), options=SearchOptions(objective="p99"))
     blocks = [event for event in first.events if event[0] == "block"]
     assert len(blocks) >= 2 * LOOKS[0]
     assert first.seconds > 2 * LOOKS[0] * P99_BLOCK * 5e-3
@@ -300,11 +302,11 @@ def test_a_plan_gone_wrong_is_found_in_real_processes(faulty_workers, no_process
 def test_rounds_verify_on_other_inputs(faulty_workers, monkeypatch):
     seeds = []
 
-    class Noted(Preparation):
+    class Noted(SetupScheduler):
         def __init__(self, launch, device, ambient, options, watcher):
             super().__init__(Stage({(QUICK,): Act(5 * MS)}), device, ambient, options, watcher)
             seeds.append(options.seed)
 
-    monkeypatch.setattr(module_under_test, "Preparation", Noted)
+    monkeypatch.setattr(module_under_test, "SetupScheduler", Noted)
     assert reverify(_plan(candidate=(QUICK,)), _workload(), processes=3, seed=7).failed is None
     assert seeds == [7, 7 + INPUT_SETS, 7 + 2 * INPUT_SETS]

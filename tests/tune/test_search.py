@@ -14,7 +14,7 @@ from scripted import (
 )
 
 from steadytorch.process.worker import Fault
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.verification.verdict import OutputError, Reference
 
 OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_search():
 def test_other_objectives_find_the_fastest_too(objective):
     stage = Stage(_acts(inference_mode=9, cudnn_deterministic=7))
     result = make_search(
-        stage, [EAGER, DETERMINISTIC], Options(objective=objective, budget_s=600)
+        stage, [EAGER, DETERMINISTIC], SearchOptions(objective=objective, budget_s=600)
     ).run()
     assert result.chosen == (DETERMINISTIC,)
     assert result.winner.metric == ("period" if objective == "throughput" else "latency")
@@ -103,7 +103,7 @@ def test_other_objectives_find_the_fastest_too(objective):
 
 def test_p99_is_reported_where_it_is_the_objective():
     stage = Stage(_acts(inference_mode=7), spread=0.02)
-    result = make_search(stage, [EAGER], Options(objective="p99", budget_s=600)).run()
+    result = make_search(stage, [EAGER], SearchOptions(objective="p99", budget_s=600)).run()
     assert result.winner.p99_ns > result.winner.median_ns
 
 
@@ -124,7 +124,7 @@ def test_a_precision_that_is_not_allowed_is_measured_shown_and_never_chosen():
 def test_the_same_precision_is_chosen_where_it_is_allowed():
     stage = Stage(_acts(inference_mode=9, tf32=2) | {(EAGER, TF32): Act(1 * MS)})
     stage.acts[(EAGER, TF32)].error = OutputError(1e-3, 1e-3)
-    result = make_search(stage, [EAGER, TF32], Options(precision="tf32")).run()
+    result = make_search(stage, [EAGER, TF32], SearchOptions(precision="tf32")).run()
     assert result.chosen == (EAGER, TF32)
     assert _trial(result, EAGER, TF32).allowed
 
@@ -133,7 +133,7 @@ def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
     acts = _acts(inference_mode=5, cudnn_deterministic=8) | {(EAGER, DETERMINISTIC): Act(5 * MS)}
     acts[(EAGER,)].peak_bytes = acts[(EAGER, DETERMINISTIC)].peak_bytes = 2 << 30
     result = make_search(
-        Stage(acts), [EAGER, DETERMINISTIC], Options(max_memory_bytes=1 << 30)
+        Stage(acts), [EAGER, DETERMINISTIC], SearchOptions(max_memory_bytes=1 << 30)
     ).run()
     rejected = _trial(result, EAGER)
     assert rejected.status == "rejected"
@@ -145,7 +145,7 @@ def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():
 def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
     acts = _acts(inference_mode=8) | {(): Act(10 * MS, peak_bytes=3 << 30)}
     watcher = Notes()
-    options = Options(max_memory_bytes=1 << 30)
+    options = SearchOptions(max_memory_bytes=1 << 30)
     result = make_search(Stage(acts), [EAGER], options, watcher=watcher).run()
     untouched = _trial(result)
     assert watcher.phases[1] == f"{untouched.reason}: looking for candidates below the cap"
@@ -156,7 +156,7 @@ def test_an_untouched_workload_over_the_memory_cap_says_so_and_goes_on():
 
 
 def test_within_the_cap_nothing_is_said_of_the_untouched_workload():
-    result = make_search(Stage(), [EAGER], Options(max_memory_bytes=1 << 30)).run()
+    result = make_search(Stage(), [EAGER], SearchOptions(max_memory_bytes=1 << 30)).run()
     assert _trial(result).reason is None
 
 

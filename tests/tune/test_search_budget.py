@@ -19,15 +19,15 @@ from scripted import (
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune import prepare
-from steadytorch.tune.moves import describe
-from steadytorch.tune.select import Options
+from steadytorch.tune import setup_scheduler
+from steadytorch.tune.candidates import describe
+from steadytorch.tune.select import SearchOptions
 
 
 def test_a_budget_that_cannot_hold_the_untouched_workload_is_refused_with_numbers():
     stage = Stage({(): Act(1e9)})
     with pytest.raises(UsageError) as caught:
-        make_search(stage, [EAGER], Options(budget_s=30)).run()
+        make_search(stage, [EAGER], SearchOptions(budget_s=30)).run()
     message = str(caught.value)
     assert "a budget of 30 s is too small" in message
     least = int(message.rpartition("give at least ")[2].removesuffix(" s"))
@@ -37,7 +37,7 @@ def test_a_budget_that_cannot_hold_the_untouched_workload_is_refused_with_number
 
 def test_the_budget_that_the_refusal_names_is_enough():
     def run(budget_s):
-        return make_search(Stage({(): Act(1e9)}), [EAGER], Options(budget_s=budget_s)).run()
+        return make_search(Stage({(): Act(1e9)}), [EAGER], SearchOptions(budget_s=budget_s)).run()
 
     with pytest.raises(UsageError) as caught:
         run(30)
@@ -48,12 +48,16 @@ def test_the_budget_that_the_refusal_names_is_enough():
 def test_a_deadline_before_the_untouched_workload_was_measured_is_a_small_budget():
     slow = died(Fault.DEADLINE, "no answer within 20 s, killed")
     with pytest.raises(UsageError, match="a budget of 20 s is too small: it ended before"):
-        make_search(Stage({(): Act(faults={"set_up": [slow]})}), [], Options(budget_s=20)).run()
+        make_search(
+            Stage({(): Act(faults={"set_up": [slow]})}), [], SearchOptions(budget_s=20)
+        ).run()
 
 
 def test_what_no_longer_fits_the_budget_is_named():
     stage = Stage({(EAGER,): Act(8 * MS, setup_s=40.0)})
-    result = make_search(stage, [EAGER, DETERMINISTIC, FOLD], Options(budget_s=60), slots=1).run()
+    result = make_search(
+        stage, [EAGER, DETERMINISTIC, FOLD], SearchOptions(budget_s=60), slots=1
+    ).run()
     assert result.chosen == (EAGER,)
     assert result.not_tried
     assert set(result.not_tried.values()) == {"budget exhausted"}
@@ -82,7 +86,7 @@ def test_variations_of_the_leader_come_before_weak_combinations(budget_s):
         stage.acts[(BF16, compiled, GRAPH)] = Act(time_ms * MS, setup_s=15.0)
     best = (BF16, FROZEN, ATTENTION[0], GRAPH)
     stage.acts[best] = Act(0.8 * MS, setup_s=15.0)
-    options = Options(budget_s=budget_s, precision="bf16")
+    options = SearchOptions(budget_s=budget_s, precision="bf16")
     result = make_search(stage, OF_TRANSFORMERS, options, slots=8).run()
     tried = stage.tried()
     weak = [(BF16, FROZEN), (BF16, REDUCE), (FROZEN, GRAPH), (GRAPH,), (EAGER,), (BF16, EAGER)]
@@ -97,7 +101,7 @@ def test_variations_of_the_leader_come_before_weak_combinations(budget_s):
 def test_a_known_combination_that_is_also_a_variation_is_tried_once():
     stage = Stage({(): Act(7 * MS), (BF16, GRAPH): Act(1 * MS)}, regime="launch-bound")
     # The second round has the remaining combinations and variations of the leader.
-    options = Options(budget_s=1000, precision="bf16")
+    options = SearchOptions(budget_s=1000, precision="bf16")
     make_search(stage, [BF16, LAYOUT, FROZEN, PLAIN, GRAPH], options, slots=4).run()
     assert len(stage.tried()) == len(set(stage.tried()))
 
@@ -106,7 +110,7 @@ def test_beside_the_last_known_combinations_there_is_room_for_variations():
     stage = Stage({(): Act(7 * MS)}, regime="compute-bound")
     stage.acts[(BF16, FROZEN, GRAPH)] = Act(1.0 * MS, setup_s=15.0)
     notes = Notes()
-    options = Options(budget_s=1000, precision="bf16")
+    options = SearchOptions(budget_s=1000, precision="bf16")
     make_search(stage, OF_TRANSFORMERS, options, notes, slots=2).run()
     before = [c for c in stage.tried() if c][:4]
     assert before == [(BF16, FROZEN, GRAPH), (BF16, GRAPH), (BF16, PLAIN, GRAPH), before[3]]
@@ -119,7 +123,7 @@ def test_the_search_does_not_outlast_its_budget(budget_s):
         {(spec,): Act(9 * MS, setup_s=3.0) for spec in (EAGER, DETERMINISTIC, FOLD, LAYOUT)}
     )
     result = make_search(
-        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], Options(budget_s=budget_s)
+        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], SearchOptions(budget_s=budget_s)
     ).run()
     assert result.seconds <= budget_s
 
@@ -128,7 +132,7 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
     stage = Stage({(spec,): Act(180 * MS) for spec in (EAGER, DETERMINISTIC, LAYOUT)})
     stage.acts[()] = Act(200 * MS)
     search = make_search(
-        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], Options(budget_s=120), slots=8
+        stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], SearchOptions(budget_s=120), slots=8
     )
     ready, left = ScriptedWorker.ready, []
 
@@ -143,7 +147,7 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
         left.append(search._budget.left_to_explore())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     monkeypatch.setattr(ScriptedWorker, "ready", never)
     monkeypatch.setattr(search, "_decide", decide)
     result = search.run()
@@ -156,14 +160,14 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
 
 def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
     stage = Stage({(EAGER,): Act(9 * MS), (): Act(10 * MS)})
-    search = make_search(stage, [EAGER], Options(budget_s=60))
+    search = make_search(stage, [EAGER], SearchOptions(budget_s=60))
     search.run()
-    (fast,) = [t for t in search._field.trials if t.candidate]
-    quick_s = search._field.screening_s([fast])
+    (fast,) = [t for t in search._pool.trials if t.candidate]
+    quick_s = search._pool.screening_s([fast])
     slow = msgspec.structs.replace(fast.set_up.warm_up, iteration_ns=int(900 * MS))
     fast.set_up = msgspec.structs.replace(fast.set_up, warm_up=slow)
-    assert quick_s < search._field.screening_s([fast]) < 1.2 * quick_s
-    assert search._field.screening_s([]) == 0.0
+    assert quick_s < search._pool.screening_s([fast]) < 1.2 * quick_s
+    assert search._pool.screening_s([]) == 0.0
 
 
 @pytest.mark.parametrize(("device", "begun"), [("cuda:0", True), ("cpu", False)])
@@ -171,5 +175,5 @@ def test_compilers_are_expected_to_be_as_quick_as_on_the_device_of_the_search(de
     # Workloads stay on the CPU until a worker moves them.
     frozen = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
     stage = Stage({(frozen,): Act(1 * MS, setup_s=10.0)})
-    make_search(stage, [frozen], Options(budget_s=27), device=device).run()
+    make_search(stage, [frozen], SearchOptions(budget_s=27), device=device).run()
     assert ((frozen,) in [candidate for _, candidate in stage.events]) == begun

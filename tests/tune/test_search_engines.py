@@ -17,9 +17,9 @@ from scripted import (
 )
 
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune import prepare
+from steadytorch.tune import setup_scheduler
 from steadytorch.tune.search import COMPILING
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 
 UNCHOSEN = TransformSpec("cudnn_engines", (("choices", ""),))
 KEY = "fprop/bias/fp16/last/i8x64x28x28/w64x64x1x1/s1x1/p0x0/d1x1/g1"
@@ -38,7 +38,7 @@ def test_engines_are_chosen_under_the_layout_and_for_no_longer_than_the_budget_a
     make_search(
         Stage(FAST),
         [EAGER, FOLD, LAYOUT, UNCHOSEN],
-        Options(budget_s=100.0),
+        SearchOptions(budget_s=100.0),
         choose_engines=choose,
     ).run()
     ((prefix, seconds),) = asked
@@ -86,15 +86,15 @@ PLAIN = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
 def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch, answer):
     def choose(prefix, seconds):
         try:
-            return search._preparation.meanwhile(Elsewhere(50, answer), 60.0)
+            return search._scheduler.pump_until(Elsewhere(50, answer), 60.0)
         finally:
             before.extend(stage.tried())
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     before = []
     stage = Stage({(LAYOUT, FROZEN): Act(5 * MS, setup_s=30.0), (EAGER,): Act(9 * MS)})
     available = [EAGER, LAYOUT, UNCHOSEN, FROZEN, PLAIN]
-    options = Options(budget_s=200.0)
+    options = SearchOptions(budget_s=200.0)
     search = make_search(stage, available, options, slots=4, choose_engines=choose)
     result = search.run()
     assert before == [(), (LAYOUT, FROZEN)]
@@ -105,10 +105,10 @@ def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch,
 
 def test_what_was_begun_is_told_where_the_search_is_broken_off(monkeypatch):
     def choose(prefix, seconds):
-        search._preparation.meanwhile(Elsewhere(50, CHOICES), 60.0)
+        search._scheduler.pump_until(Elsewhere(50, CHOICES), 60.0)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     stage = Stage()
     search = make_search(stage, [LAYOUT, UNCHOSEN, FROZEN], choose_engines=choose)
     result = search.run()
@@ -123,12 +123,12 @@ def test_no_more_than_the_cores_can_share_compile_in_one_round():
     class Watched(Stage):
         def exchange(self):
             super().exchange()
-            now = search._preparation.begun
+            now = search._scheduler.begun
             most.append(sum(any(spec.name == "compile" for spec in c) for c in now))
 
     stage = Watched({(LAYOUT, FROZEN): Act(5 * MS)})
     available = [EAGER, FOLD, LAYOUT, TF32, FROZEN, PLAIN]
-    options = Options(budget_s=500.0, precision="tf32")
+    options = SearchOptions(budget_s=500.0, precision="tf32")
     search = make_search(stage, available, options, slots=8)
     search.run()
     assert max(most) == COMPILING

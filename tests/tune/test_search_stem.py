@@ -5,7 +5,7 @@ from scripted import EAGER, FOLD, MS, Act, Notes, Stage, died, make_search
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.search import STEM_S
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 
 CONFIG = "64x32x7-w4s1"
 PHASE = "tuning the fused stem"
@@ -39,7 +39,7 @@ class Chooser:
 
 def _search(available, chooser, acts=ACTS, **options):
     notes = Notes()
-    options = Options(**{"budget_s": 300.0, **options})
+    options = SearchOptions(**{"budget_s": 300.0, **options})
     search = make_search(Stage(acts), available, options, notes, choose_stem=chooser)
     return search.run(), notes
 

@@ -8,7 +8,7 @@ from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.select import (
     P99_BLOCK,
-    Options,
+    SearchOptions,
     block_shape,
     block_statistic,
     choose,
@@ -42,20 +42,20 @@ def _race(*times, survivors=None):
 )
 def test_a_wrong_option_is_refused_with_its_value_and_what_is_possible(field, value, words):
     with pytest.raises(UsageError) as caught:
-        Options(**{field: value})
+        SearchOptions(**{field: value})
     assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize("tolerance", [None, 1e-6, 0.999])
 def test_tolerances_between_zero_and_one_are_taken(tolerance):
-    assert Options(precision="bf16", tolerance=tolerance).tolerance == tolerance
+    assert SearchOptions(precision="bf16", tolerance=tolerance).tolerance == tolerance
 
 
 @pytest.mark.parametrize(
     ("objective", "metric"), [("latency", "latency"), ("p99", "latency"), ("throughput", "period")]
 )
 def test_what_is_timed_follows_from_the_objective(objective, metric):
-    assert Options(objective=objective).metric == metric
+    assert SearchOptions(objective=objective).metric == metric
 
 
 # -- blocks -----------------------------------------------------------------------------------
@@ -63,23 +63,23 @@ def test_what_is_timed_follows_from_the_objective(objective, metric):
 
 @given(st.floats(min_value=1, max_value=1e12))
 def test_a_block_has_three_to_ten_iterations_and_fewer_the_longer_one_takes(iteration_ns):
-    shape = block_shape(Options(), iteration_ns)
+    shape = block_shape(SearchOptions(), iteration_ns)
     assert 3 <= shape.count <= 10
-    assert shape.count >= block_shape(Options(), 2 * iteration_ns).count
+    assert shape.count >= block_shape(SearchOptions(), 2 * iteration_ns).count
     assert shape.iteration_ns == iteration_ns
 
 
 @pytest.mark.parametrize(("iteration_ns", "count"), [(1e3, 10), (7e6, 7), (20e6, 5), (200e6, 3)])
 def test_the_length_of_a_block(iteration_ns, count):
-    assert block_shape(Options(), iteration_ns).count == count
+    assert block_shape(SearchOptions(), iteration_ns).count == count
 
 
 def test_a_block_is_expected_to_take_its_iterations_and_those_thrown_away():
-    assert block_shape(Options(), 200e6).expected_s == pytest.approx(1.0)
+    assert block_shape(SearchOptions(), 200e6).expected_s == pytest.approx(1.0)
 
 
 def test_a_block_for_p99_is_long_enough_for_its_largest_sample_to_stand_for_the_tail():
-    options = Options(objective="p99")
+    options = SearchOptions(objective="p99")
     assert block_shape(options, 1e6).count == P99_BLOCK
     samples = np.random.default_rng(0).lognormal(size=(4000, P99_BLOCK))
     maxima = [block_statistic(options, row) for row in samples]
@@ -87,8 +87,8 @@ def test_a_block_for_p99_is_long_enough_for_its_largest_sample_to_stand_for_the_
 
 
 def test_the_statistic_of_other_blocks_is_their_median():
-    assert block_statistic(Options(), [1, 2, 100]) == 2.0
-    assert block_statistic(Options(objective="throughput"), [1, 2, 100]) == 2.0
+    assert block_statistic(SearchOptions(), [1, 2, 100]) == 2.0
+    assert block_statistic(SearchOptions(objective="throughput"), [1, 2, 100]) == 2.0
 
 
 # -- constraints and choice -------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_the_statistic_of_other_blocks_is_their_median():
 
 @pytest.mark.parametrize("cap", [None, 1 << 30, (1 << 30) + 1])
 def test_memory_up_to_the_cap_is_fine(cap):
-    assert over_memory(1 << 30, Options(max_memory_bytes=cap)) is None
+    assert over_memory(1 << 30, SearchOptions(max_memory_bytes=cap)) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_memory_up_to_the_cap_is_fine(cap):
     ],
 )
 def test_memory_over_the_cap_is_named_with_both_figures(peak, cap, said):
-    assert over_memory(peak, Options(max_memory_bytes=cap)) == said
+    assert over_memory(peak, SearchOptions(max_memory_bytes=cap)) == said
 
 
 def test_the_fastest_is_chosen_where_it_is_clearly_so():

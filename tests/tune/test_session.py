@@ -16,9 +16,9 @@ from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.process import worker as processes
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
-from steadytorch.tune.prepare import Preparation, Silent
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 
 QUICK = TransformSpec("quick")
 
@@ -150,7 +150,7 @@ def test_mode_strict_searches_nothing_and_names_the_field_that_differs(tuned, se
     "request_", [{"precision": "tf32"}, {"objective": "p99"}, {"max_memory": "8GiB"}]
 )
 def test_another_request_is_another_plan(tuned, searches, request_, tmp_path):
-    session = Session(_workload(), Options(), store=tmp_path)
+    session = Session(_workload(), SearchOptions(), store=tmp_path)
     session.keep(tuned.result)
     tune(_workload(), store=tmp_path, **request_)
     assert len(searches) == 1
@@ -159,7 +159,7 @@ def test_another_request_is_another_plan(tuned, searches, request_, tmp_path):
 def test_other_inputs_are_a_miss(tuned, searches):
     workload = _workload()
     other = Workload(workload.model, torch.randn(5, 8))
-    plan, reason = Session(other, Options(), store=tuned.store).look_up()
+    plan, reason = Session(other, SearchOptions(), store=tuned.store).look_up()
     assert plan is None
     assert "[2, 8]" in reason
     assert "[5, 8]" in reason
@@ -182,9 +182,9 @@ def test_a_store_that_cannot_be_written_is_told_before_the_search(tmp_path, capl
         said.extend(caplog.messages)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Preparation, "start", start)
+    monkeypatch.setattr(SetupScheduler, "start", start)
     (tmp_path / "file").write_text("in the way")
-    session = Session(_workload(), Options(), store=tmp_path / "file" / "plans")
+    session = Session(_workload(), SearchOptions(), store=tmp_path / "file" / "plans")
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         session.search()
     assert len(said) == 1
@@ -207,7 +207,7 @@ def test_a_broken_search_leaves_no_file_and_no_process(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     broken = Workload(Slow().eval(), torch.randn(2, 9))
     with pytest.raises(UsageError, match="the untouched workload fails"):
-        Session(broken, Options(), store=tmp_path / "plans").search(Silent())
+        Session(broken, SearchOptions(), store=tmp_path / "plans").search(NullListener())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,8 +221,8 @@ def test_inference_that_updates_statistics_is_refused_with_what_to_do(tmp_path):
         tune(workload, store=tmp_path)
     step = Workload.training(model, torch.zeros(4, 2), torch.sum, torch.optim.SGD)
     assert (
-        Session(step, Options(), store=tmp_path).key
-        != Session(Workload(model.eval(), torch.zeros(4, 2)), Options(), store=tmp_path).key
+        Session(step, SearchOptions(), store=tmp_path).key
+        != Session(Workload(model.eval(), torch.zeros(4, 2)), SearchOptions(), store=tmp_path).key
     )
 
 
@@ -256,12 +256,12 @@ def test_processes_that_were_started_for_what_cannot_be_sent_to_them_are_gone(tm
     workload.model.held = (line for line in ())
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(UsageError, match="cannot be sent to a worker process"):
-        Session(workload, Options(), store=tmp_path).search(Silent())
+        Session(workload, SearchOptions(), store=tmp_path).search(NullListener())
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_every_option_is_offered_or_refused_with_a_reason(tmp_path):
-    session = Session(_workload(), Options(), store=tmp_path)
+    session = Session(_workload(), SearchOptions(), store=tmp_path)
     available, refused = session._options_that_apply()
     every = [str(t.spec) for t in transforms.all_variants(session.facts)]
     assert sorted([*map(str, available), *refused]) == sorted(every)
@@ -280,7 +280,7 @@ def test_every_process_of_a_search_imports_what_defines_the_model(tmp_path, monk
 
     monkeypatch.setattr(trial, "Worker", started)
     with pytest.raises(Asked):
-        Session(_workload(), Options(), store=tmp_path).search(Silent())
+        Session(_workload(), SearchOptions(), store=tmp_path).search(NullListener())
 
 
 @pytest.mark.parametrize(("cores", "early"), [(None, 0), (2, 0), (3, 0), (4, 2), (64, 4)])
@@ -290,13 +290,13 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
 
     asked = []
 
-    def preparation(*arguments):
+    def scheduler(*arguments):
         asked.append(arguments[-1])
         raise Asked
 
-    monkeypatch.setattr(sys.modules[Session.__module__], "Preparation", preparation)
-    session = Session(_workload(), Options(), store=tmp_path)
+    monkeypatch.setattr(sys.modules[Session.__module__], "SetupScheduler", scheduler)
+    session = Session(_workload(), SearchOptions(), store=tmp_path)
     session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
     with pytest.raises(Asked):
-        session.search(Silent())
+        session.search(NullListener())
     assert asked == [early]

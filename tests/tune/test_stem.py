@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.conv.timing import Measured
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.process.worker import WorkerFault

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError
-from steadytorch.workload.containers import Lent, holds_containers
+from steadytorch.workload.containers import BorrowedArguments, holds_containers
 from steadytorch.workload.workload import Workload
 
 Pair = namedtuple("Pair", "first second")
@@ -50,10 +50,10 @@ def containers(tree: Any) -> list[Any]:
 @given(TREES, st.data())
 def test_writes_reach_the_originals_when_they_are_given_back_and_not_before(tree, data):
     before = kinds(tree)
-    lent = Lent(tree)
-    assert kinds(lent.arguments)[0] == before[0] if isinstance(before, tuple) else True
-    assert not lent.is_written()
-    copies = containers(lent.arguments)
+    borrowed = BorrowedArguments(tree)
+    assert kinds(borrowed.arguments)[0] == before[0] if isinstance(before, tuple) else True
+    assert not borrowed.is_written()
+    copies = containers(borrowed.arguments)
     assert not {id(each) for each in copies} & {id(each) for each in containers(tree)}
     if not copies:
         return
@@ -64,8 +64,8 @@ def test_writes_reach_the_originals_when_they_are_given_back_and_not_before(tree
     else:
         chosen.append(mark)
     assert kinds(tree) == before
-    assert lent.is_written()
-    assert lent.give_back() is None
+    assert borrowed.is_written()
+    assert borrowed.give_back() is None
     (written,) = [each for each in containers(tree) if any(item is mark for item in items(each))]
     assert kinds(written)[0] is type(chosen)
     assert len(written) == len(chosen)
@@ -78,37 +78,37 @@ def items(container: Any) -> Any:
 @given(TREES)
 def test_what_was_not_written_to_is_left_alone(tree):
     before = kinds(tree)
-    lent = Lent(tree)
-    result = lent.give_back(lent.arguments)
+    borrowed = BorrowedArguments(tree)
+    result = borrowed.give_back(borrowed.arguments)
     assert kinds(result) == kinds(tree) == before
 
 
 def test_a_container_that_is_passed_twice_stays_one():
     shared: list[int] = []
-    lent = Lent((shared, {"also": shared}))
-    first, second = lent.arguments
+    borrowed = BorrowedArguments((shared, {"also": shared}))
+    first, second = borrowed.arguments
     assert first is second["also"]
     first.append(1)
-    lent.give_back()
+    borrowed.give_back()
     assert shared == [1]
 
 
 def test_containers_of_the_callers_come_back_within_new_ones():
     inner: list[int] = []
     batch = {"inner": inner}
-    lent = Lent(batch)
-    lent.arguments["all"] = ([lent.arguments["inner"]],)
-    result = lent.give_back({"same": lent.arguments})
+    borrowed = BorrowedArguments(batch)
+    borrowed.arguments["all"] = ([borrowed.arguments["inner"]],)
+    result = borrowed.give_back({"same": borrowed.arguments})
     assert result["same"] is batch
     assert batch["all"][0][0] is inner
 
 
 def test_kinds_of_containers_keep_what_makes_them():
     counts, last = defaultdict(list, a=[1]), deque([1, 2], maxlen=2)
-    lent = Lent((counts, last))
-    lent.arguments[0]["b"].append(2)
-    lent.arguments[1].append(3)
-    lent.give_back()
+    borrowed = BorrowedArguments((counts, last))
+    borrowed.arguments[0]["b"].append(2)
+    borrowed.arguments[1].append(3)
+    borrowed.give_back()
     assert (dict(counts), counts.default_factory) == ({"a": [1], "b": [2]}, list)
     assert (list(last), last.maxlen) == ([2, 3], 2)
 
@@ -128,14 +128,14 @@ def own():
 
 
 def test_a_container_of_another_class_cannot_be_written_to(own):
-    lent = Lent(([0], own))
-    lent.arguments[0].append(1)
-    assert lent.arguments[1] is not own
-    lent.arguments[1].items.append(2)
-    assert lent.is_written()
+    borrowed = BorrowedArguments(([0], own))
+    borrowed.arguments[0].append(1)
+    assert borrowed.arguments[1] is not own
+    borrowed.arguments[1].items.append(2)
+    assert borrowed.is_written()
     plain: list[int] = []
     with pytest.raises(UnsupportedError, match="container of a custom class"):
-        lent.give_back(plain)
+        borrowed.give_back(plain)
     assert own.items == [1]
 
 

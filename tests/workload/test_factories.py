@@ -12,7 +12,7 @@ import torch
 
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.workload.factories import call_factory, explain_missing_factory
-from steadytorch.workload.travel import load, save
+from steadytorch.workload.serialization import load, save
 from steadytorch.workload.workload import Workload
 
 HEADER = "import torch\nfrom torch import nn\nfrom steadytorch.workload.workload import Workload\n"
@@ -304,7 +304,7 @@ def factory(): return nn.Sequential(Net()), torch.randn(4, 3)
     for code in ("model.py", "steady_test_layers.py"):
         (folder.path / code).unlink()
     opened = run_elsewhere(
-        "from steadytorch.workload.travel import load; import pathlib, torch\n"
+        "from steadytorch.workload.serialization import load; import pathlib, torch\n"
         "torch.save(load(pathlib.Path('workload.pt')).step_function()(), 'output.pt')"
     )
     assert (opened.returncode, opened.stderr) == (0, "")

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.bench.measure import HANDLER, start
 from steadytorch.bench.saved import compare_files
 from steadytorch.bench.series import Series
-from steadytorch.bench.sustained_runs import dwells
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.sustained_runs import run_sustained
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim
@@ -23,7 +23,7 @@ from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
-from steadytorch.results.compare import CompareResult, Dwell, Effect, Side
+from steadytorch.results.compare import CompareResult, Effect, Side, SustainedRun
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -167,7 +167,7 @@ class _Taken(NamedTuple):
 
     pairs: list[tuple[float, float]]
     ended: _Fails | KeyboardInterrupt | None
-    dwells: tuple[Dwell, ...] = ()
+    dwells: tuple[SustainedRun, ...] = ()
 
 
 def _one_pair(
@@ -178,7 +178,7 @@ def _one_pair(
     rng: Random,
     alone: bool,
 ) -> _Taken:
-    """Takes pairs until a look decides. With `alone`, then runs `dwells` on CUDA."""
+    """Takes pairs until a look decides. With `alone`, then calls `run_sustained` on CUDA."""
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
     ended, found = None, ()
@@ -200,7 +200,7 @@ def _one_pair(
 
         race_pairs(partial(block, 0), partial(block, 1), rng=rng)
         if alone and device.startswith("cuda"):
-            found = dwells(series, rng)
+            found = run_sustained(series, rng)
     except (_Fails, KeyboardInterrupt) as reason:
         ended = reason
     finally:

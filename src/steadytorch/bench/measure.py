@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from steadytorch import transforms
+from steadytorch.bench.bench_worker import STOP, TAKEN, BrokenOff, save_payload
 from steadytorch.bench.series import Series
-from steadytorch.bench.worker import STOP, TAKEN, BrokenOff, save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording, reasons
 from steadytorch.errors import UsageError
@@ -33,7 +33,7 @@ from steadytorch.results.measure import (
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
-HANDLER = "steadytorch.bench.worker:WorkloadHandler"
+HANDLER = "steadytorch.bench.bench_worker:WorkloadHandler"
 LATENCY_SHARE = 0.3
 """Share of the sampling time for latency, which is a separate series on CUDA."""
 SETUP_S = 600.0

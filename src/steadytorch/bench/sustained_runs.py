@@ -14,20 +14,20 @@ import numpy as np
 
 from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording, reasons
-from steadytorch.results.compare import Dwell
+from steadytorch.results.compare import SustainedRun
 
 POWER = "power_cap"
 PROBE_S = 2.0
 """Long enough for a power limit to act: the driver averages power over about a second."""
-DWELL_S = 10.0
+SUSTAINED_S = 10.0
 ROUNDS = 2
 
 Ask = Callable[[int, float], Series]
 """Runs a side (0 is A, 1 is B) for a number of seconds without a break."""
 
 
-def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
-    """Runs each side for `DWELL_S`, `ROUNDS` times in random order, if a power limit is active.
+def run_sustained(ask: Ask, rng: Random) -> tuple[SustainedRun, ...]:
+    """Runs each side for `SUSTAINED_S`, `ROUNDS` times in random order, if a power limit is active.
 
     Args:
         ask: runs a side.
@@ -39,7 +39,7 @@ def dwells(ask: Ask, rng: Random) -> tuple[Dwell, ...]:
     if not any(_held(ask(side, PROBE_S)) for side in (0, 1)):
         return ()
     order = [side for _ in range(ROUNDS) for side in rng.sample((0, 1), 2)]
-    return tuple(_dwell("ab"[side], ask(side, DWELL_S)) for side in order)
+    return tuple(_sustained_run("ab"[side], ask(side, SUSTAINED_S)) for side in order)
 
 
 def _held(series: Series) -> bool:
@@ -47,11 +47,11 @@ def _held(series: Series) -> bool:
     return any(POWER in reasons(bits) for bits in set(mask))
 
 
-def _dwell(side: str, series: Series) -> Dwell:
+def _sustained_run(side: str, series: Series) -> SustainedRun:
     durations = np.asarray(series.durations_ns, dtype=np.float64)
     recording = msgspec.convert(series.recording, Recording)
     clock = recording.sm_clock_mhz or ()
-    return Dwell(
+    return SustainedRun(
         side=side,
         seconds=float(durations.sum()) * series.group * 1e-9,
         median_ns=float(np.median(durations[len(durations) // 2 :])),

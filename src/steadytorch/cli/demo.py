@@ -41,12 +41,12 @@ def demo(
     from steadytorch.device.facts import resolve_device
     from steadytorch.explain.session import explain
     from steadytorch.quantities import parse_duration
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
 
     console = options.console(quiet)
     loaded = options.load(_MODEL, batch=_BATCH, inputs=(), train=False, seed=0)
-    session = Session(loaded, Options(budget_s=parse_duration(budget)), device, store)
+    session = Session(loaded, SearchOptions(budget_s=parse_duration(budget)), device, store)
     introduce(console)
     tell = options.teller(console) if everything else options.silent
     found = explain(loaded, device=resolve_device(device), budget=_EXPLAIN, progress=tell)

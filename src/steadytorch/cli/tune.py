@@ -81,10 +81,10 @@ def tune(
     """
     from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.report.text import plain
-    from steadytorch.tune.select import Options
+    from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
 
-    asked = Options(
+    asked = SearchOptions(
         objective=objective,
         precision=precision,
         tolerance=tolerance,

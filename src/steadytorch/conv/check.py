@@ -11,9 +11,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from steadytorch.conv.aten_fallback import aten_conv, aten_conv_grad
 from steadytorch.conv.engines import BIAS, INPUT, OTHER, OUTPUT, WEIGHT
-from steadytorch.conv.plain import plain, plain_grad
-from steadytorch.conv.plans import DTYPES, Geometry, Plan, empty
+from steadytorch.conv.executables import DTYPES, EngineExecutable, Geometry, empty
 from steadytorch.conv.problem import ConvProblem, strides
 
 GUARD_BYTES = 4096
@@ -21,7 +21,7 @@ GUARD_BYTES = 4096
 _PATTERN = 0xA5
 
 
-class Operands(msgspec.Struct, frozen=True):
+class ProblemTensors(msgspec.Struct, frozen=True):
     """Tensors of one problem on a device, with the reference result.
 
     Attributes:
@@ -62,7 +62,7 @@ def geometry_of(problem: ConvProblem) -> Geometry:
     return problem.stride, problem.padding, problem.dilation, problem.groups
 
 
-def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Operands:
+def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> ProblemTensors:
     """Draw random tensors, scaled so that results are about 1, and compute the reference."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = DTYPES[problem.number]
@@ -84,7 +84,7 @@ def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Opera
     given = [None if t is None else t.to(wide) for t in (first, second, bias, other)]
     with _float32_as("ieee"):
         reference = _computed(problem, *given)
-    return Operands(problem, first, second, bias, other, reference)
+    return ProblemTensors(problem, first, second, bias, other, reference)
 
 
 def _terms(problem: ConvProblem) -> int:
@@ -108,9 +108,9 @@ def _float32_as(precision: str) -> Iterator[None]:
 def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: Any) -> Tensor:
     geometry = geometry_of(problem)
     if problem.operation == "fprop":
-        return plain(first, second, bias, other, problem.rectified, geometry)
+        return aten_conv(first, second, bias, other, problem.rectified, geometry)
     shapes = (problem.input, problem.weight)
-    return plain_grad(first, second, shapes, geometry, problem.operation, problem.layout)
+    return aten_conv_grad(first, second, shapes, geometry, problem.operation, problem.layout)
 
 
 class Guarded:
@@ -150,7 +150,7 @@ class Verified(NamedTuple):
     repeats: bool | None = None
 
 
-def verify(plan: Plan, given: Operands, bound: float) -> Verified:
+def verify(plan: EngineExecutable, given: ProblemTensors, bound: float) -> Verified:
     """Run a plan twice on NaN-filled output and compare with the reference.
 
     Args:
@@ -181,7 +181,7 @@ def verify(plan: Plan, given: Operands, bound: float) -> Verified:
     return Verified(error, None if repeats else "results differ from run to run", repeats)
 
 
-def addresses(given: Operands) -> dict[int, int]:
+def addresses(given: ProblemTensors) -> dict[int, int]:
     """Addresses of the operands, by tensor ID of the graph."""
     tensors = {INPUT: given.first, WEIGHT: given.second, BIAS: given.bias, OTHER: given.other}
     return {uid: tensor.data_ptr() for uid, tensor in tensors.items() if tensor is not None}

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from steadytorch.conv.blocks import Flush
-from steadytorch.conv.check import Operands, addresses, operands, verify
+from steadytorch.conv.check import ProblemTensors, addresses, operands, verify
 from steadytorch.conv.choices import ATEN, Choice
 from steadytorch.conv.decide import pick, stays
 from steadytorch.conv.engines import OUTPUT, Engine, Filters, list_engines
+from steadytorch.conv.executables import DTYPES, EngineExecutable, empty
 from steadytorch.conv.handles import target
 from steadytorch.conv.module import pad_channels
-from steadytorch.conv.plans import DTYPES, Plan, empty
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.timing import (
     BENCHMARK,
@@ -34,7 +34,7 @@ from steadytorch.conv.timing import (
     take_rounds,
 )
 from steadytorch.errors import UnsupportedError
-from steadytorch.results.conv import Outcome
+from steadytorch.results.conv import ConvOutcome
 
 ERROR_FACTOR = 2.0
 """Maximum error of an engine, as a multiple of PyTorch's error in the problem's element type.
@@ -45,7 +45,7 @@ BUILDING = 0.5
 """Share of a problem's time for building and verifying; the rest is for timing."""
 
 
-class Options(msgspec.Struct, frozen=True):
+class ChoiceOptions(msgspec.Struct, frozen=True):
     """Options of a choice.
 
     Attributes:
@@ -71,9 +71,9 @@ class Options(msgspec.Struct, frozen=True):
 def choose(
     problem: ConvProblem,
     device: torch.device,
-    options: Options | None = None,
+    options: ChoiceOptions | None = None,
     incumbent: Choice | None = None,
-) -> Outcome:
+) -> ConvOutcome:
     """Measure every engine for a problem and choose one.
 
     An engine that raises while it is built, verified, recorded or timed is excluded, with its
@@ -82,14 +82,14 @@ def choose(
     Args:
         problem: the convolution.
         device: a CUDA device that no other process uses.
-        options: see `Options`.
+        options: see `ChoiceOptions`.
         incumbent: the earlier choice; see `stays`.
 
     Raises:
         UnsupportedError: the frontend or cuDNN is missing, every engine failed, or an engine made
             the device unusable for this process.
     """
-    options = options or Options()
+    options = options or ChoiceOptions()
     start = time.perf_counter()
     rng = Random(f"{options.seed} {problem.key}")
     given = operands(problem, device, options.seed)
@@ -117,7 +117,7 @@ def choose(
     times = {arm.found.choice: arm.times_ns for arm in arms if arm.found.choice in by_name}
     kept = before is not None and stays(times, before)
     chosen = by_name[before] if before is not None and kept else pick(measured)
-    return Outcome(
+    return ConvOutcome(
         problem=problem.key,
         choice=chosen.choice,
         default_ns=_median_ns(by_name.get(ATEN)),
@@ -131,9 +131,9 @@ def choose(
 def first_sound(
     problem: ConvProblem,
     device: torch.device,
-    options: Options | None = None,
+    options: ChoiceOptions | None = None,
     incumbent: Choice | None = None,
-) -> Outcome:
+) -> ConvOutcome:
     """Choose the first engine in cuDNN's order that builds and verifies, without timing.
 
     Args:
@@ -145,7 +145,7 @@ def first_sound(
     Raises:
         UnsupportedError: no engine verifies, or the frontend or cuDNN is missing.
     """
-    options = options or Options()
+    options = options or ChoiceOptions()
     start = time.perf_counter()
     given = operands(problem, device, options.seed)
     own_error = given.error_of(given.by_pytorch())
@@ -154,7 +154,7 @@ def first_sound(
         if isinstance(tried, Arm):
             took = time.perf_counter() - start
             engines = (tried.found, *excluded)
-            return Outcome(problem.key, tried.found.choice, None, None, None, engines, took)
+            return ConvOutcome(problem.key, tried.found.choice, None, None, None, engines, took)
         excluded.append(tried)
     raise UnsupportedError(f"every cuDNN engine failed verification for {problem.key}")
 
@@ -163,7 +163,7 @@ def _median_ns(found: Measured | None) -> float | None:
     return None if found is None else found.median_ns
 
 
-def variants(problem: ConvProblem, options: Options) -> Iterator[tuple[ConvProblem, Choice]]:
+def variants(problem: ConvProblem, options: ChoiceOptions) -> Iterator[tuple[ConvProblem, Choice]]:
     """Yield the problem and variants of it that compute the same result.
 
     Fewer than 8 input channels are also padded to 4 and 8, for which cuDNN has other engines. The
@@ -196,9 +196,9 @@ def _variant(problem: ConvProblem, number: Any, channels: int | None) -> ConvPro
 
 def _field(
     problem: ConvProblem,
-    given: Operands,
+    given: ProblemTensors,
     own_error: float,
-    options: Options,
+    options: ChoiceOptions,
     incumbent: Choice | None,
 ) -> Iterator[Arm | Measured]:
     """Engines of all variants; the incumbent comes first, in case time is short."""
@@ -213,9 +213,9 @@ def _field(
 def _engines(
     problem: ConvProblem,
     choice: Choice,
-    given: Operands,
+    given: ProblemTensors,
     own_error: float,
-    options: Options,
+    options: ChoiceOptions,
     incumbent: Choice | None = None,
 ) -> Iterator[Arm | Measured]:
     """Engines of one variant in cuDNN's order: usable ones as arms, others with the reason."""
@@ -235,14 +235,20 @@ def _engines(
             yield found
             continue
         try:
-            tried = _tried(found, Plan(problem, engine.name, device), given, varied, bound)
+            tried = _tried(
+                found, EngineExecutable(problem, engine.name, device), given, varied, bound
+            )
         except Exception as fault:
             tried = barred(found, fault)
         yield tried
 
 
 def _tried(
-    found: Measured, plan: Plan, given: Operands, varied: Operands, bound: float
+    found: Measured,
+    plan: EngineExecutable,
+    given: ProblemTensors,
+    varied: ProblemTensors,
+    bound: float,
 ) -> Arm | Measured:
     """Verify a built plan; return an arm, or the measurement with the reason for excluding it."""
     seen = verify(plan, varied, bound)
@@ -261,17 +267,19 @@ def _measured(engine: Engine, name: str) -> Measured:
     )
 
 
-def _varied(given: Operands, problem: ConvProblem) -> Operands:
+def _varied(given: ProblemTensors, problem: ConvProblem) -> ProblemTensors:
     """Convert operands to a variant of their problem; the reference stays."""
     if problem == given.problem:
         return given
     dtype, added = DTYPES[problem.number], problem.input[1] - given.problem.input[1]
     first, second = (pad_channels(t, added).to(dtype) for t in (given.first, given.second))
     bias, other = (None if t is None else t.to(dtype) for t in (given.bias, given.other))
-    return Operands(problem, first, second, bias, other, given.reference)
+    return ProblemTensors(problem, first, second, bias, other, given.reference)
 
 
-def _arm(found: Measured, plan: Plan, given: Operands, varied: Operands) -> Arm:
+def _arm(
+    found: Measured, plan: EngineExecutable, given: ProblemTensors, varied: ProblemTensors
+) -> Arm:
     """Make an arm that times the plan together with the conversions that a variant needs."""
     problem, device = varied.problem, given.first.device
     shape = tuple(given.reference.shape)

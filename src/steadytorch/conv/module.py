@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from steadytorch.conv.aten_fallback import aten_conv
+from steadytorch.conv.call_cache import CallCache
 from steadytorch.conv.choices import ATEN, Choice
+from steadytorch.conv.executables import DTYPES, Geometry
 from steadytorch.conv.operator import conv_engine_eagerly, observed
-from steadytorch.conv.plain import plain
-from steadytorch.conv.plans import DTYPES, Geometry
 from steadytorch.conv.problem import ConvProblem
-from steadytorch.conv.repeated import Repeated
 
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -57,7 +57,7 @@ class EngineConv(nn.Module):
     def choose(self, choice: Choice) -> None:
         """Set the engine; pads or converts the weights if the choice requires it."""
         self.choice = choice
-        self._call = Repeated(self.geometry, self.relu, choice.engine)
+        self._call = CallCache(self.geometry, self.relu, choice.engine)
         weight, bias = self.weight.detach(), self.bias
         if choice.channels is not None and self.groups == 1:
             self._added_channels = max(0, choice.channels - weight.shape[1])
@@ -79,7 +79,7 @@ class EngineConv(nn.Module):
         weight, bias = self.weight, self.bias
         if self.choice.engine == ATEN:
             # PyTorch's own operators, so that a surrounding compiler can fuse them with others.
-            return plain(x, weight, bias, other, self.relu, self.geometry)
+            return aten_conv(x, weight, bias, other, self.relu, self.geometry)
         outer, dtype = x.dtype, weight.dtype
         if outer != dtype:
             x, other = x.to(dtype), None if other is None else other.to(dtype)

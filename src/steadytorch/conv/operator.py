@@ -2,8 +2,8 @@
 
 `torch.ops.steadytorch.conv_engine` works in eager mode, in CUDA graphs, and as one operator under
 `torch.compile` and `torch.export`. A plan that is missing, fails to build or does not fit the
-tensors is not an error: PyTorch runs that convolution, and `plans.MISSES` and the log give the
-reason.
+tensors is not an error: PyTorch runs that convolution, and `executables.MISSES` and the log give
+the reason.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import _profiler_enabled
 
+from steadytorch.conv.aten_fallback import aten_conv, aten_conv_grad
 from steadytorch.conv.choices import ATEN
-from steadytorch.conv.plain import plain, plain_grad
-from steadytorch.conv.plans import (
+from steadytorch.conv.executables import (
     RUNNERS,
     Geometry,
     Runner,
@@ -120,7 +120,7 @@ def _runner(
     layout = memory_layout(x, weight)
 
     def fallback(x: Tensor, w: Tensor, b: Tensor | None, z: Tensor | None) -> Tensor:
-        return as_laid_out(plain(x, w, b, z, relu, geometry), layout)
+        return as_laid_out(aten_conv(x, w, b, z, relu, geometry), layout)
 
     if not x.is_cuda or engine == ATEN:
         return fallback
@@ -189,7 +189,7 @@ def _grad_runner(
     engine: str,
 ) -> Runner:
     def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
-        return as_laid_out(plain_grad(a, b, shapes, geometry, operation, layout), layout)
+        return as_laid_out(aten_conv_grad(a, b, shapes, geometry, operation, layout), layout)
 
     if not first.is_cuda or engine == ATEN:
         return fallback
@@ -275,11 +275,11 @@ def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs, operands = ctx.needs_input_grad, (ctx.shapes, ctx.geometry)
     one = two = None
     if ctx.operation == "dgrad":
-        one = plain(grad, second, None, None, False, ctx.geometry) if needs[0] else None
-        two = plain_grad(grad, first, *operands, "wgrad", ctx.layout) if needs[1] else None
+        one = aten_conv(grad, second, None, None, False, ctx.geometry) if needs[0] else None
+        two = aten_conv_grad(grad, first, *operands, "wgrad", ctx.layout) if needs[1] else None
     else:
-        one = plain_grad(second, grad, *operands, "dgrad", ctx.layout) if needs[0] else None
-        two = plain(first, grad, None, None, False, ctx.geometry) if needs[1] else None
+        one = aten_conv_grad(second, grad, *operands, "dgrad", ctx.layout) if needs[0] else None
+        two = aten_conv(first, grad, None, None, False, ctx.geometry) if needs[1] else None
     return one, two, *([None] * 9)
 
 

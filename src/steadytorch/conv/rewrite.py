@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from steadytorch.conv.executables import Geometry, problem_of
 from steadytorch.conv.module import EngineConv, convolves, layer_geometry, misfit, objection
-from steadytorch.conv.plans import Geometry, problem_of
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.writes import hooked, may_write
 from steadytorch.errors import SteadyError

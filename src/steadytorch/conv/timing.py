@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from steadytorch.conv.blocks import Flush, Lead, block_ns
-from steadytorch.conv.check import Operands
+from steadytorch.conv.check import ProblemTensors
 from steadytorch.conv.choices import ATEN
 from steadytorch.errors import UnsupportedError, one_line
 from steadytorch.measure.race import race
@@ -120,7 +120,7 @@ class Arm:
         )
 
 
-def by_pytorch(given: Operands, error: float) -> list[Arm]:
+def by_pytorch(given: ProblemTensors, error: float) -> list[Arm]:
     """Make the arms of PyTorch's default and of its benchmark mode.
 
     PyTorch caches its choice per thread, so each arm gets a new thread.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.conv.choices import ATEN, HEURISTIC, Choice
+from steadytorch.conv.executables import Geometry, memory_layout, number_of
 from steadytorch.conv.module import convolves, layer_geometry, misfit, objection
 from steadytorch.conv.operator import conv_engine_eagerly
-from steadytorch.conv.plans import Geometry, memory_layout, number_of
 from steadytorch.conv.problem import ConvProblem, Layout, Number, Operation, parse
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -27,7 +27,7 @@ Passes = tuple[str, str, str]
 _OWN: Passes = (ATEN, ATEN, ATEN)
 
 
-class Posed(NamedTuple):
+class SharedProblem(NamedTuple):
     """The fields that the three problems of one convolution share; see `ConvProblem`."""
 
     number: Number
@@ -57,7 +57,7 @@ class Engines:
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
         self._default: Passes = _OWN if choices else (HEURISTIC, HEURISTIC, HEURISTIC)
-        self._chosen: dict[Posed, Passes] = {}
+        self._chosen: dict[SharedProblem, Passes] = {}
         for key, choice in choices.items():
             problem = parse(key)
             if choice == Choice(choice.engine) and problem.epilogue in ("none", "bias"):
@@ -69,26 +69,26 @@ class Engines:
     def _keep(self, problem: ConvProblem, engine: str) -> None:
         forward = problem.operation == "fprop"
         for biased in (problem.biased,) if forward else (False, True):
-            posed = Posed(
+            shared = SharedProblem(
                 *(problem.number, problem.layout, problem.input, problem.weight),
                 *(problem.stride, problem.padding, problem.dilation, problem.groups, biased),
             )
-            passes = dict(zip(OPERATIONS, self._chosen.get(posed, _OWN), strict=True))
+            passes = dict(zip(OPERATIONS, self._chosen.get(shared, _OWN), strict=True))
             passes[problem.operation] = engine
-            self._chosen[posed] = (passes["fprop"], passes["dgrad"], passes["wgrad"])
+            self._chosen[shared] = (passes["fprop"], passes["dgrad"], passes["wgrad"])
 
-    def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
+    def of(self, label: str, shared: SharedProblem, x: Tensor, weight: Tensor) -> Passes:
         """Engines of a convolution that is about to run.
 
         Args:
             label: name of its layer.
-            posed: the problem.
+            shared: the problem.
             x: the input.
             weight: the weight.
         """
-        return self._chosen.get(posed, self._default)
+        return self._chosen.get(shared, self._default)
 
-    def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
+    def of_unsupported(self, label: str, x: Tensor, weight: Tensor) -> Passes:
         """Like `of`, for a call that is not a supported problem."""
         return _OWN
 
@@ -96,7 +96,7 @@ class Engines:
         """Called for a convolution that engines cannot run, with the reason."""
 
 
-class Recorder(Engines):
+class ProblemRecorder(Engines):
     """Runs every convolution by PyTorch and records the problems of a step.
 
     Attributes:
@@ -109,16 +109,16 @@ class Recorder(Engines):
         self.found: dict[ConvProblem, list[str]] = {}
         self.left_out: dict[str, list[str]] = {}
 
-    def of(self, label: str, posed: Posed, x: Tensor, weight: Tensor) -> Passes:
+    def of(self, label: str, shared: SharedProblem, x: Tensor, weight: Tensor) -> Passes:
         """Record the passes of this call; a gradient counts if its tensor requires one."""
         recorded = torch.is_grad_enabled()
         needs = (True, recorded and x.requires_grad, recorded and weight.requires_grad)
         for operation, needed in zip(OPERATIONS, needs, strict=True):
             if needed:
-                self.found.setdefault(posed.problem(operation), []).append(label)
+                self.found.setdefault(shared.problem(operation), []).append(label)
         return _OWN
 
-    def unposed(self, label: str, x: Tensor, weight: Tensor) -> Passes:
+    def of_unsupported(self, label: str, x: Tensor, weight: Tensor) -> Passes:
         """Record the call with the reason."""
         self.leave(label, misfit(x, weight) or f"no engines for {x.dtype}")
         return _OWN
@@ -148,8 +148,12 @@ class _EngineLayer:
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         engines, label, geometry = self.steady_way
         x, w, b = _as_autocast(input, weight, bias)
-        posed = _posed(x, w, b, geometry)
-        passes = engines.unposed(label, x, w) if posed is None else engines.of(label, posed, x, w)
+        shared = _shared_problem(x, w, b, geometry)
+        passes = (
+            engines.of_unsupported(label, x, w)
+            if shared is None
+            else engines.of(label, shared, x, w)
+        )
         if passes == _OWN:
             own: Any = super()
             return own._conv_forward(x, w, b)
@@ -195,14 +199,16 @@ def equip(model: ModuleT, engines: Engines) -> ModuleT:
     return model
 
 
-def _posed(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Posed | None:
+def _shared_problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+) -> SharedProblem | None:
     """The problem of a call; None if PyTorch must run or reject it."""
     number = number_of(x.dtype)
     fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
     if number is None or not fitting or misfit(x, weight) is not None:
         return None
     sizes: Any = (tuple(x.shape), tuple(weight.shape), *geometry)
-    return Posed._make((number, memory_layout(x, weight), *sizes, bias is not None))
+    return SharedProblem._make((number, memory_layout(x, weight), *sizes, bias is not None))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

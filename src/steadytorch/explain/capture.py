@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from steadytorch.bench.bench_worker import STOP, SetUp, save_payload
 from steadytorch.bench.measure import ProcessMeasurement, ask_series, one_process, start
 from steadytorch.bench.series import Series
-from steadytorch.bench.worker import STOP, SetUp, save_payload
 from steadytorch.device.facts import parse_device
 from steadytorch.device.recording import Recording
 from steadytorch.device.telemetry import holds_context
 from steadytorch.errors import SteadyError, UnsupportedError, UsageError
-from steadytorch.explain.worker import TRACE_FILE, Profiled
+from steadytorch.explain.explain_worker import TRACE_FILE, Profiled
 from steadytorch.findings.finding import Abstention
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
@@ -29,7 +29,7 @@ from steadytorch.traces.operands import DTYPES
 from steadytorch.traces.reader import read_trace
 from steadytorch.workload.workload import Workload
 
-HANDLER = "steadytorch.explain.worker:ExplainHandler"
+HANDLER = "steadytorch.explain.explain_worker:ExplainHandler"
 MEASURED_SHARE = 0.65
 PROFILED_SHARE = 0.2
 PAUSED_SHARE = 0.15

@@ -42,14 +42,14 @@ def synchronisations(watched: bool = True) -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(before)
     for warning in caught:
         if _SYNCHRONISES in str(warning.message):
-            found.append(_told(warning.filename, warning.lineno))
+            found.append(_format_wait(warning.filename, warning.lineno))
         elif _PROTOTYPE not in str(warning.message):  # the step's own, for whoever listens
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
 
 
-def _told(file: str, line: int) -> str:
+def _format_wait(file: str, line: int) -> str:
     try:
         text = Path(file).read_text(encoding="utf-8").splitlines()[line - 1].strip()
     except (OSError, IndexError, UnicodeDecodeError):

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_covered, route, traced
 from steadytorch.kernels.operators import recomputed, registered
-from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
+from steadytorch.kernels.pointwise_tile import TYPES, is_within_reach, launch_for
 
 
 def activated_linear(
@@ -62,16 +62,18 @@ def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Te
     return fused(x, weight, bias)
 
 
-def program_for(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Fused | None:
+def program_for(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> PreparedActivatedLinear | None:
     """Return the launcher for these tensors on any device, or None if unsupported."""
     device, given = x.device, (x, weight, *(() if bias is None else (bias,)))
     if not all(t.device == device and t.is_contiguous() for t in given):
         return None
     shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-    return _fused(*shapes, activation, x.dtype, device)
+    return _prepared(*shapes, activation, x.dtype, device)
 
 
-class Fused:
+class PreparedActivatedLinear:
     """Prepared launch for inputs of one shape and type.
 
     Args:
@@ -103,14 +105,14 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     x: torch.Size,
     weight: torch.Size,
     bias: torch.Size | None,
     activation: str,
     dtype: torch.dtype,
     device: torch.device,
-) -> Fused | None:
+) -> PreparedActivatedLinear | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if dtype not in TYPES or activation not in ACTIVATIONS or len(x) < 2:
         return None
@@ -119,7 +121,7 @@ def _fused(
     if not is_within_reach(x[:-1].numel(), *weight):
         return None
     full = torch.Size((*x[:-1], weight[0]))
-    return Fused(full, x[-1], activation, bias is not None, device)
+    return PreparedActivatedLinear(full, x[-1], activation, bias is not None, device)
 
 
 _OPERATOR = registered(

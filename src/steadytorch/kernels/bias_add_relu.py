@@ -52,7 +52,7 @@ def _impl(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
     return _eager(x, other, bias) if fused is None else fused(x, other, bias)
 
 
-def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> Fused | None:
+def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> PreparedBiasAddRelu | None:
     """Return the launcher for this call, or None to use PyTorch's operators."""
     others = (other,) if bias is None else (other, bias)
     if not is_covered(x, *others) or x.shape != other.shape or x.stride() != other.stride():
@@ -62,10 +62,10 @@ def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> Fused | None:
     if bias is not None and not (bias.device == x.device and bias.is_contiguous()):
         return None
     shape = None if bias is None else bias.shape
-    return _fused(x.shape, is_channels_last(x), shape, x.dtype, x.device)
+    return _prepared(x.shape, is_channels_last(x), shape, x.dtype, x.device)
 
 
-class Fused:
+class PreparedBiasAddRelu:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -97,20 +97,20 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     is_last: bool | None,
     bias: torch.Size | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Fused | None:
+) -> PreparedBiasAddRelu | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators.
 
     `dtype` is part of the cache key, because a launch holds the kernel compiled for one type.
     """
     if is_last is None or len(shape) < 2 or bias not in (None, shape[1:2]):
         return None
-    return Fused(shape, is_last, bias is not None, device)
+    return PreparedBiasAddRelu(shape, is_last, bias is not None, device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

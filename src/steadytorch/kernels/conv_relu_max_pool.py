@@ -23,8 +23,8 @@ from steadytorch.kernels.stem import (
     STEP,
     WINDOW,
     Config,
-    Geometry,
     Pair,
+    StemGeometry,
     busy_cores,
     config_for,
     geometry_of,
@@ -122,7 +122,7 @@ def program_for(
     pool_padding: Sequence[int],
     ceil_mode: bool,
     config: str,
-) -> Fused | None:
+) -> PreparedConvReluMaxPool | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
     Same arguments as `conv_relu_max_pool2d`, with sizes as pairs.
@@ -135,7 +135,7 @@ def program_for(
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     given = (stride, padding, kernel_size, pool_stride, pool_padding)
     sizes: Any = [tuple(size) for size in given]
-    return _fused(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
+    return _prepared(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
 
 
 def _precision(dtype: torch.dtype) -> str | None:
@@ -146,7 +146,7 @@ def _precision(dtype: torch.dtype) -> str | None:
     return "tf32" if cudnn.enabled and cudnn.conv.fp32_precision == "tf32" else None
 
 
-class Fused:
+class PreparedConvReluMaxPool:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -161,7 +161,7 @@ class Fused:
     """
 
     def __init__(
-        self, batch: int, geometry: Geometry, config: Config, device: torch.device
+        self, batch: int, geometry: StemGeometry, config: Config, device: torch.device
     ) -> None:
         from steadytorch.kernels import programs
 
@@ -186,7 +186,7 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     strides: tuple[int, ...],
     kernel: torch.Size,
@@ -202,7 +202,7 @@ def _fused(
     pool_padding: Pair,
     ceil_mode: bool,
     config: str,
-) -> Fused | None:
+) -> PreparedConvReluMaxPool | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if precision is None or not is_stem(shape, kernel, window, step, pool_padding):
         return None
@@ -215,7 +215,7 @@ def _fused(
     if geometry is None:
         return None
     found = config_for(config, geometry, shape[0], dtype, device)
-    return None if found is None else Fused(shape[0], geometry, found, device)
+    return None if found is None else PreparedConvReluMaxPool(shape[0], geometry, found, device)
 
 
 def is_stem(

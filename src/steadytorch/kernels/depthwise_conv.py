@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.depthwise_tile import CORES, Geometry, Pair, tile_for
+from steadytorch.kernels.depthwise_tile import CORES, DepthwiseGeometry, Pair, tile_for
 from steadytorch.kernels.launch import (
     Launch,
     is_channels_last,
@@ -124,7 +124,7 @@ def program_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     activation: str,
-) -> Fused | None:
+) -> PreparedDepthwiseConv | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
     Same arguments as `depthwise_conv2d`, with sizes as pairs.
@@ -136,10 +136,10 @@ def program_for(
         return None
     like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
     sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-    return _fused(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+    return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
-class Fused:
+class PreparedDepthwiseConv:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -154,7 +154,12 @@ class Fused:
     """
 
     def __init__(
-        self, images: int, geometry: Geometry, warps: int, is_innermost: bool, device: torch.device
+        self,
+        images: int,
+        geometry: DepthwiseGeometry,
+        warps: int,
+        is_innermost: bool,
+        device: torch.device,
     ) -> None:
         from steadytorch.kernels import separable_programs
 
@@ -178,7 +183,7 @@ class Fused:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     is_last: bool | None,
     kernel: torch.Size,
@@ -190,7 +195,7 @@ def _fused(
     padding: Pair,
     dilation: Pair,
     activation: str,
-) -> Fused | None:
+) -> PreparedDepthwiseConv | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if not is_last or dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -221,11 +226,11 @@ def _fused(
         )
     )
     values: Any = (*shape[1:], *outputs, *window, is_biased, activation, clipped, *tile[:4])
-    geometry = Geometry._make(values)
+    geometry = DepthwiseGeometry._make(values)
     if geometry.seen_rows * geometry.seen_columns * kernel[2:].numel() > MOST_PATHS:
         return None
     is_innermost = weight.permute(2, 3, 1, 0).is_contiguous()
-    return Fused(shape[0], geometry, tile.warps, is_innermost, device)
+    return PreparedDepthwiseConv(shape[0], geometry, tile.warps, is_innermost, device)
 
 
 _OPERATOR = registered(

@@ -18,7 +18,7 @@ WASTE = 8
 """Maximum share of padding channels in a tile: 1/WASTE."""
 
 
-class Tile(NamedTuple):
+class DepthwiseTile(NamedTuple):
     """Part of the output that one program computes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Geometry(NamedTuple):
+class DepthwiseGeometry(NamedTuple):
     """Sizes that are compile-time constants of the kernel: all except the number of images.
 
     Constant strides become immediate offsets of load instructions, which saves three address
@@ -48,7 +48,7 @@ class Geometry(NamedTuple):
         biased: whether a bias is added.
         activation: a key of `ACTIVATIONS`.
         clipped: whether a patch's input window extends beyond the input.
-        rows: see `Tile`, like the fields after it.
+        rows: see `DepthwiseTile`, like the fields after it.
     """
 
     all_channels: int
@@ -85,7 +85,7 @@ class Geometry(NamedTuple):
 
 def tile_for(
     shape: Sequence[int], outputs: Pair, kernel: Pair, stride: Pair, dilation: Pair, cores: int
-) -> Tile:
+) -> DepthwiseTile:
     """Choose the tile of a convolution over `shape` (N, C, H, W) on a device with `cores` SMs.
 
     A load takes five instructions: the bounds check, the zero fill, the load, and a conversion for
@@ -115,7 +115,7 @@ def tile_for(
     # Neighbouring patches in one program share input through the L1 cache, but occupying all SMs
     # comes first.
     side_by_side = next((n for n in (4, 2) if warps // n >= 2 * cores), 1)
-    return Tile(rows, columns, 64 * side_by_side // channels, channels, side_by_side)
+    return DepthwiseTile(rows, columns, 64 * side_by_side // channels, channels, side_by_side)
 
 
 def _channels_of_tile(count: int) -> int:

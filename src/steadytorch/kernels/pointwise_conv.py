@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.launch import is_covered, route, traced
 from steadytorch.kernels.operators import recomputed, registered
-from steadytorch.kernels.pointwise_cut import TYPES, is_within_reach, launch_for
+from steadytorch.kernels.pointwise_tile import TYPES, is_within_reach, launch_for
 
 
 def pointwise_conv2d(
@@ -90,7 +90,7 @@ def program_for(
     activation: str,
     gate: Tensor | None,
     other: Tensor | None,
-) -> Fused | None:
+) -> PreparedPointwiseConv | None:
     """Return the launcher for these tensors on any device, or None if unsupported."""
     device = x.device
     for tensor in (weight, bias, gate, other):
@@ -98,7 +98,7 @@ def program_for(
             return None
     if not ((bias is None or bias.is_contiguous()) and (gate is None or gate.is_contiguous())):
         return None
-    return _fused(
+    return _prepared(
         (x.shape, x.stride()),
         (weight.shape, weight.stride()),
         None if bias is None else bias.shape,
@@ -110,7 +110,7 @@ def program_for(
     )
 
 
-class Fused:
+class PreparedPointwiseConv:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -162,7 +162,7 @@ Place = tuple[torch.Size, tuple[int, ...]]
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     x: Place,
     weight: Place,
     bias: torch.Size | None,
@@ -171,7 +171,7 @@ def _fused(
     other: Place | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Fused | None:
+) -> PreparedPointwiseConv | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     shape, kernel = x[0], weight[0]
     if dtype not in TYPES or activation not in ACTIVATIONS or len(shape) != 4:
@@ -191,7 +191,7 @@ def _fused(
     if strides is None or (other and other[0] != full):
         return None
     has = (bias is not None, gate is not None, other is not None)
-    return Fused(full, strides, channels, activation, *has, device)
+    return PreparedPointwiseConv(full, strides, channels, activation, *has, device)
 
 
 def _strides(

@@ -120,7 +120,7 @@ def program_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     ceil_mode: bool,
-) -> Fused | None:
+) -> PreparedReluMaxPool | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
     Same arguments as `relu_max_pool2d`, with sizes as pairs.
@@ -128,10 +128,10 @@ def program_for(
     if not is_covered(x):
         return None
     sizes: Any = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
-    return _fused(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
+    return _prepared(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
 
 
-class Fused:
+class PreparedReluMaxPool:
     """Prepared launch for inputs of one shape, type and layout.
 
     Args:
@@ -188,7 +188,7 @@ def _stands_in_pairs(window: Window) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _fused(
+def _prepared(
     shape: torch.Size,
     is_last: bool | None,
     dtype: torch.dtype,
@@ -198,7 +198,7 @@ def _fused(
     padding: Pair,
     dilation: Pair,
     ceil_mode: bool,
-) -> Fused | None:
+) -> PreparedReluMaxPool | None:
     """Return the launcher for these inputs, or None to use PyTorch's operators."""
     if len(shape) != 4 or is_last is None:
         return None
@@ -210,7 +210,7 @@ def _fused(
         return None
     if (shape[1] if is_last else outputs[1]) > MOST_COLUMNS:
         return None
-    return Fused(tuple(shape), is_last, device, window)
+    return PreparedReluMaxPool(tuple(shape), is_last, device, window)
 
 
 def _checked_outputs(shape: torch.Size, dtype: torch.dtype, window: Window) -> Pair | None:

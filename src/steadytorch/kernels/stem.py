@@ -68,7 +68,7 @@ CONFIGS: dict[str, Config] = {
 The most promising on an H200 come first, since a search may run out of time."""
 
 
-class Geometry(NamedTuple):
+class StemGeometry(NamedTuple):
     """Sizes that are compile-time constants of the kernel: all except the number of images.
 
     Attributes:
@@ -118,7 +118,7 @@ class Geometry(NamedTuple):
     channels: int = 0
     strip: int = 0
 
-    def cut_up(self, config: Config) -> Geometry:
+    def cut_up(self, config: Config) -> StemGeometry:
         """Copy with the tile sizes of a configuration."""
         return self._replace(pairs=config.pairs, channels=config.channels, strip=config.strip)
 
@@ -141,7 +141,7 @@ def geometry_of(
     ceil_mode: bool,
     precision: str,
     biased: bool,
-) -> Geometry | None:
+) -> StemGeometry | None:
     """Compute the sizes of a stem, before tiling.
 
     Args:
@@ -170,7 +170,7 @@ def geometry_of(
     vector = min(step & -step, ALIGNMENT // x.element_size())
     lead = ((1 - pool_padding) * stride[1] - padding[1]) * inner % vector
     wide = max(SHORTEST_PRODUCT, lead + (kernel_w + stride[1]) * inner)
-    return Geometry(
+    return StemGeometry(
         height=height,
         width=width,
         planes=planes,
@@ -241,7 +241,7 @@ def _sizes(
 
 
 def config_for(
-    name: str, geometry: Geometry, batch: int, dtype: torch.dtype, device: torch.device
+    name: str, geometry: StemGeometry, batch: int, dtype: torch.dtype, device: torch.device
 ) -> Config | None:
     """Look up a configuration by name; "" chooses one from the sizes.
 
@@ -262,12 +262,12 @@ def config_for(
     return max(fitting, key=lambda c: busy_cores(geometry.cut_up(c), batch, device), default=None)
 
 
-def busy_cores(geometry: Geometry, batch: int, device: torch.device) -> int:
+def busy_cores(geometry: StemGeometry, batch: int, device: torch.device) -> int:
     """Number of SMs this launch occupies."""
     return min(math.prod(geometry.grid(batch)), _resources(device)[1])
 
 
-def shared_bytes(geometry: Geometry, config: Config, dtype: torch.dtype) -> int:
+def shared_bytes(geometry: StemGeometry, config: Config, dtype: torch.dtype) -> int:
     """Upper bound of the shared memory of a program, in bytes.
 
     It holds the weights of the program's channels for two columns each, the pixels of a line of

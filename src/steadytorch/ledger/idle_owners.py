@@ -63,7 +63,7 @@ class Owned:
     row: np.ndarray
 
 
-class Share:
+class TimeAllocator:
     """Assign time to owners; the first claim gets it.
 
     Args:
@@ -74,9 +74,9 @@ class Share:
     def __init__(self, time: Spans, names: tuple[str, ...]) -> None:
         self.left = time
         self._names = names
-        self._given: list[Owned] = []
+        self._assigned: list[Owned] = []
 
-    def give(self, name: str, spans: Spans, rows: np.ndarray | int = -1) -> None:
+    def assign(self, name: str, spans: Spans, rows: np.ndarray | int = -1) -> None:
         """Assign the rest of these spans to a slice.
 
         Args:
@@ -89,12 +89,12 @@ class Share:
         _, place, got = crossings(self.left, spans)
         owner = np.broadcast_to(rows, len(spans.start))[place]
         kind = np.full(len(owner), self._names.index(name), np.uint8)
-        self._given.append(Owned(got.start, got.end, kind, owner.astype(np.int64)))
+        self._assigned.append(Owned(got.start, got.end, kind, owner.astype(np.int64)))
         self.left = subtract(self.left, got)
 
     def owned(self) -> Owned:
         """All assigned time."""
-        return merged(self._given)
+        return merged(self._assigned)
 
 
 def merged(several: list[Owned]) -> Owned:
@@ -126,9 +126,11 @@ class Host:
         kinds = evidence(trace)
         work = np.setdiff1d(trace.events.of(*HOST), marks, assume_unique=True)
         self._work = _by_thread(trace, work)
-        self._told = {kind: np.flatnonzero(kinds == kind) for kind in Evidence if kind}
-        self._told_by = {kind: _by_thread(trace, rows) for kind, rows in self._told.items()}
-        self._of_any = {kind: self._apart(rows) for kind, rows in self._told.items()}
+        self._evidence_rows = {kind: np.flatnonzero(kinds == kind) for kind in Evidence if kind}
+        self._evidence_by_thread = {
+            kind: _by_thread(trace, rows) for kind, rows in self._evidence_rows.items()
+        }
+        self._of_any = {kind: self._apart(rows) for kind, rows in self._evidence_rows.items()}
 
     def _apart(self, rows: np.ndarray) -> tuple[np.ndarray, Spans]:
         """Rows and their time; overlaps go to the first."""
@@ -139,7 +141,7 @@ class Host:
         """Rows and their time, of one thread or of all; overlaps go to the first."""
         if thread is None:
             return self._of_any[kind]
-        return self._apart(self._told_by[kind].get(thread, NO_ROWS))
+        return self._apart(self._evidence_by_thread[kind].get(thread, NO_ROWS))
 
     def work_of(self, thread: int) -> np.ndarray:
         """Rows of the operators and calls of this thread, without step marks."""
@@ -221,9 +223,9 @@ def own_idle(
     for own in host.threads:
         mine = np.flatnonzero((thread == own) & (ready > idle.start))
         if len(mine):
-            share = Share(Spans(idle.start[mine], ready[mine]), names)
-            _ask_host(share, host, own, idle.pick(mine), call[mine])
-            owned.append(share.owned())
+            allocator = TimeAllocator(Spans(idle.start[mine], ready[mine]), names)
+            _ask_host(allocator, host, own, idle.pick(mine), call[mine])
+            owned.append(allocator.owned())
     return merged(owned)
 
 
@@ -236,24 +238,26 @@ def _main_thread(trace: Trace, marks: np.ndarray, call: np.ndarray) -> int:
     return -1
 
 
-def _ask_host(share: Share, host: Host, own: int, gaps: Spans, call: np.ndarray) -> None:
+def _ask_host(
+    allocator: TimeAllocator, host: Host, own: int, gaps: Spans, call: np.ndarray
+) -> None:
     """Assign the time before a launch: to its thread's reasons, else to those of others."""
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
-        share.give(_slice(kind), spans, rows)
+        allocator.assign(_slice(kind), spans, rows)
     busy = host.busy(own)
     for kind in IN_ORDER:
         rows, spans = host.evidence_of(kind, own)
-        share.give(_slice(kind), spans, rows)
+        allocator.assign(_slice(kind), spans, rows)
     for kind in IN_ORDER:
         rows, spans = host.evidence_of(kind, None)
         # Another thread's reason counts only while this thread does nothing.
-        _, place, idling = crossings(subtract(share.left, busy), spans)
-        share.give(_slice(kind), idling, rows[place])
-    quiet = intersect(share.left, host.quiet)
+        _, place, idling = crossings(subtract(allocator.left, busy), spans)
+        allocator.assign(_slice(kind), idling, rows[place])
+    quiet = intersect(allocator.left, host.quiet)
     middle = quiet.start + (quiet.end - quiet.start) // 2
-    share.give("unknown", quiet, host.innermost(own, middle))
-    share.give("idle_launch", gaps, call)
+    allocator.assign("unknown", quiet, host.innermost(own, middle))
+    allocator.assign("idle_launch", gaps, call)
 
 
 def _slice(kind: Evidence) -> str:

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from steadytorch.ledger.idle_owners import ANYWHERE, Host, Owned, Share
+from steadytorch.ledger.idle_owners import ANYWHERE, Host, Owned, TimeAllocator
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.evidence import Evidence
 from steadytorch.traces.intervals import Spans, intersect, self_times
@@ -91,26 +91,26 @@ def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
         marks: rows of the step marks.
     """
     main, *others = _threads(trace, marks)
-    share = Share(time, CPU_SLICES)
+    allocator = TimeAllocator(time, CPU_SLICES)
     host = Host(trace, marks, (main,))
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
-        share.give(_slice(kind), spans, rows)
+        allocator.assign(_slice(kind), spans, rows)
     for kind in (Evidence.DATA_WAIT, Evidence.COMPILE):
         rows, spans = host.evidence_of(kind, main)
-        share.give(_slice(kind), spans, rows)
-    _give_operators(share, trace, host.work_of(main))
+        allocator.assign(_slice(kind), spans, rows)
+    _assign_operators(allocator, trace, host.work_of(main))
     frames, frame_time = _frames(trace, main)
     waits, native = _matching(trace, frames, WAITING), _matching(trace, frames, _NATIVE)
     if len(frames):
-        share.give("cpu_python", frame_time.pick(~waits & ~native), frames[~waits & ~native])
+        allocator.assign("cpu_python", frame_time.pick(~waits & ~native), frames[~waits & ~native])
     for thread in others:
-        _give_operators(share, trace, host.work_of(thread))
-    share.give("cpu_waiting", frame_time.pick(waits), frames[waits])
-    share.give("cpu_python", frame_time.pick(native), frames[native])
-    share.give("unknown", intersect(share.left, host.quiet))
-    share.give("cpu_python", time)
-    return share.owned()
+        _assign_operators(allocator, trace, host.work_of(thread))
+    allocator.assign("cpu_waiting", frame_time.pick(waits), frames[waits])
+    allocator.assign("cpu_python", frame_time.pick(native), frames[native])
+    allocator.assign("unknown", intersect(allocator.left, host.quiet))
+    allocator.assign("cpu_python", time)
+    return allocator.owned()
 
 
 _NATIVE = re.compile(r"<built-in .*")
@@ -136,7 +136,7 @@ def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
     return [main, *(thread for thread in threads if thread != main)]
 
 
-def _give_operators(share: Share, trace: Trace, rows: np.ndarray) -> None:
+def _assign_operators(allocator: TimeAllocator, trace: Trace, rows: np.ndarray) -> None:
     """Assign to each operator of one thread its time without nested operators."""
     events = trace.events
     rows = rows[events.end_ns[rows] > events.start_ns[rows]]
@@ -145,7 +145,7 @@ def _give_operators(share: Share, trace: Trace, rows: np.ndarray) -> None:
     kinds = _kinds(trace, owner)
     for kind in np.unique(kinds).tolist():
         mine = kinds == kind
-        share.give(CPU_SLICES[kind], spans.pick(mine), owner[mine])
+        allocator.assign(CPU_SLICES[kind], spans.pick(mine), owner[mine])
 
 
 def _kinds(trace: Trace, rows: np.ndarray) -> np.ndarray:

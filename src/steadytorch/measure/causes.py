@@ -15,7 +15,7 @@ import numpy as np
 from steadytorch.device.recording import REASON_BITS, Recording
 from steadytorch.errors import UsageError
 from steadytorch.measure.sampler import may_be_in_flight
-from steadytorch.measure.ticks import Ticks
+from steadytorch.measure.telemetry_stretches import TelemetryStretches
 from steadytorch.measure.variability import UNATTRIBUTED
 
 GARBAGE_COLLECTION = "garbage collection"
@@ -161,7 +161,7 @@ class _Inquest:
         # When the host worked for the sample, and when the device did.
         self._host_spans = np.stack([starts[chosen] - ahead, ends])
         self._spans = np.stack([starts[chosen], ends])
-        self._ticks = Ticks(recording, self._host_spans)
+        self._stretches = TelemetryStretches(recording, self._host_spans)
         if gpu and len(host):
             risen = host[chosen] - np.median(host) >= EXPLAINED * self._excess
             self._host_up = (self._excess > 0) & risen
@@ -201,7 +201,7 @@ class _Inquest:
         mine = self._excess[place]
         earlier = np.arange(len(self._open)) < place
         larger = (self._excess > mine) | ((self._excess == mine) & earlier)
-        near = self._ticks.shares_a_stretch(channel, place)
+        near = self._stretches.shares_a_stretch(channel, place)
         return near & larger & self._open & self._host_up
 
     def _collected(self) -> None:
@@ -230,7 +230,7 @@ class _Inquest:
         # Decide all before settling any: settled outliers no longer count as rivals.
         claimed = []
         for place in self._pending():
-            extra = self._ticks.extra_events(channel, place)
+            extra = self._stretches.extra_events(channel, place)
             fits = self._excess[place] >= least_ns and (
                 most_ns is None or extra * most_ns >= EXPLAINED * self._load(channel, place)
             )
@@ -243,15 +243,15 @@ class _Inquest:
         """Settle outliers by waits, steal time or page faults, whichever explains the most."""
         claimed = {}
         for place in self._pending():
-            faults_ns = MINOR_FAULT_NS * self._ticks.extra_events("minor_faults", place)
-            faults_ns += MAJOR_FAULT_NS * self._ticks.extra_events("major_faults", place)
-            wait_ns = self._ticks.extra_ns("wait_ns", place)
+            faults_ns = MINOR_FAULT_NS * self._stretches.extra_events("minor_faults", place)
+            faults_ns += MAJOR_FAULT_NS * self._stretches.extra_events("major_faults", place)
+            wait_ns = self._stretches.extra_ns("wait_ns", place)
             shares = {
                 CONTEXT_SWITCH: wait_ns / self._load("wait_ns", place),
                 PAGE_FAULT: faults_ns / self._load("minor_faults", place),
             }
             if self._excess[place] >= STEAL_LEAST_NS:
-                steal_ns = self._ticks.extra_ns("steal_ns", place)
+                steal_ns = self._stretches.extra_ns("steal_ns", place)
                 shares[CPU_STEAL] = steal_ns / self._load("steal_ns", place)
             cause = max(shares, key=lambda name: shares[name])
             if shares[cause] >= EXPLAINED:
@@ -266,7 +266,7 @@ class _Inquest:
     def _device_cause(self, place: int) -> str:
         begin, end = self._spans[:, place]
         clock, usual = self._clock(place)
-        held, always = self._ticks.bits(begin, end)
+        held, always = self._stretches.bits(begin, end)
         slower = self._excess[place] > 0
         # Extra time of the same cycles at the clock of that moment.
         longer_ns = self._typical * (usual / clock - 1) if clock else 0.0
@@ -277,7 +277,7 @@ class _Inquest:
             return UNATTRIBUTED
         if clock is None and (cause := _held_by(held & ~always)):
             return cause
-        others, usually = self._ticks.level("other_gpu_processes", begin, end, latest=True)
+        others, usually = self._stretches.level("other_gpu_processes", begin, end, latest=True)
         return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
 
     def _clock(self, place: int) -> tuple[float | None, float]:
@@ -287,7 +287,7 @@ class _Inquest:
         """
         counted, usual = float(self._clocks[place]), self._usual_clock
         if not counted > 0:
-            return self._ticks.level("sm_clock_mhz", *self._spans[:, place])
+            return self._stretches.level("sm_clock_mhz", *self._spans[:, place])
         moved = abs(counted / usual - 1) >= CLOCK_LEAST
         return (counted if moved else usual), usual
 

@@ -44,7 +44,7 @@ P = TypeVar("P")
 _OPEN: set[tuple[int, int]] = set()
 
 
-class Entry(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
+class FileContents(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
     """Contents of a file without its digest. A payload with a `key` must repeat this key."""
 
     key: Key
@@ -104,7 +104,7 @@ def _sealed(body: bytes) -> bytes:
     return body[:-1] + _SEAL % hashlib.sha256(body).hexdigest().encode()
 
 
-def decoded(data: bytes, payload_type: type[P]) -> Entry[P]:
+def decoded(data: bytes, payload_type: type[P]) -> FileContents[P]:
     """Decodes the content of a file.
 
     Raises:
@@ -124,12 +124,12 @@ def decoded(data: bytes, payload_type: type[P]) -> Entry[P]:
 
 @functools.lru_cache(maxsize=16)
 def _decoder(payload_type: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(Entry[payload_type])
+    return msgspec.json.Decoder(FileContents[payload_type])
 
 
 def read(
     name: str | os.PathLike[str], payload_type: type[P], folder: int | None = None
-) -> tuple[Entry[P], os.stat_result]:
+) -> tuple[FileContents[P], os.stat_result]:
     """Reads a file and its status.
 
     If others may write to the store's folders, they may remove plans or restore old ones. They

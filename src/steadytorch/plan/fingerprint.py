@@ -214,7 +214,7 @@ def _is_near(stored: Key, asked: Key) -> bool:
     )
 
 
-def told(differing: Sequence[Difference], most: int = 4) -> str:
+def format_differences(differing: Sequence[Difference], most: int = 4) -> str:
     """The first differences with both values, as a clause for messages; empty without any."""
     shown = "; ".join(map(_in_words, differing[:most]))
     return shown + (f"; and {len(differing) - most} more" if len(differing) > most else "")

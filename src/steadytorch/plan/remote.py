@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from steadytorch.plan.files import MAX_BYTES, BrokenError, bounded, clean, decoded, why
-from steadytorch.plan.fingerprint import Key, differing_fields, told
+from steadytorch.plan.fingerprint import Key, differing_fields, format_differences
 
 TIMEOUT_S = 10.0
 """Timeout of a look-up. After a timeout, this object does not ask the store again."""
@@ -49,7 +49,7 @@ class RemoteStore:
         content = self._fetched(f"{key.environment_digest}/{key.digest}.json")
         entry = decoded(content, payload_type)
         if differing := differing_fields(entry.key, key):
-            raise BrokenError(f"holds another key: {clean(told(differing))}")
+            raise BrokenError(f"holds another key: {clean(format_differences(differing))}")
         return entry.payload
 
     def _fetched(self, name: str) -> bytes:

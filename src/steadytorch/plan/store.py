@@ -36,7 +36,13 @@ from steadytorch.plan.files import (
     why,
     write_whole,
 )
-from steadytorch.plan.fingerprint import Difference, Key, differing_fields, nearest, told
+from steadytorch.plan.fingerprint import (
+    Difference,
+    Key,
+    differing_fields,
+    format_differences,
+    nearest,
+)
 from steadytorch.plan.remote import RemoteStore
 
 SECOND_STORE = "STEADYTORCH_SECOND_STORE"
@@ -74,7 +80,7 @@ class Miss:
     differing: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
-        fields = told(self.differing)
+        fields = format_differences(self.differing)
         return f"{self.reason} ({fields})" if fields else self.reason
 
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from steadytorch.errors import SteadyError
-from steadytorch.process.messages import Raised, Reply, Request, decode_request, encode
+from steadytorch.process.messages import RemoteException, Reply, Request, decode_request, encode
 
 _PR_SET_PDEATHSIG = 1
 
@@ -85,7 +85,7 @@ def _die_with_parent() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # let the OOM killer pick the worker
 
 
-def describe(error: BaseException) -> Raised:
+def describe(error: BaseException) -> RemoteException:
     """Convert an exception to a message; compilers wrap out-of-memory errors, so check the text."""
     text = str(error).strip()
     lowered = text.lower()
@@ -96,7 +96,7 @@ def describe(error: BaseException) -> Raised:
         or "can't allocate memory" in lowered
         or "cannot allocate memory" in lowered
     )
-    return Raised(
+    return RemoteException(
         "" if isinstance(error, SteadyError) else type(error).__name__,
         text[:4000],
         "".join(traceback.format_exception(error))[-8000:],

@@ -14,7 +14,7 @@ class Request(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-class Raised(msgspec.Struct, frozen=True):
+class RemoteException(msgspec.Struct, frozen=True):
     """An exception in the worker, as text, because only the worker may be able to import its type.
 
     Attributes:
@@ -34,7 +34,7 @@ class Reply(msgspec.Struct, frozen=True):
     """The method's result (msgpack types only) or its exception."""
 
     result: Any = None
-    raised: Raised | None = None
+    raised: RemoteException | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from steadytorch.process.messages import Raised, Request, decode_reply, encode
+from steadytorch.process.messages import RemoteException, Request, decode_reply, encode
 
 _CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """Signals for which `faulthandler`, enabled in workers, prints the Python stack."""
@@ -55,7 +55,7 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
     """
 
     def __init__(
-        self, fault: Fault, reason: str, detail: str = "", raised: Raised | None = None
+        self, fault: Fault, reason: str, detail: str = "", raised: RemoteException | None = None
     ) -> None:
         super().__init__(reason)
         self.fault, self.reason, self.detail, self.raised = fault, reason, detail, raised

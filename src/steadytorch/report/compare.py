@@ -44,7 +44,7 @@ def alone(result: CompareResult) -> str:
     for letter in "ab":
         known = [d.sm_clock_mhz for d in result.dwells if d.side == letter and d.sm_clock_mhz]
         clocks.append(f"{letter.upper()} {sum(known) / len(known):.0f} MHz" if known else "")
-    seconds = min(dwell.seconds for dwell in result.dwells)
+    seconds = min(run.seconds for run in result.dwells)
     told = ", ".join(filter(None, clocks))
     return (
         f"the power limit holds the clock: run alone for {seconds:.0f} s each, B takes "

@@ -29,7 +29,7 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     if report.layers:
         _render_rows(console, report)
     for left in report.left_out:
-        console.print(left_out_told(left))
+        console.print(format_left_out(left))
     if report.layers:
         _render_legend(console, report)
 
@@ -42,7 +42,7 @@ def headline(report: ConvReport) -> str:
     return f"{len(report.layers)} {rows}"
 
 
-def left_out_told(left: LeftOut) -> str:
+def format_left_out(left: LeftOut) -> str:
     """Convolutions without a row, and the reason."""
     return f"Left to PyTorch: {_names(left)} ({len(left.names)}): {plain(left.reason)}"
 
@@ -121,7 +121,7 @@ def sums(report: ConvReport) -> list[str]:
     if not (any(map(_total_ns, report.layers)) and any(map(_default_ns, report.layers))):
         return []
 
-    def told(of: Callable[[Layer], float | None]) -> str:
+    def total(of: Callable[[Layer], float | None]) -> str:
         each = dict.fromkeys(report.passes, 0.0)
         for layer in report.layers:
             each[layer.operation] += len(layer.names) * (of(layer) or 0.0) * _US
@@ -129,7 +129,7 @@ def sums(report: ConvReport) -> list[str]:
         return f"{sum(each.values()):.0f} us{f' ({parts})' if len(each) > 1 else ''}"
 
     return [
-        f"Total: {told(_chosen_ns)} with the chosen engines, {told(_default_ns)} with PyTorch's "
+        f"Total: {total(_chosen_ns)} with the chosen engines, {total(_default_ns)} with PyTorch's "
         f"default. Choosing took {seconds(report.seconds)}."
     ]
 

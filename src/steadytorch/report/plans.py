@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from steadytorch.plan.fingerprint import told
+from steadytorch.plan.fingerprint import format_differences
 from steadytorch.plan.record import PlanRecord, as_result
 from steadytorch.plan.store import Stored
 from steadytorch.quantities import counted
@@ -100,7 +100,7 @@ def render_imported(console: Console, imported: Sequence[Imported]) -> None:
         done = "already stored, left unchanged" if each.kept else "stored"
         print_indented(console, Text(done))
         if each.misfit:
-            reason = f"does not fit here: {plain(told(each.misfit))}"
+            reason = f"does not fit here: {plain(format_differences(each.misfit))}"
             print_indented(console, Text(reason, "yellow"))
         else:
             print_indented(console, Text("fits this machine", "green"))

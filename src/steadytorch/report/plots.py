@@ -164,7 +164,7 @@ def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     return sorted(kept)
 
 
-def thinning_told(drawn: int, count: int, what: str = "samples") -> str:
+def format_thinning(drawn: int, count: int, what: str = "samples") -> str:
     """A note on the values that a chart omits; empty if it draws all."""
     if drawn == count:
         return ""

@@ -245,14 +245,14 @@ def _claims(plan: TuneReport) -> list[str]:
     if not plan.chosen:
         lines.append(f"no candidate was shown to be faster than {whom}")
     elif gain is not None and gain.low is not None and gain.high is not None:
-        lines.append(gain_told(gain, _objective(plan), whom))
+        lines.append(format_gain(gain, _objective(plan), whom))
     # The untouched workload is never rejected: its reason is that it exceeds the memory cap.
     lines.extend(t.reason for t in plan.candidates if not t.transforms and t.reason)
     if won is not None:
-        lines.append(f"{won.metric}{of_step} {timing_told(won)}")
+        lines.append(f"{won.metric}{of_step} {format_timing(won)}")
     if plan.chosen and base is not None:
-        lines.append(f"untouched {timing_told(base)}")
-    lines.extend(costs_told(plan))
+        lines.append(f"untouched {format_timing(base)}")
+    lines.extend(format_costs(plan))
     if plan.plan is not None:
         path = plan.plan.path
         where = f"stored in {Path(path).parent.parent}" if path else "in memory only"
@@ -269,7 +269,7 @@ def untouched(trains: bool) -> str:
     return "an untouched step" if trains else "the untouched workload"
 
 
-def gain_told(gain: Gain, objective: str, whom: str) -> str:
+def format_gain(gain: Gain, objective: str, whom: str) -> str:
     """A plan's speedup with its interval and claim."""
     interval = (
         "no interval"
@@ -282,7 +282,7 @@ def gain_told(gain: Gain, objective: str, whom: str) -> str:
     )
 
 
-def timing_told(timing: Timing | Measurement) -> str:
+def format_timing(timing: Timing | Measurement) -> str:
     """A median with its interval, and the tail."""
     text = duration(timing.median_ns)
     if timing.median_ci_ns is not None:
@@ -292,7 +292,7 @@ def timing_told(timing: Timing | Measurement) -> str:
     return f"{text}, {name} {percent_above(tail, timing.median_ns)}"
 
 
-def costs_told(plan: TuneReport) -> list[str]:
+def format_costs(plan: TuneReport) -> list[str]:
     """The costs of a plan, a line each: error, set-up, memory; none for an empty plan."""
     won, base = plan.winner_tried, plan.untouched_tried
     if won is None or base is None or not plan.chosen or plan.speedup is None:

@@ -62,7 +62,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
         return self.low is not None and self.low > limit
 
 
-class Dwell(msgspec.Struct, frozen=True):
+class SustainedRun(msgspec.Struct, frozen=True):
     """One side, run alone for several seconds.
 
     Attributes:
@@ -108,7 +108,7 @@ class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     a: Side
     b: Side
-    dwells: tuple[Dwell, ...] = ()
+    dwells: tuple[SustainedRun, ...] = ()
     note: str = ""
     gate_failed: bool = False
     samples: tuple[tuple[tuple[float, float], ...], ...] = msgspec.field(
@@ -145,7 +145,7 @@ class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.a.name} / {self.b.name}"
 
 
-def effect_of(dwells: Sequence[Dwell]) -> float:
+def effect_of(dwells: Sequence[SustainedRun]) -> float:
     """B against A, each run alone, as a fraction: the mean of the rounds' log ratios."""
     means = []
     for side in "ab":

@@ -47,7 +47,7 @@ class Measured(msgspec.Struct, frozen=True):
         return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ConvOutcome(msgspec.Struct, frozen=True):
     """The engines of one convolution, and the choice.
 
     Attributes:
@@ -97,7 +97,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     names: tuple[str, ...]
     problem: str
-    outcome: Outcome | None
+    outcome: ConvOutcome | None
     operations: int
     traffic_bytes: int
     reason: str | None = None
@@ -109,7 +109,7 @@ class Layer(msgspec.Struct, frozen=True):
         cls,
         names: tuple[str, ...],
         problem: str,
-        outcome: Outcome | None,
+        outcome: ConvOutcome | None,
         operations: int,
         traffic_bytes: int,
         reason: str | None = None,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from steadytorch.workload.containers import Convert, Lent, holds_containers
+from steadytorch.workload.containers import BorrowedArguments, Convert, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -33,22 +33,22 @@ class Converting(nn.Module):
         super().__init__()
         self.inner, self.convert, self.back = inner, convert, back
         self.training = inner.training
-        self._lend: Callable[..., Any] = Lent
-        self._give_back: Callable[..., Any] = Lent.give_back
+        self._lend: Callable[..., Any] = BorrowedArguments
+        self._give_back: Callable[..., Any] = BorrowedArguments.give_back
 
     def lend_uncompiled(self) -> None:
         """Hide containers from the compiler.
 
         They are tracked by identity, and guards on identity would recompile at every call.
         """
-        self._lend = torch.compiler.disable(Lent)
-        self._give_back = torch.compiler.disable(Lent.give_back)
+        self._lend = torch.compiler.disable(BorrowedArguments)
+        self._give_back = torch.compiler.disable(BorrowedArguments.give_back)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the inner model on converted arguments."""
         if holds_containers((*args, *kwargs.values())):
-            lent = self._lend((args, kwargs), self.convert)
-            return self._give_back(lent, _called(self.inner, lent.arguments), self.back)
+            borrowed = self._lend((args, kwargs), self.convert)
+            return self._give_back(borrowed, _called(self.inner, borrowed.arguments), self.back)
         result = _called(self.inner, map_tensors(self.convert, (args, kwargs)))
         return result if self.back is None else map_tensors(self.back, result)
 

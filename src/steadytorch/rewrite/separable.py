@@ -15,7 +15,7 @@ from steadytorch.conv.writes import may_write
 from steadytorch.kernels.activated_linear import activated_linear
 from steadytorch.kernels.depthwise_conv import channels_innermost, depthwise_conv2d
 from steadytorch.kernels.pointwise_conv import pointwise_conv2d
-from steadytorch.kernels.thin_conv import is_thin, thin_conv2d
+from steadytorch.kernels.small_channel_conv import is_thin, thin_conv2d
 from steadytorch.rewrite.copying import copy_with
 from steadytorch.rewrite.fusible import ADDS, Layers
 from steadytorch.workload.signature import map_tensors

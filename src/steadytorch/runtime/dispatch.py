@@ -30,9 +30,11 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.results.signature import Signature
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
+from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.settings import needed
-from steadytorch.workload.containers import Lent
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
+from steadytorch.workload.containers import BorrowedArguments
 
 NO_PLAN = "no plan for these inputs"
 RECONSIDERED_S = 10.0
@@ -41,7 +43,7 @@ NEEDS_GRADIENT = "an input requires gradients"
 NOT_FASTER = "nothing was faster than the untouched model"
 
 
-class Arrival(NamedTuple):
+class CallContext(NamedTuple):
     """The first call of a signature."""
 
     model: nn.Module
@@ -90,11 +92,11 @@ class Resolution:
     for_all: bool = False
 
 
-Resolver = Callable[[Arrival], Resolution]
+Resolver = Callable[[CallContext], Resolution]
 """Resolves a signature. Must not call the model; several threads may call it at once."""
 
 
-class Ticks:
+class CallCounter:
     """Counts calls of `tick` from several threads, without a lock."""
 
     __slots__ = ("_lock", "_looks", "tick")
@@ -117,6 +119,10 @@ class Ticks:
             return found
 
 
+Probation = FirstCall | CanaryProbation | TrainingSmokeCheck
+"""Checks of an executor's calls before it is proved, and of every N-th call after."""
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """The state of one signature: its resolution, executor and counters.
@@ -127,8 +133,8 @@ class Entry:
         reason: why the model runs untouched; None if `executor` serves.
         executor: the executor built for the resolution's candidate.
         call: the executor's function; None runs the model untouched.
-        trial: checks the first calls, until the executor is proved.
-        is_proved: whether `trial` has passed.
+        probation: checks the first calls, until the executor is proved.
+        is_proved: whether `probation` has passed.
         is_unserved: whether the model runs untouched until the signature is resolved again.
         begin: called before the executor to prepare `outdated`; None if nothing needs preparing.
         outdated: called after the executor; True if its result may come from old weights. None if
@@ -149,7 +155,7 @@ class Entry:
     reason: str | None = None
     executor: Executor | None = None
     call: Callable[..., Any] | None = None
-    trial: Any = None
+    probation: Probation | None = None
     is_proved: bool = False
     is_unserved: bool = False
     begin: Callable[[], None] | None = None
@@ -157,10 +163,10 @@ class Entry:
     is_replay: bool = False
     lends: bool = False
     is_padded: bool = False
-    hits: Ticks = field(default_factory=Ticks)
-    others: Ticks = field(default_factory=Ticks)
+    hits: CallCounter = field(default_factory=CallCounter)
+    others: CallCounter = field(default_factory=CallCounter)
     finding: str = ""
-    check: Any = None
+    check: Probation | None = None
     turn: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
     @property
@@ -186,12 +192,12 @@ class Entry:
         )
 
     def prove(self) -> None:
-        """Marks the executor as proved, which ends its trial."""
-        self.trial, self.is_proved = None, True
+        """Marks the executor as proved, which ends its probation."""
+        self.probation, self.is_proved = None, True
 
     def retire(self, reason: str) -> None:
         """Serves later calls untouched; calls in flight finish with the executor."""
-        self.reason, self.call, self.trial, self.is_proved = reason, None, None, False
+        self.reason, self.call, self.probation, self.is_proved = reason, None, None, False
 
 
 def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -236,12 +242,12 @@ Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Run = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Detours(NamedTuple):
+class SlowPaths(NamedTuple):
     """Handlers for calls that leave the fast path.
 
     Attributes:
-        with_care: any call; the slow path with every check.
-        keyless: a call without a key; takes the error raised while computing the key.
+        slow_path: any call; the slow path with every check.
+        without_key: a call without a key; takes the error raised while computing the key.
         failed: a call whose executor raised, or was retired by another thread (error None). Also
             takes the copies of containers that the executor worked on, if any.
         stale: a call whose result may come from old weights.
@@ -249,22 +255,24 @@ class Detours(NamedTuple):
         checked: a call to compare with the untouched model.
     """
 
-    with_care: Serve
-    keyless: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
-    failed: Callable[[Entry, Exception | None, tuple[Any, ...], dict[str, Any], Lent | None], Any]
+    slow_path: Serve
+    without_key: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any]
+    failed: Callable[
+        [Entry, Exception | None, tuple[Any, ...], dict[str, Any], BorrowedArguments | None], Any
+    ]
     stale: Run
     unserved: Run
     checked: Run
 
 
-def runner(detours: Detours, verify_every: int | None = None) -> Run:
+def runner(slow_paths: SlowPaths, verify_every: int | None = None) -> Run:
     """Makes the function that calls an entry's executor and checks the weights.
 
     Args:
-        detours: handlers for the other calls.
+        slow_paths: handlers for the other calls.
         verify_every: sends every N-th call of an entry to `checked`; None for no checks.
     """
-    failed, stale, checked = detours.failed, detours.stale, detours.checked
+    failed, stale, checked = slow_paths.failed, slow_paths.stale, slow_paths.checked
 
     def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if verify_every is not None and entry.turn() % verify_every == 0:
@@ -272,8 +280,8 @@ def runner(detours: Detours, verify_every: int | None = None) -> Run:
         call = entry.call
         if call is None:  # retired by another thread
             return failed(entry, None, args, kwargs, None)
-        lent = Lent((args, kwargs)) if entry.lends else None
-        given, named = (args, kwargs) if lent is None else lent.arguments
+        borrowed = BorrowedArguments((args, kwargs)) if entry.lends else None
+        given, named = (args, kwargs) if borrowed is None else borrowed.arguments
         try:
             if (begin := entry.begin) is not None:
                 begin()
@@ -286,13 +294,13 @@ def runner(detours: Detours, verify_every: int | None = None) -> Run:
                 finally:
                     _set_grad_enabled(True)
         except Exception as error:
-            return failed(entry, error, args, kwargs, lent)
+            return failed(entry, error, args, kwargs, borrowed)
         # Checks after the launch, while the GPU works; a stale result is thrown away.
         if (outdated := entry.outdated) is not None and outdated():
             return stale(entry, args, kwargs)
-        if lent is not None:
+        if borrowed is not None:
             try:
-                result = lent.give_back(result)
+                result = borrowed.give_back(result)
             except UnsupportedError as error:
                 return failed(entry, error, args, kwargs, None)
         entry.hits.tick()
@@ -305,7 +313,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     model: nn.Module,
     gate: Gate,
     found: dict[Any, Entry],
-    detours: Detours,
+    slow_paths: SlowPaths,
     run: Run,
     compiled: Any = None,
 ) -> Serve:
@@ -317,23 +325,27 @@ def fast_path(  # noqa: C901 - inlined for speed
         model: the untouched model.
         gate: if off, every call takes the slow path.
         found: entries by key, as `key_function` computes it.
-        detours: handlers for the other calls.
+        slow_paths: handlers for the other calls.
         run: the function made by `runner`.
         compiled: the compiled host code given to `key_function`, or None.
     """
     attributes, get = vars(model), found.get
-    with_care, keyless, unserved = detours.with_care, detours.keyless, detours.unserved
+    slow_path, without_key, unserved = (
+        slow_paths.slow_path,
+        slow_paths.without_key,
+        slow_paths.unserved,
+    )
     if "training" not in attributes:  # a scripted model
-        return with_care
+        return slow_path
 
     def serve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if gate.off is not None:
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         try:
             entry = get(quick_key(args, kwargs))
             is_watched = is_grad_enabled() and needs_gradient((*args, *kwargs.values()))
         except Exception as error:
-            return keyless(error, args, kwargs)
+            return without_key(error, args, kwargs)
         if (
             entry is None
             or is_watched
@@ -347,7 +359,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or is_dynamo_compiling()
             or not (entry.is_proved or entry.is_unserved)
         ):
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     if compiled is None:
@@ -357,7 +369,7 @@ def fast_path(  # noqa: C901 - inlined for speed
     def serve_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Dynamo cannot trace `clear_key`, so it must see the test for compiling first.
         if gate.off is not None:
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         if is_dynamo_compiling() or (key := clear_key(args, kwargs)) is None:
             return serve(args, kwargs)
         entry = get(key)
@@ -368,7 +380,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or needed.alive
             or forward_ad._current_level >= 0
         ):
-            return with_care(args, kwargs)
+            return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
 
     return serve_tensors

@@ -19,16 +19,17 @@ from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.canary import Canary, Recheck
 from steadytorch.runtime.dispatch import (
     NOT_FASTER,
-    Arrival,
+    CallContext,
     Entry,
+    Probation,
     Resolution,
     Resolver,
 )
 from steadytorch.runtime.executors import Executor, build
 from steadytorch.runtime.keys import full_key
-from steadytorch.runtime.probation import FirstCall, OnTrial
-from steadytorch.runtime.rehearsal import Rehearsal
+from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.runtime.state import KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.workload.containers import holds_containers
@@ -51,7 +52,7 @@ _CLASSES = ("same", "tf32", "fp16", "bf16")
 """Precision classes, from the narrowest tolerance to the widest."""
 
 
-class Options(NamedTuple):
+class ServingOptions(NamedTuple):
     """How a tuned module serves.
 
     Attributes:
@@ -108,7 +109,7 @@ class Entries:
         is_built: whether any executor was built.
     """
 
-    def __init__(self, model: nn.Module, resolve: Resolver, options: Options) -> None:
+    def __init__(self, model: nn.Module, resolve: Resolver, options: ServingOptions) -> None:
         self._model, self._resolve, self._options = model, resolve, options
         self.found: dict[Any, Entry] = {}
         self.weights = Weights(model, contents=not options.trains)
@@ -155,7 +156,7 @@ class Entries:
         # Verifying a bucket and building run the model, which may wait for `TURNS`. Holding the
         # lock meanwhile would deadlock.
         padded = self._is_padded(args, kwargs)
-        arrival = Arrival(self._model, described, args, kwargs)
+        context = CallContext(self._model, described, args, kwargs)
         with self._lock:
             known = self._by_signature.get(whole)
             is_first = known is None or known is instead_of
@@ -167,11 +168,11 @@ class Entries:
                     self.forget(known)
                 self._remember(whole, entry)
                 if self._options.strict:
-                    self._resolve_for(entry, arrival)
+                    self._resolve_for(entry, context)
             else:
                 entry = known
         if is_first and not self._options.strict:
-            self._resolve_for(entry, arrival)
+            self._resolve_for(entry, context)
         if entry.reason == TAKEN:
             self._build_in_turn(whole, entry, args, kwargs)
         if entry.reason not in _PENDING:
@@ -261,11 +262,11 @@ class Entries:
         fitted = buckets.fit(args, kwargs)
         return isinstance(fitted, str) or fitted.args is not args
 
-    def _resolve_for(self, entry: Entry, arrival: Arrival) -> None:
+    def _resolve_for(self, entry: Entry, context: CallContext) -> None:
         if entry.is_padded:
             return
         try:
-            resolution = self._resolve(arrival)
+            resolution = self._resolve(context)
         except Exception as error:
             resolution = Resolution(None, NOT_APPLIED, one_line(error))
         except BaseException:  # interrupted: a later call resolves again
@@ -324,23 +325,23 @@ class Entries:
         entry.outdated = self._outdated(executor)
         entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
-        entry.trial, entry.check = self._trials(executor, entry, candidate, args, kwargs)
+        entry.probation, entry.check = self._probations(executor, entry, candidate, args, kwargs)
         # Set last: other threads already hold this entry.
         entry.call, entry.reason = executor.call, None
 
-    def _trials(
+    def _probations(
         self,
         executor: Executor,
         entry: Entry,
         candidate: Candidate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Probation, Probation]:
         """Returns the check of the first calls, and the check of later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            rehearsal = Rehearsal(self._model, executor, device)
-            return rehearsal, rehearsal
+            smoke_check = TrainingSmokeCheck(self._model, executor, device)
+            return smoke_check, smoke_check
         watched = executor, self.weights, device
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance
         limit = bound(_precision(candidate), self._model, (args, kwargs), tolerance)
@@ -349,12 +350,12 @@ class Entries:
             return entry.outdated is not None and entry.outdated()
 
         outdated = None if entry.outdated is None else is_outdated
-        # draws=False: an executor past its trial draws no random numbers; only other threads do.
-        check = OnTrial(*watched, Recheck(limit), outdated, draws=False)
+        # draws=False: an executor past probation draws no random numbers; only other threads do.
+        check = CanaryProbation(*watched, Recheck(limit), outdated, draws=False)
         if not self._options.canary:
             return FirstCall(*watched), check
         canary = Canary(limit, alias_outputs=self._options.alias_outputs)
-        return OnTrial(*watched, canary, outdated), check
+        return CanaryProbation(*watched, canary, outdated), check
 
     def _outdated(self, executor: Executor) -> Callable[[], bool] | None:
         # Training executors read the weights at each call.

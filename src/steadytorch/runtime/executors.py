@@ -18,7 +18,7 @@ from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Scoped, Transform
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
@@ -73,7 +73,7 @@ def build(
     stack = ExitStack()
     step = TrainingStep(_not_for_transforms, _not_for_transforms) if trains else None
     # Transforms may run the model, which may write to containers that its caller passed.
-    own_args, own_kwargs = Lent((args, dict(kwargs))).arguments
+    own_args, own_kwargs = BorrowedArguments((args, dict(kwargs))).arguments
     workload = Workload(model, own_args, own_kwargs, training_step=step)
     grad = torch.is_grad_enabled()
     try:

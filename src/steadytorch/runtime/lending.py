@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 
 
 class Pending:
@@ -16,9 +16,9 @@ class Pending:
         written: the copied arguments if the call wrote to a container among them, else None.
     """
 
-    def __init__(self, result: Any, lent: Lent) -> None:
-        self.result, self._lent = result, lent
-        self.written = lent.arguments if lent.is_written() else None
+    def __init__(self, result: Any, borrowed: BorrowedArguments) -> None:
+        self.result, self._borrowed = result, borrowed
+        self.written = borrowed.arguments if borrowed.is_written() else None
 
     def give_back(self) -> Any:
         """Passes writes on to the caller's containers and returns the result.
@@ -26,16 +26,16 @@ class Pending:
         Raises:
             UnsupportedError: a container's class cannot be written to; nothing was written.
         """
-        return self._lent.give_back(self.result)
+        return self._borrowed.give_back(self.result)
 
 
 def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
     """Wraps a call so that it works on copies of the containers among its arguments."""
 
     def lent_to(*args: Any, **kwargs: Any) -> Pending:
-        lent = Lent((args, kwargs))
-        args, kwargs = lent.arguments
-        return Pending(call(*args, **kwargs), lent)
+        borrowed = BorrowedArguments((args, kwargs))
+        args, kwargs = borrowed.arguments
+        return Pending(call(*args, **kwargs), borrowed)
 
     return lent_to
 

@@ -31,25 +31,26 @@ from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
     NO_PLAN,
     RECONSIDERED_S,
-    Detours,
     Entry,
     Gate,
+    Probation,
     Resolution,
     Resolver,
+    SlowPaths,
     fast_path,
     obstacle,
     runner,
 )
-from steadytorch.runtime.entries import STALE, TAKEN, Entries, Options, log
+from steadytorch.runtime.entries import STALE, TAKEN, Entries, ServingOptions, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
 from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
-from steadytorch.runtime.probation import Outcome
-from steadytorch.runtime.rehearsal import Rehearsal
+from steadytorch.runtime.module_proxy import ModuleProxy
+from steadytorch.runtime.probation import WatchedAnswer
 from steadytorch.runtime.report import Report, Tally
-from steadytorch.runtime.standin import StandIn
-from steadytorch.workload.containers import Lent
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
+from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import without_gradients
 
@@ -58,11 +59,11 @@ RAISED = "raised: the caller's own exception"
 KEYLESS = "these inputs have no signature"
 RELOADED = "the same weights were loaded again"
 SWITCHED = "the model was switched between train and eval"
-_OPTIONS = Options()
+_OPTIONS = ServingOptions()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
-class TunedModule(StandIn):
+class TunedModule(ModuleProxy):
     """A model that runs tuned where a plan exists for the inputs, and untouched everywhere else.
 
     It has the call signature, attributes, parameters and state dict of the model it wraps. It adds
@@ -89,28 +90,28 @@ class TunedModule(StandIn):
         model: nn.Module,
         resolve: Resolver,
         fits: Callable[[nn.Module], str | None] | None = None,
-        options: Options = _OPTIONS,
+        options: ServingOptions = _OPTIONS,
     ) -> None:
         super().__init__(model)
-        state = self.__dict__  # StandIn.__setattr__ would set these on the model
+        state = self.__dict__  # ModuleProxy.__setattr__ would set these on the model
         state["_resolve"], state["_fits"], state["_options"] = resolve, fits, options
         state["_entries"] = Entries(model, resolve, options)
         state["_found"] = state["_entries"].found
         state["_gate"] = Gate(model.training)
         state["_tally"] = Tally()
-        detours = Detours(
-            self._with_care,
+        slow_paths = SlowPaths(
+            self._slow_path,
             self._without_key,
             self._failed,
             self._stale,
             self._known_miss,
             self._checked,
         )
-        state["_run"] = runner(detours, options.verify_every)
-        state["_run_unchecked"] = runner(detours)
+        state["_run"] = runner(slow_paths, options.verify_every)
+        state["_run_unchecked"] = runner(slow_paths)
         compiled, _ = load()
         state["_key"] = key_function(compiled)
-        serve = fast_path(model, self._gate, self._found, detours, self._run, compiled)
+        serve = fast_path(model, self._gate, self._found, slow_paths, self._run, compiled)
         state["_entrance"] = (
             serve,
             [
@@ -196,7 +197,7 @@ class TunedModule(StandIn):
 
     # -- serving --------------------------------------------------------------------------------
 
-    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Slow path: every check, then the entry's answer."""
         off = self._gate.off
         if off is not None:
@@ -211,28 +212,32 @@ class TunedModule(StandIn):
         try:
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
         except Exception as error:
-            return self._keyless(error, args, kwargs)
+            return self._serve_without_key(error, args, kwargs)
         if entry.resolution.for_all and not self._entries.is_built:
             self._gate.off, self._gate.until = entry.resolution.reason, monotonic() + RECONSIDERED_S
             self._entries.forget(entry)
-        answer = self._padded if entry.is_padded else self._from
+        answer = self._padded if entry.is_padded else self._serve_entry
         return answer(entry, args, kwargs)
 
-    def _from(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _serve_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call from its entry."""
         if entry.call is None:
             return self._unserved(entry, args, kwargs, entry)
-        if entry.trial is None and not settings.needed.alive:
+        if entry.probation is None and not settings.needed.alive:
             return self._run(entry, args, kwargs)
         # Waits while process-wide flags are in use, as an untouched call would wait too. Waits for
-        # a rehearsal, which restores buffers and would undo the updates of a concurrent call.
-        waits = settings.needed.alive or entry.trial is None or isinstance(entry.trial, Rehearsal)
+        # a smoke check, which restores buffers and would undo the updates of a concurrent call.
+        waits = (
+            settings.needed.alive
+            or entry.probation is None
+            or isinstance(entry.probation, TrainingSmokeCheck)
+        )
         turns = settings.TURNS
         if not turns.acquire(blocking=bool(waits)):
             return self._untouched(TAKEN, args, kwargs, entry)
         try:
-            if entry.call is not None and entry.trial is not None:
-                return self._on_trial(entry, entry.trial, args, kwargs)
+            if entry.call is not None and entry.probation is not None:
+                return self._on_probation(entry, entry.probation, args, kwargs)
             return self._run(entry, args, kwargs)
         finally:
             turns.release()
@@ -244,13 +249,14 @@ class TunedModule(StandIn):
             return self._run_unchecked(entry, args, kwargs)
         try:
             self._tally.count_check()
-            return self._on_trial(entry, check, args, kwargs)
+            return self._on_probation(entry, check, args, kwargs)
         finally:
             turns.release()
 
-    def _on_trial(
-        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _on_probation(
+        self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        assert not isinstance(probation, TrainingSmokeCheck)  # `TrainedModule` overrides this
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
@@ -259,7 +265,7 @@ class TunedModule(StandIn):
             tuned, untouched = lending(tuned), lending(untouched)
         inputs = tensors_of((args, kwargs))
         try:
-            outcome: Outcome = trial.answer(
+            outcome: WatchedAnswer = probation.answer(
                 partial(without_gradients, tuned, args, kwargs),
                 noting(own, partial(untouched, *args, **kwargs)),
                 inputs,
@@ -275,7 +281,7 @@ class TunedModule(StandIn):
         self._settle(entry, outcome)
         return result
 
-    def _settle(self, entry: Entry, outcome: Outcome) -> None:
+    def _settle(self, entry: Entry, outcome: WatchedAnswer) -> None:
         if outcome.finding is not None:
             entry.finding = outcome.finding.reason
         if outcome.tuned:
@@ -307,7 +313,7 @@ class TunedModule(StandIn):
         if bucket.call is None:
             return self._unserved(bucket, args, kwargs, entry)
         try:
-            return fitted.slice_outputs(self._from(bucket, padded_args, padded_kwargs))
+            return fitted.slice_outputs(self._serve_entry(bucket, padded_args, padded_kwargs))
         except Exception:  # caused by the padding, so not the caller's to handle
             return self._untouched("the padded call failed", args, kwargs, entry)
 
@@ -325,15 +331,15 @@ class TunedModule(StandIn):
         error: Exception | None,
         args: Any,
         kwargs: Any,
-        lent: Lent | None = None,
+        borrowed: BorrowedArguments | None = None,
     ) -> Any:
         if error is None:
             return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
         executor = entry.executor
         if executor is not None and is_callers(error, executor.modules, executor.is_live):
             self._tally.count(RAISED)
-            if lent is not None:  # passes on writes made before the exception
-                lent.give_back()
+            if borrowed is not None:  # passes on writes made before the exception
+                borrowed.give_back()
             raise error
         # If the untouched model raises too, the inputs are at fault and the entry stays.
         answer = self._untouched(FAILED, args, kwargs, entry)
@@ -344,10 +350,10 @@ class TunedModule(StandIn):
     def _without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Serves a call without a key. In strict mode the slow path finds other obstacles first."""
         if self._options.strict:
-            return self._with_care(args, kwargs)
-        return self._keyless(error, args, kwargs)
+            return self._slow_path(args, kwargs)
+        return self._serve_without_key(error, args, kwargs)
 
-    def _keyless(self, error: Exception, args: Any, kwargs: Any) -> Any:
+    def _serve_without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
         why = partial(why_no_key, error, args, kwargs)
         if not self._options.strict:
             self._entries.warn(KEYLESS, why)
@@ -448,4 +454,4 @@ class TunedModule(StandIn):
 
 def _opened(model: nn.Module) -> TunedModule:
     copied = "it was copied; apply the plan to the copy"
-    return TunedModule(model, lambda arrival: Resolution(None), lambda model: copied)
+    return TunedModule(model, lambda context: Resolution(None), lambda model: copied)

@@ -21,7 +21,7 @@ WRITES = "the model writes to its own buffers when called"
 Run = Callable[[], Any]
 
 
-class Outcome(NamedTuple):
+class WatchedAnswer(NamedTuple):
     """The answer to a watched call.
 
     Attributes:
@@ -78,7 +78,9 @@ class FirstCall:
     def __init__(self, executor: Executor, weights: Weights, device: torch.device) -> None:
         self._executor, self._weights, self._device = executor, weights, device
 
-    def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
+    def answer(
+        self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]
+    ) -> WatchedAnswer:
         """Answers one call.
 
         State changed by the model itself stays. State changed in a copy is discarded, as are writes
@@ -96,18 +98,18 @@ class FirstCall:
         writes, changed, drawn = self._weights.rewritten(), own.changed(), draws.happened()
         if writes or (changed and not own.restorable):
             own.mend()
-            return Outcome(result, True, WRITES if writes else KEEPS_STATE, True)
+            return WatchedAnswer(result, True, WRITES if writes else KEEPS_STATE, True)
         keeps = changed or others.changed()
         if not (keeps or drawn):
-            return Outcome(result, True)
+            return WatchedAnswer(result, True)
         if changed:
             own.restore()
         if drawn:
             draws.undo()
-        return Outcome(run_untouched(), True, KEEPS_STATE if keeps else DRAWS, True, False)
+        return WatchedAnswer(run_untouched(), True, KEEPS_STATE if keeps else DRAWS, True, False)
 
 
-class OnTrial:
+class CanaryProbation:
     """Runs the canary on the first calls, and watches each call for state left behind.
 
     A model may keep state in a branch that is taken late. Every call answered by both sides is
@@ -117,7 +119,7 @@ class OnTrial:
         executor: the executor to watch.
         weights: the model's weights when the executor was built.
         device: the device of the executor.
-        canary: compares both sides; the trial lasts until it gives a verdict.
+        canary: compares both sides; probation lasts until it gives a verdict.
         outdated: whether a call used old weights or left state in a copy; None if the executor runs
             the model itself.
         draws: whether random numbers drawn during the first call count as the model's.
@@ -138,7 +140,9 @@ class OnTrial:
         self._is_first = draws
         self._fault: str | None = None
 
-    def answer(self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]) -> Outcome:
+    def answer(
+        self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]
+    ) -> WatchedAnswer:
         """Answers one call; state kept by the model is updated once.
 
         Raises:
@@ -162,18 +166,18 @@ class OnTrial:
         elif call.ran == ["tuned"]:
             if self._rewritten(versions):  # only one side ran, so its result stands
                 State(self._watched[0].modules[:1]).mend()
-                return Outcome(result, True, WRITES, True)
+                return WatchedAnswer(result, True, WRITES, True)
             if self._outdated is not None and self._outdated():
                 call.fault = KEEPS_STATE
         self._fault = call.fault
         if call.fault is not None:
             # An answer that the model gave before its state was restored is correct.
             answer = call.of_model[0] if call.of_model else run_untouched()
-            return Outcome(answer, True, call.fault, True, False)
+            return WatchedAnswer(answer, True, call.fault, True, False)
         if verdict is None:
-            return Outcome(result, False, tuned="tuned" in call.ran)
+            return WatchedAnswer(result, False, tuned="tuned" in call.ran)
         fault = None if verdict.kept else verdict.reason
-        return Outcome(result, True, fault, False, verdict.kept, verdict)
+        return WatchedAnswer(result, True, fault, False, verdict.kept, verdict)
 
     def _versions(self) -> list[int]:
         model = self._watched[0].modules[0]
@@ -189,7 +193,7 @@ class OnTrial:
 
 
 class _Sides:
-    """The two sides of one call on trial: which ran, and the state they left behind.
+    """The two sides of one call on probation: which ran, and the state they left behind.
 
     Args:
         run_tuned: runs the executor.

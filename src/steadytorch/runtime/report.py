@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from steadytorch.conv import plans
+from steadytorch.conv import executables
 from steadytorch.quantities import counted
 
 TUNED = "tuned"
@@ -248,4 +248,4 @@ def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:
         Reason by problem; empty if no executor uses engines.
     """
     engined = any(_ENGINES in each.executor for each in signatures if each.executor is not None)
-    return dict(plans.MISSES) if engined else {}
+    return dict(executables.MISSES) if engined else {}

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from steadytorch.runtime.dispatch import Entry
+from steadytorch.runtime.dispatch import Entry, Probation
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 
 NO_GRADIENTS = "called without recording gradients"
 CHANGED = "modules, hooks, modes or requires_grad flags changed"
@@ -18,14 +19,14 @@ CHANGED = "modules, hooks, modes or requires_grad flags changed"
 class TrainedModule(TunedModule):
     """A model that trains tuned where a plan exists for the inputs, and untouched everywhere else.
 
-    Made with `Options(trains=True)`. Executors compute with the model's own tensors, so optimizer
-    steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss scaling and
-    accumulation stay with the caller. In evaluation mode, without grad mode, under autocast and for
-    inputs that require gradients, the model runs untouched.
+    Made with `ServingOptions(trains=True)`. Executors compute with the model's own tensors, so
+    optimizer steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss
+    scaling and accumulation stay with the caller. In evaluation mode, without grad mode, under
+    autocast and for inputs that require gradients, the model runs untouched.
 
     Before the first tuned call of a signature, executor and model run one step each, forward and
-    backward; see `Rehearsal`. Later exceptions of a backward pass propagate to the caller. Compiled
-    plans support neither `retain_graph` nor `create_graph`.
+    backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller.
+    Compiled plans support neither `retain_graph` nor `create_graph`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,14 +47,14 @@ class TrainedModule(TunedModule):
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
         """Does nothing: executors read the model's own tensors."""
 
-    def _with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gate.off is None and not torch.is_grad_enabled():
             return self._untouched(NO_GRADIENTS, args, kwargs)
         # Checks before the call, so that buffers are updated once. The slow path handles a switch
         # to evaluation mode.
         if self._model.training is self._gate.mode and self._entries.weights.changed():
             self._switch_off(CHANGED)
-        return super()._with_care(args, kwargs)
+        return super()._slow_path(args, kwargs)
 
     def _recording(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         every = self._options.verify_every
@@ -74,12 +75,13 @@ class TrainedModule(TunedModule):
         entry.hits.tick()
         return result
 
-    def _on_trial(
-        self, entry: Entry, trial: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _on_probation(
+        self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        fault = trial.fault(args, kwargs)
-        # Stays unproved: the fast path would skip the checks of `_with_care`.
-        entry.trial = None
+        assert isinstance(probation, TrainingSmokeCheck)
+        fault = probation.fault(args, kwargs)
+        # Stays unproved: the fast path would skip the checks of `_slow_path`.
+        entry.probation = None
         if fault is None:
             return self._recorded(entry, args, kwargs)
         entry.retire(fault)

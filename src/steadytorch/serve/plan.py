@@ -17,13 +17,18 @@ from steadytorch.compiled.bundle import source
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.plan.files import clean, read_file
-from steadytorch.plan.fingerprint import differing_fields, make_key, told, trained_fingerprint
+from steadytorch.plan.fingerprint import (
+    differing_fields,
+    format_differences,
+    make_key,
+    trained_fingerprint,
+)
 from steadytorch.plan.record import PlanRecord
-from steadytorch.runtime.dispatch import Arrival, Origin, Resolution
-from steadytorch.runtime.entries import Options, parse_verify_every
+from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
+from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.settings import is_switched_off
-from steadytorch.runtime.standin import Function, as_module
 from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.transforms import compiles
@@ -73,7 +78,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         resolve = partial(self.resolve, bundle=bundle)
         trains = self.trains is not None
-        options = Options(
+        options = ServingOptions(
             alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
         )
         serving = TrainedModule if trains else TunedModule
@@ -157,9 +162,9 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.key.tolerance,
         )
 
-    def resolve(self, arrival: Arrival, bundle: bool = False) -> Resolution:
+    def resolve(self, context: CallContext, bundle: bool = False) -> Resolution:
         """Resolves inputs of the plan's signature to its candidate, other inputs to None."""
-        if arrival.signature != self.signature:
+        if context.signature != self.signature:
             return Resolution(None)
         return self.resolution(bundle)
 
@@ -175,7 +180,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             reason = f"a plan could not be checked against this environment: {error}"
         return None if reason is None else clean(reason)
 
-    def overreach(self) -> str | None:
+    def precision_violation(self) -> str | None:
         """Returns why the transforms are unknown or exceed the key's precision, or None."""
         try:
             precision = precision_of(self.candidate)
@@ -189,8 +194,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _why_not(self, model: nn.Module) -> str | None:
         if isinstance(model, Function):
             return model.reason
-        if (overreach := self.overreach()) is not None:
-            return overreach
+        if (violation := self.precision_violation()) is not None:
+            return violation
         workload = Workload(model)
         here = make_key(
             workload,
@@ -209,7 +214,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             here = msgspec.structs.replace(here, workload=self.key.workload) if same else here
         if not (differences := differing_fields(self.key, here)):
             return None
-        return f"plan {self.id} does not fit here: {told(differences)}"
+        return f"plan {self.id} does not fit here: {format_differences(differences)}"
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -66,7 +66,7 @@ class Interned:
         return found
 
 
-class Gathered:
+class EventTableBuilder:
     """The columns of a trace while they grow.
 
     Attributes:
@@ -218,18 +218,18 @@ _STREAMS = {
 }
 """Categories whose thread is a CUDA stream."""
 
-_READERS: dict[int, Callable[[Gathered, RawEvent, int, dict[str, np.ndarray]], None]] = {
-    Category.CPU_OP: Gathered._operator,
-    Category.ANNOTATION: Gathered._operator,
-    Category.RUNTIME: Gathered._call,
-    Category.DRIVER: Gathered._call,
-    Category.KERNEL: Gathered._on_gpu,
-    Category.MEMCPY: Gathered._on_gpu,
-    Category.MEMSET: Gathered._on_gpu,
-    Category.GPU_ANNOTATION: Gathered._on_gpu,
-    Category.SYNC: Gathered._sync,
-    Category.PYTHON: Gathered._python,
-    Category.MEMORY: Gathered._memory,
+_READERS: dict[int, Callable[[EventTableBuilder, RawEvent, int, dict[str, np.ndarray]], None]] = {
+    Category.CPU_OP: EventTableBuilder._operator,
+    Category.ANNOTATION: EventTableBuilder._operator,
+    Category.RUNTIME: EventTableBuilder._call,
+    Category.DRIVER: EventTableBuilder._call,
+    Category.KERNEL: EventTableBuilder._on_gpu,
+    Category.MEMCPY: EventTableBuilder._on_gpu,
+    Category.MEMSET: EventTableBuilder._on_gpu,
+    Category.GPU_ANNOTATION: EventTableBuilder._on_gpu,
+    Category.SYNC: EventTableBuilder._sync,
+    Category.PYTHON: EventTableBuilder._python,
+    Category.MEMORY: EventTableBuilder._memory,
 }
 
 

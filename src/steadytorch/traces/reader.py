@@ -11,7 +11,7 @@ import numpy as np
 
 from steadytorch.errors import TraceError
 from steadytorch.traces.byte_blocks import BLOCK, Limits, blocks_of, json_blocks, opened
-from steadytorch.traces.columns import Gathered
+from steadytorch.traces.columns import EventTableBuilder
 from steadytorch.traces.decimals import LARGEST_NS
 from steadytorch.traces.events import Category, Events, Trace
 from steadytorch.traces.json_stream import EventStream
@@ -67,37 +67,37 @@ def parse_trace(data: bytes, source: str, limits: Limits | None = None) -> Trace
 
 def _read(blocks: Iterator[bytes], source: str, limits: Limits) -> Trace:
     stream = EventStream(json_blocks(blocks, limits), limits.top_bytes)
-    gathered = Gathered()
+    builder = EventTableBuilder()
     try:
         for events in stream:
-            gathered.add(events)
-            if gathered.rows > limits.events:
+            builder.add(events)
+            if builder.rows > limits.events:
                 raise TraceError(
                     f"more than {limits.events:,} events, the limit: profile fewer steps "
                     "(torch.profiler.schedule(active=...))"
                 )
     except TraceError as error:
         raise TraceError(f"{source}: {error}", error.offset) from None
-    gathered.irregular["malformed"] += stream.malformed
-    return _trace(gathered, stream, source)
+    builder.irregular["malformed"] += stream.malformed
+    return _trace(builder, stream, source)
 
 
-def _trace(gathered: Gathered, stream: EventStream, source: str) -> Trace:
-    columns = gathered.finish()
+def _trace(builder: EventTableBuilder, stream: EventStream, source: str) -> Trace:
+    columns = builder.finish()
     if not (columns["category"] != Category.OTHER).any():
-        raise TraceError(_none_here(source, gathered.rows))
-    gathered.irregular["zero_timestamp"] += _without_missing_times(columns)
+        raise TraceError(_none_here(source, builder.rows))
+    builder.irregular["zero_timestamp"] += _without_missing_times(columns)
     origin = _from_zero(columns, _value(stream.top, "baseTimeNanoseconds", int) or 0)
-    irregular = {kind: count for kind, count in gathered.irregular.items() if count}
+    irregular = {kind: count for kind, count in builder.irregular.items() if count}
     return Trace(
         events=Events(**columns),
-        names=tuple(gathered.names),
-        threads=tuple(gathered.threads.values),
-        inputs=tuple(gathered.inputs.values),
-        details=tuple(gathered.details.values),
+        names=tuple(builder.names),
+        threads=tuple(builder.threads.values),
+        inputs=tuple(builder.inputs.values),
+        details=tuple(builder.details.values),
         origin_ns=origin,
         devices=tuple(_value(stream.top, "deviceProperties", list[dict[str, Any]]) or ()),
-        recorded=frozenset(gathered.recorded.union(_switched_on(stream.top, gathered))),
+        recorded=frozenset(builder.recorded.union(_switched_on(stream.top, builder))),
         source=source,
         notes=tuple(_notes(irregular, stream.mended)),
         irregular=irregular,
@@ -147,9 +147,9 @@ def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
         return None
 
 
-def _switched_on(top: Mapping[str, msgspec.Raw], gathered: Gathered) -> Iterator[str]:
+def _switched_on(top: Mapping[str, msgspec.Raw], builder: EventTableBuilder) -> Iterator[str]:
     """Recording switches shown by the top-level keys and the events."""
-    if gathered.inputs.values:
+    if builder.inputs.values:
         yield "shapes"
     for key, what in _SWITCHES.items():
         if _value(top, key, int):

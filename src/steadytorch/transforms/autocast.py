@@ -20,7 +20,7 @@ from steadytorch.transforms.traits import (
     not_float32,
     refuse_if,
 )
-from steadytorch.workload.containers import Lent, holds_containers
+from steadytorch.workload.containers import BorrowedArguments, holds_containers
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -103,9 +103,9 @@ class AutocastModel(Scoped):
         """Run the model under autocast, then convert its outputs outside of autocast."""
         if not holds_containers((*args, *kwargs.values())):
             return map_tensors(self._out, super().__call__(*args, **kwargs))
-        lent = Lent((args, kwargs))
-        args, kwargs = lent.arguments
-        return lent.give_back(super().__call__(*args, **kwargs), self._out)
+        borrowed = BorrowedArguments((args, kwargs))
+        args, kwargs = borrowed.arguments
+        return borrowed.give_back(super().__call__(*args, **kwargs), self._out)
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         return cast(tensor, self.outer) if tensor.dtype == self.dtype else tensor

@@ -21,7 +21,7 @@ from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, res
 from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooked, no_cuda, off_device
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -183,13 +183,13 @@ def _record(
         with torch.cuda.stream(pool.stream):
             before = _versions(static)
             # These calls may compile. They allocate outside the pool, so other graphs keep running.
-            lent = Lent(tuple(static))
-            args, kwargs = lent.arguments
+            borrowed = BorrowedArguments(tuple(static))
+            args, kwargs = borrowed.arguments
             for _ in range(_WARMUP_CALLS):
                 model(*args, **kwargs)
             if _versions(static) != before:
                 raise UnsupportedError(_WRITES_INPUTS)
-            if lent.is_written():
+            if borrowed.is_written():
                 raise UnsupportedError(_WRITES_CONTAINERS)
             try:
                 with pool.lock, _collector_paused():  # `link` may record too

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import bundle, model_digest, package
 from steadytorch.errors import SteadyError, UnsupportedError
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.serve.plan import Plan
-from steadytorch.tune.package import Outcome
+from steadytorch.tune.package import PackagingResult
 from steadytorch.workload.workload import Workload
 
 HANDLER = "steadytorch.tune.package:PackagingHandler"
@@ -89,9 +89,9 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
             return ""
         arguments = {"file": str(file), "tolerance": plan.key.tolerance}
         try:
-            outcome = msgspec.convert(at_work("set_up_packaged", **arguments), Outcome)
+            outcome = msgspec.convert(at_work("set_up_packaged", **arguments), PackagingResult)
         except WorkerFault as fault:  # set-up may still succeed without a package
-            outcome = Outcome(None, f"its worker failed: {fault.reason}")
+            outcome = PackagingResult(None, f"its worker failed: {fault.reason}")
             at_work("set_up")
         return _written(plan, cache, file, held, _checked(outcome, at_work, arguments))
 
@@ -129,7 +129,9 @@ def _share_headers(directory: Path) -> None:
             link.symlink_to(shared)
 
 
-def _checked(outcome: Outcome, at_work: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def _checked(
+    outcome: PackagingResult, at_work: Callable[..., Any], arguments: dict[str, Any]
+) -> PackagingResult:
     """Checks the package in a fresh process; returns the outcome, or why the check failed."""
     if outcome.made is None:
         return outcome
@@ -137,10 +139,10 @@ def _checked(outcome: Outcome, at_work: Callable[..., Any], arguments: dict[str,
         fault = at_work("check_package", made=msgspec.to_builtins(outcome.made), **arguments)
     except WorkerFault as error:
         fault = f"a fresh process cannot use it: {error.reason}"
-    return Outcome(None, fault) if fault else outcome
+    return PackagingResult(None, fault) if fault else outcome
 
 
-def _written(plan: Plan, cache: Path, file: Path, held: str, outcome: Outcome) -> str:
+def _written(plan: Plan, cache: Path, file: Path, held: str, outcome: PackagingResult) -> str:
     if outcome.made is None:
         bundle.write(plan, cache)
         return outcome.reason

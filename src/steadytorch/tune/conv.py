@@ -12,17 +12,17 @@ import msgspec
 import torch
 
 from steadytorch import transforms
-from steadytorch.bench.worker import WorkloadHandler, save_payload
-from steadytorch.conv.allot import Result, choose_all
+from steadytorch.bench.bench_worker import WorkloadHandler, save_payload
 from steadytorch.conv.choices import ATEN, Choice, read_choice, write_choices
-from steadytorch.conv.choose import Options, is_cold, variants
+from steadytorch.conv.choose import ChoiceOptions, is_cold, variants
+from steadytorch.conv.choose_all import Result, choose_all
 from steadytorch.conv.engines import Filters
+from steadytorch.conv.executables import DTYPES
 from steadytorch.conv.headroom import beyond_fp16
 from steadytorch.conv.module import engine_convolutions
-from steadytorch.conv.plans import DTYPES
 from steadytorch.conv.problem import ConvProblem
 from steadytorch.conv.rewrite import left_out
-from steadytorch.conv.training import Recorder
+from steadytorch.conv.training import ProblemRecorder
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
@@ -42,7 +42,7 @@ GRACE = 0.1
 """Share of the time for choosing that is added for convolutions not reached in time."""
 
 
-class Found(NamedTuple):
+class FoundProblems(NamedTuple):
     """The convolutions of a workload, in order, each with the names of its layers.
 
     Attributes:
@@ -75,7 +75,7 @@ class ConvHandler(WorkloadHandler):
         torch.cuda.empty_cache()
         cold = is_cold(counts, device)
         asked = msgspec.structs.replace(
-            msgspec.convert(options, Options), cold=cold, padded=not training
+            msgspec.convert(options, ChoiceOptions), cold=cold, padded=not training
         )
         barred = _beyond_fp16(self._workload, specs) if asked.other_half else set()
         options_of = {
@@ -96,7 +96,7 @@ class ConvHandler(WorkloadHandler):
 
 
 def _incumbents(
-    options_of: Mapping[ConvProblem, Options], given: Mapping[str, str]
+    options_of: Mapping[ConvProblem, ChoiceOptions], given: Mapping[str, str]
 ) -> dict[str, Choice]:
     """Earlier choices for these problems, by key, that the options still allow."""
     found: dict[str, Choice] = {}
@@ -116,7 +116,7 @@ def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
 
 
-def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
+def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
     """The convolutions of a workload."""
     problems: dict[ConvProblem, list[str]] = {}
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
@@ -124,17 +124,17 @@ def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
         for convolution in engine_convolutions(model):
             if convolution.problem is not None:
                 problems.setdefault(convolution.problem, []).append(convolution.label)
-    return Found(problems, left_out(model))
+    return FoundProblems(problems, left_out(model))
 
 
-def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> Found:
+def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
     """The convolutions of a training step with their gradients, recorded in one forward pass."""
-    recorder = Recorder()
+    recorder = ProblemRecorder()
     # Training transforms wrap the model, so engines go inside all of them.
     inner = workload.with_model(engined_model(workload.model, recorder))
     with applied_in_order([transforms.create(spec) for spec in prefix], inner) as applied:
         applied.model(*workload.inputs, **workload.kwargs)
-    return Found(recorder.found, recorder.left_out)
+    return FoundProblems(recorder.found, recorder.left_out)
 
 
 def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
@@ -203,7 +203,7 @@ def choose_engines(
             worker = start_chooser(own, device, transforms.ambient())
         at_the_end.callback(worker.close)
         wait(worker, START_S)
-        options = Options(filters=Filters(deterministic=deterministic), other_half=other_half)
+        options = ChoiceOptions(filters=Filters(deterministic=deterministic), other_half=other_half)
         worker.send(
             "choose",
             prefix=msgspec.to_builtins(prefix),

@@ -7,7 +7,7 @@ import time
 import torch
 
 from steadytorch.native import host
-from steadytorch.tune.prepare import Watcher
+from steadytorch.tune.setup_scheduler import ProgressListener
 
 LONG_S, RESERVE_S = 180.0, 30.0
 """Shortest budget with a reserve, and the reserve. Compiling takes 10 to 25 s of one core."""
@@ -23,7 +23,7 @@ def reserve_s(device: str, budget_s: float) -> float:
     return RESERVE_S if on_cpu and budget_s >= LONG_S and host.is_missing() else 0.0
 
 
-def compile_now(seconds: float, watcher: Watcher) -> None:
+def compile_now(seconds: float, watcher: ProgressListener) -> None:
     """Compiles the code for every later process, for at most `seconds`.
 
     Raises:

@@ -21,15 +21,14 @@ from steadytorch.plan.store import Store
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
-from steadytorch.runtime.dispatch import NO_PLAN, Arrival, Resolution
-from steadytorch.runtime.entries import Options as Serving
-from steadytorch.runtime.entries import parse_verify_every
+from steadytorch.runtime.dispatch import NO_PLAN, CallContext, Resolution
+from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
-from steadytorch.runtime.standin import Function, as_module
+from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.weights import Weights
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms import compiles
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session, objection
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
@@ -115,7 +114,7 @@ def optimize(
     module = as_module(model)
     if mode == "strict" and isinstance(module, Function):
         raise UsageError(f"mode strict cannot serve a {type(model).__name__}: {module.reason}")
-    asked = Options(
+    asked = SearchOptions(
         objective=objective,
         precision=precision,
         tolerance=tolerance,
@@ -127,7 +126,7 @@ def optimize(
         raise UsageError(
             f"tolerance {tolerance} needs a lower precision than same: choose tf32, bf16 or fp16"
         )
-    serving = Serving(
+    serving = ServingOptions(
         alias_outputs,
         None if buckets is None else Buckets(buckets, module),
         canary,
@@ -157,7 +156,7 @@ class PlanSource:
 
     def __init__(
         self,
-        options: Options,
+        options: SearchOptions,
         mode: str,
         store: str | Path | None,
         background: bool,
@@ -175,15 +174,15 @@ class PlanSource:
         self._found: dict[Any, Resolution] = {}
         self._model: _Described | None = None
 
-    def __call__(self, arrival: Arrival) -> Resolution:
+    def __call__(self, context: CallContext) -> Resolution:
         """What serves these inputs.
 
         Raises:
             KeyboardInterrupt: a search was interrupted; its workers are gone.
         """
-        if arrival.model.training:
+        if context.model.training:
             return Resolution(None, TRAINING)
-        workload = Workload(arrival.model, arrival.args, arrival.kwargs)
+        workload = Workload(context.model, context.args, context.kwargs)
         if self._model is None or self._model.is_outdated(workload):
             self._model = _Described(workload)
         if self._model.objection is not None:
@@ -196,7 +195,7 @@ class PlanSource:
                 self._store,
                 facts=self._model.facts,
                 fingerprint=self._model.fingerprint,
-                signature=arrival.signature,
+                signature=context.signature,
             )
         except SteadyError as error:
             return Resolution(None, NO_PLAN, str(error))

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from steadytorch.bench.worker import WorkloadHandler, own_errors
+from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
 from steadytorch.compiled.aot_inductor import Package, in_order, make
 from steadytorch.compiled.bundle import MOST_BYTES
 from steadytorch.compiled.model_digest import sources_of
@@ -39,7 +39,7 @@ NEVER_ASKED = "training steps and modes that record CUDA graphs at run time cann
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PackagingResult(msgspec.Struct, frozen=True):
     """Result of building a package.
 
     Attributes:
@@ -58,7 +58,7 @@ class PackagingHandler(WorkloadHandler):
     def set_up_packaged(
         self, candidate: list[Any], file: str, tolerance: float | None
     ) -> dict[str, Any]:
-        """Sets the candidate up as `set_up` does and builds its package; returns an `Outcome`.
+        """Sets the candidate up like `set_up` and builds its package; returns a `PackagingResult`.
 
         Args:
             candidate: its transforms.
@@ -122,7 +122,7 @@ class Packager:
 
     def __init__(self, file: Path, precision: str, tolerance: float | None) -> None:
         self._file, self._precision, self._tolerance = file, precision, tolerance
-        self.outcome = Outcome(None, NEVER_ASKED)
+        self.outcome = PackagingResult(None, NEVER_ASKED)
 
     def __call__(self, task: Task) -> Call:
         """A callable for the task that compiles and builds the package at its first call."""
@@ -144,11 +144,11 @@ class Packager:
             package, made = self._package(task, args, kwargs)
             self._verify(package, compiled, task.workload, (args, kwargs))
         except SteadyError as error:
-            self.outcome = Outcome(None, str(error))
+            self.outcome = PackagingResult(None, str(error))
         except Exception as error:
-            self.outcome = Outcome(None, one_line(error))
+            self.outcome = PackagingResult(None, one_line(error))
         else:
-            self.outcome = Outcome(made)
+            self.outcome = PackagingResult(made)
             return package
         return compiled
 

@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 
 from steadytorch import transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
-from steadytorch.plan.fingerprint import differing_fields, told
+from steadytorch.plan.fingerprint import differing_fields, format_differences
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
@@ -29,9 +29,9 @@ from steadytorch.results.signature import Leaf
 from steadytorch.serve.exchange import misfit
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
-from steadytorch.tune.prepare import Preparation, Silent
-from steadytorch.tune.select import Options, block_deadline_s, block_shape, block_statistic
+from steadytorch.tune.select import SearchOptions, block_deadline_s, block_shape, block_statistic
 from steadytorch.tune.session import Session
+from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload import bundled
@@ -123,29 +123,29 @@ def reverify(
     here = Session(workload, options, target).key
     if differing := differing_fields(plan.key, here):
         kind = UnsupportedError if misfit(plan.key) else UsageError
-        raise kind(f"plan {plan.id} does not fit here: {told(differing)}")
+        raise kind(f"plan {plan.id} does not fit here: {format_differences(differing)}")
     if (reason := _no_candidate(plan, workload)) is not None or not plan.candidate:
         return Reverified(plan=plan, failed=reason)
     with shared_folder() as directory:
         save_payload(workload, directory)
         launch = WorkerLauncher(directory, int(0.8 * psutil.virtual_memory().available), {})
 
-        def prepared(number: int) -> Preparation:
+        def prepared(number: int) -> SetupScheduler:
             progress(f"round {number + 1} of {processes}")
             seeded = msgspec.structs.replace(options, seed=seed + number * INPUT_SETS)
-            return Preparation(launch, target, transforms.ambient(), seeded, Silent())
+            return SetupScheduler(launch, target, transforms.ambient(), seeded, NullListener())
 
         return in_rounds(plan, prepared, processes, options)
 
 
-def _options_of(plan: Plan, seed: int) -> Options:
+def _options_of(plan: Plan, seed: int) -> SearchOptions:
     """The options of the search that made the plan, from its key.
 
     Raises:
         UsageError: the key holds invalid options.
     """
     key = plan.key
-    return Options(
+    return SearchOptions(
         objective=key.objective,
         precision=key.precision,
         tolerance=key.tolerance,
@@ -183,7 +183,7 @@ class _Round(NamedTuple):
 
 
 def in_rounds(
-    plan: Plan, prepared: Callable[[int], Preparation], processes: int, options: Options
+    plan: Plan, prepared: Callable[[int], SetupScheduler], processes: int, options: SearchOptions
 ) -> Reverified:
     """Runs rounds until one fails or all are done.
 
@@ -198,11 +198,11 @@ def in_rounds(
     """
     rng, done = Random(options.seed), list[_Round]()
     while len(done) < processes and not (done and done[-1].failed):
-        preparation = prepared(len(done))
+        scheduler = prepared(len(done))
         try:
-            done.append(_round(preparation, plan.candidate, options, rng))
+            done.append(_round(scheduler, plan.candidate, options, rng))
         finally:
-            preparation.kill_all()
+            scheduler.kill_all()
     effects = [each.effect for each in done if each.effect is not None]
     claim = machine_claim(effects) if effects else None
     medians = np.median([pair for each in done for pair in each.pairs], axis=0) if effects else None
@@ -222,13 +222,15 @@ def _too_slow(claim: MachineClaim | None) -> str | None:
     return f"it is at least {claim.low:.1%} slower than the untouched workload"
 
 
-def _round(preparation: Preparation, candidate: Candidate, options: Options, rng: Random) -> _Round:
+def _round(
+    scheduler: SetupScheduler, candidate: Candidate, options: SearchOptions, rng: Random
+) -> _Round:
     try:
-        baseline = preparation.baseline(lambda: STAGE_S)
+        baseline = scheduler.baseline(lambda: STAGE_S)
         quiet = baseline.block(options.metric, 5, STAGE_S)
     except WorkerFault as fault:
         raise _workload_fails(fault) from fault
-    (trial,) = preparation.prepare([candidate], 1, STAGE_S, others=0)
+    (trial,) = scheduler.prepare([candidate], 1, STAGE_S, others=0)
     found = trial.verification.error if trial.verification else None
     error = None if found is None else found.relative_l2
     if not trial.ok:

@@ -21,9 +21,14 @@ from steadytorch.plan.record import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.budget import Budget
-from steadytorch.tune.field import Field
-from steadytorch.tune.moves import Moves, describe, engine_prefix, recut, stem_of
-from steadytorch.tune.prepare import Preparation, Watcher
+from steadytorch.tune.candidate_pool import CandidatePool
+from steadytorch.tune.candidates import (
+    CandidateSource,
+    describe,
+    engine_prefix,
+    stem_of,
+    with_stem_config,
+)
 from steadytorch.tune.result import (
     TuneResult,
     break_even_calls,
@@ -31,7 +36,8 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import Options, block_shape, choose
+from steadytorch.tune.select import SearchOptions, block_shape, choose
+from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
 
@@ -54,7 +60,7 @@ class Search:
 
     Args:
         workload: the workload to tune; never run here.
-        preparation: starts and verifies candidates.
+        scheduler: starts and verifies candidates.
         available: all transform variants that apply.
         not_applicable: reason why a variant does not apply, by name.
         options: the user's options.
@@ -70,25 +76,25 @@ class Search:
     def __init__(
         self,
         workload: Workload,
-        preparation: Preparation,
+        scheduler: SetupScheduler,
         *,
         available: Sequence[TransformSpec],
         not_applicable: dict[str, str],
-        options: Options,
-        watcher: Watcher,
+        options: SearchOptions,
+        watcher: ProgressListener,
         slots: int,
         choose_engines: Chooser | None = None,
         choose_stem: Chooser | None = None,
         now: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        self._workload, self._preparation = workload, preparation
+        self._workload, self._scheduler = workload, scheduler
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._budget = Budget(options.budget_s, now, preparation.device, began)
+        self._budget = Budget(options.budget_s, now, scheduler.device, began)
         self._rng = Random(options.seed)
-        self._field = Field(options, self._budget, watcher, self._rng)
+        self._pool = CandidatePool(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
         self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
 
@@ -106,7 +112,7 @@ class Search:
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            self._preparation.kill_all()
+            self._scheduler.kill_all()
         return self._result(interrupted)
 
     # -- phases ---------------------------------------------------------------------------------
@@ -114,40 +120,40 @@ class Search:
     def _measure_baseline(self) -> None:
         self._watcher.phase("measuring the untouched workload")
         try:
-            baseline = self._preparation.baseline(self._budget.remaining)
+            baseline = self._scheduler.baseline(self._budget.remaining)
             quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
-        self._field.trials.append(baseline)
+        self._pool.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
 
     def _explore(self) -> None:
-        character, findings = self._preparation.character, self._preparation.findings
+        character, findings = self._scheduler.character, self._scheduler.findings
         assert character is not None
         given = (self._workload, self._options.precision, character.regime, findings)
-        self._available = self._with_engines(lambda available: Moves(available, *given))
-        moves = Moves(self._available, *given)
+        self._available = self._with_engines(lambda available: CandidateSource(available, *given))
+        source = CandidateSource(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
-        seeds, late = moves.seeds(), moves.late()
-        while (taken := self._affordable(seeds)) or self._preparation.begun:
+        seeds, late = source.seeds(), source.late()
+        while (taken := self._affordable(seeds)) or self._scheduler.begun:
             # Fill spare slots with neighbours of the leader.
-            leads = self._field.leader() is not self._field.baseline
-            self._round(self._affordable([*taken, *(self._variations(moves) if leads else [])]))
+            leads = self._pool.leader() is not self._pool.baseline
+            self._round(self._affordable([*taken, *(self._variations(source) if leads else [])]))
         if refined := self._refined():
             self._round(refined)
-        if beyond := self._affordable(moves.beyond(self._field.leader().candidate)):
+        if beyond := self._affordable(source.beyond(self._pool.leader().candidate)):
             self._watcher.phase("timing lower precisions for comparison")
             self._round(beyond)
-        while taken := self._affordable([*self._neighbours(moves), *late]):
-            self._watcher.phase(f"trying variations of {describe(self._field.leader().candidate)}")
+        while taken := self._affordable([*self._neighbours(source), *late]):
+            self._watcher.phase(f"trying variations of {describe(self._pool.leader().candidate)}")
             self._round(taken)
-        for candidate in [*seeds, *self._neighbours(moves), *late]:
-            if not self._field.known(candidate):
+        for candidate in [*seeds, *self._neighbours(source), *late]:
+            if not self._pool.known(candidate):
                 self._not_tried[describe(candidate)] = "budget exhausted"
 
-    def _with_engines(self, moves: Callable[..., Moves]) -> tuple[TransformSpec, ...]:
+    def _with_engines(self, source: Callable[..., CandidateSource]) -> tuple[TransformSpec, ...]:
         """The available variants, with a cuDNN engine chosen for each convolution.
 
         Candidates that compile and need no engines are set up meanwhile.
@@ -156,10 +162,10 @@ class Search:
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        slow = filter(transforms.compiles, moves(others).seeds())
+        slow = filter(transforms.compiles, source(others).seeds())
         if early := self._affordable(slow)[: max(1, self._slots // 4)]:
-            deadline_s = self._budget.deadline_s(early, self._field.trials)
-            self._preparation.begin(early, self._slots, deadline_s)
+            deadline_s = self._budget.deadline_s(early, self._pool.trials)
+            self._scheduler.begin(early, self._slots, deadline_s)
         precision, training = self._options.precision, self._workload.is_training
         prefix = engine_prefix(self._available, precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
@@ -173,8 +179,8 @@ class Search:
 
     def _refined(self) -> list[Candidate]:
         """The leader with the fastest configuration of its fused stem, unless it has it already."""
-        leader = self._field.leader().candidate
-        needed_s = STEM_S + self._budget.expected_setup_s(leader, self._field.trials)
+        leader = self._pool.leader().candidate
+        needed_s = STEM_S + self._budget.expected_setup_s(leader, self._pool.trials)
         stem = stem_of(leader)
         if self._choose_stem is None or stem is None or self._budget.left_to_explore() < needed_s:
             return []
@@ -185,10 +191,10 @@ class Search:
         except WorkerFault as fault:
             self._watcher.phase(f"keeping the default stem configuration: {fault.reason}")
             return []
-        return [recut(leader, config)] if config else []
+        return [with_stem_config(leader, config)] if config else []
 
     def _decide(self) -> None:
-        arms = [self._field.baseline, *self._field.finalists()]
+        arms = [self._pool.baseline, *self._pool.finalists()]
         chosen = arms[-1]
         if len(arms) > 2:
             self._watcher.phase(
@@ -196,7 +202,7 @@ class Search:
             )
             reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
             result = race(
-                [self._field.arm(trial) for trial in arms],
+                [self._pool.arm(trial) for trial in arms],
                 rng=self._rng,
                 stop=lambda: self._budget.remaining() < reserve_s,
             )
@@ -213,17 +219,17 @@ class Search:
         A winner that dies is rejected, and another one is chosen.
         """
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
-        marks = {id(t): len(t.blocks) for t in (self._field.baseline, chosen)}
-        if chosen is self._field.baseline:
+        marks = {id(t): len(t.blocks) for t in (self._pool.baseline, chosen)}
+        if chosen is self._pool.baseline:
             for _ in range(LOOKS[0]):
-                self._field.arm(chosen)()
+                self._pool.arm(chosen)()
             alone = self._measured(chosen, marks)
             self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
             return
         try:
             judgement, _ = compare(
-                lambda: self._field.timed_block(self._field.baseline),
-                lambda: self._field.timed_block(chosen),
+                lambda: self._pool.timed_block(self._pool.baseline),
+                lambda: self._pool.timed_block(chosen),
                 rng=self._rng,
                 stop=lambda: False,
                 looks=self._budget.looks(),
@@ -233,12 +239,12 @@ class Search:
             self._decide()
             return
         faster = judgement.verdict == "faster"
-        winner = chosen if faster else self._field.baseline
+        winner = chosen if faster else self._pool.baseline
         if not faster:
             chosen.status = "ok"
             chosen.reason = f"not shown to be faster on fresh pairs ({judgement.verdict})"
         self._final = (
-            self._measured(self._field.baseline, marks),
+            self._measured(self._pool.baseline, marks),
             self._measured(winner, marks),
             winner,
             speedup_of(judgement) if faster else untouched_speedup(judgement.pairs),
@@ -246,7 +252,7 @@ class Search:
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
         """Takes more samples for a p99, or at least an interval, if that is cheap."""
-        both = (self._field.baseline, chosen)
+        both = (self._pool.baseline, chosen)
         taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
         for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
             missing = target - taken
@@ -256,43 +262,43 @@ class Search:
             size = min(missing, 50)
             for _ in range(-(-missing // size)):
                 for trial in self._rng.sample(both, 2):
-                    self._field.timed_block(trial, size)
+                    self._pool.timed_block(trial, size)
             return
 
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Sets candidates up side by side, then screens them one at a time."""
-        deadline_s = self._budget.deadline_s(candidates, self._field.trials)
-        others = len(self._field.alive())
+        deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
+        others = len(self._pool.alive())
         slots, is_late = self._slots, self._is_late
-        fresh = self._preparation.prepare(candidates, slots, deadline_s, others, is_late)
-        self._field.join(fresh)
-        self._field.screen([trial for trial in fresh if trial.ok])
+        fresh = self._scheduler.prepare(candidates, slots, deadline_s, others, is_late)
+        self._pool.join(fresh)
+        self._pool.screen([trial for trial in fresh if trial.ok])
 
     def _is_late(self) -> bool:
         """Whether screening the ready trials takes all the time left."""
-        needed_s = self._field.screening_s(self._preparation.ready)
+        needed_s = self._pool.screening_s(self._scheduler.ready)
         return self._budget.left_to_explore() < needed_s
 
-    def _neighbours(self, moves: Moves) -> list[Candidate]:
+    def _neighbours(self, source: CandidateSource) -> list[Candidate]:
         """Retries and variations of the two leaders."""
-        return [*self._preparation.retry, *self._variations(moves)]
+        return [*self._scheduler.retry, *self._variations(source)]
 
-    def _variations(self, moves: Moves) -> list[Candidate]:
-        leaders = self._field.ranked()[:2]
-        return [c for leader in leaders for c in moves.neighbours(leader.candidate)]
+    def _variations(self, source: CandidateSource) -> list[Candidate]:
+        leaders = self._pool.ranked()[:2]
+        return [c for leader in leaders for c in source.neighbours(leader.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
-        left_s, retry = self._budget.left_to_explore(), self._preparation.retry
-        begun, taken = self._preparation.begun, []
+        left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
+        begun, taken = self._scheduler.begun, []
         room = COMPILING - sum(map(transforms.compiles, begun))
         for candidate in dict.fromkeys(batch):
-            known = candidate in begun or self._field.known(candidate)
+            known = candidate in begun or self._pool.known(candidate)
             if (known and candidate not in retry) or (transforms.compiles(candidate) and not room):
                 continue
-            if self._budget.expected_setup_s(candidate, self._field.trials) < left_s:
+            if self._budget.expected_setup_s(candidate, self._pool.trials) < left_s:
                 taken.append(candidate)
                 room -= transforms.compiles(candidate)
         return taken[: self._slots]
@@ -316,25 +322,23 @@ class Search:
         if self._final is not None:
             baseline, winner, live, speedup = self._final
             chosen = live.candidate
-            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._field.baseline)]
-            if live is not self._field.baseline:
+            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._pool.baseline)]
+            if live is not self._pool.baseline:
                 break_even = break_even_calls(baseline.median_ns - winner.median_ns, *setups)
-        elif self._field.trials and self._field.baseline.blocks:
-            baseline = self._field.baseline.measured(self._options.metric)
-        character = self._preparation.character
+        elif self._pool.trials and self._pool.baseline.blocks:
+            baseline = self._pool.baseline.measured(self._options.metric)
+        character = self._scheduler.character
         return TuneResult(
             baseline=baseline,
             winner=winner,
             chosen=chosen,
             regime=character.regime if character else "unknown",
-            candidates=tuple(
-                map(self._frozen, [*self._field.trials, *self._preparation.under_way])
-            ),
+            candidates=tuple(map(self._frozen, [*self._pool.trials, *self._scheduler.under_way])),
             not_applicable=self._not_applicable,
             not_tried=self._not_tried,
             speedup=speedup,
             break_even_calls=break_even,
-            reference=reference_text(self._preparation.reference),
+            reference=reference_text(self._scheduler.reference),
             seconds=self._budget.spent(),
             interrupted=interrupted,
         )
@@ -342,6 +346,6 @@ class Search:
     def _frozen(self, trial: LiveTrial) -> Trial:
         if trial.status == "ok" and not trial.blocks:
             trial.status, trial.reason = "skipped", "search ended before it was timed"
-        if trial.status == "ok" and not self._field.allowed(trial):
+        if trial.status == "ok" and not self._pool.allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"
-        return trial.frozen(self._field.allowed(trial))
+        return trial.frozen(self._pool.allowed(trial))

@@ -14,7 +14,7 @@ from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import PRECISIONS
-from steadytorch.tune.moves import describe
+from steadytorch.tune.candidates import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
 P99_BLOCK = 69
@@ -22,7 +22,7 @@ P99_BLOCK = 69
 largest samples is the 99th percentile."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The user's options for a search.
 
     Attributes:
@@ -79,7 +79,7 @@ class BlockShape(msgspec.Struct, frozen=True):
         return (self.count + ramp(self.iteration_ns)) * self.iteration_ns * 1e-9
 
 
-def block_shape(options: Options, iteration_ns: float) -> BlockShape:
+def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
     """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 69 for p99."""
     if options.objective == "p99":
         return BlockShape(P99_BLOCK, iteration_ns)
@@ -93,12 +93,12 @@ def block_deadline_s(shape: BlockShape) -> float:
     return 30.0 + 20.0 * shape.expected_s
 
 
-def block_statistic(options: Options, times: Sequence[int]) -> float:
+def block_statistic(options: SearchOptions, times: Sequence[int]) -> float:
     """The statistic of a block: its median, or its largest sample for p99."""
     return float(max(times)) if options.objective == "p99" else float(np.median(times))
 
 
-def over_memory(peak_memory_bytes: int, options: Options) -> str | None:
+def over_memory(peak_memory_bytes: int, options: SearchOptions) -> str | None:
     """Why a candidate exceeds the memory cap, or None."""
     cap = options.max_memory_bytes
     if cap is None or peak_memory_bytes <= cap:

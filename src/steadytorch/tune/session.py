@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from steadytorch import __version__, transforms
-from steadytorch.bench.worker import save_payload
+from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
@@ -31,12 +31,12 @@ from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
-from steadytorch.tune.prepare import Preparation, Silent, Watcher
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import COMPILING, ENGINES, Search
-from steadytorch.tune.select import Options
+from steadytorch.tune.select import SearchOptions
+from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
-from steadytorch.workload import travel
+from steadytorch.workload import serialization
 from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
@@ -68,7 +68,7 @@ class Session:
     def __init__(
         self,
         workload: Workload,
-        options: Options,
+        options: SearchOptions,
         device: str | None = None,
         store: Store | str | Path | None = None,
         *,
@@ -108,11 +108,11 @@ class Session:
         found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
             plan = _located(found.payload, found.path)
-            overreach = plan.overreach()
-            return (None, overreach) if overreach else (plan, "")
+            violation = plan.precision_violation()
+            return (None, violation) if violation else (plan, "")
         return None, str(found)
 
-    def search(self, watcher: Watcher | None = None) -> TuneResult:
+    def search(self, watcher: ProgressListener | None = None) -> TuneResult:
         """Searches within the budget, with each candidate in its own worker process.
 
         On Ctrl-C, returns the partial result with `interrupted` set.
@@ -121,7 +121,7 @@ class Session:
             UsageError: the untouched workload fails, it updates batch statistics when called, or
                 the budget is too small to measure it.
         """
-        began, watcher, options = time.monotonic(), watcher or Silent(), self.options
+        began, watcher, options = time.monotonic(), watcher or NullListener(), self.options
         if (reason := objection(self.workload)) is not None:
             raise UsageError(reason)
         self._store.check(self.key)
@@ -129,12 +129,12 @@ class Session:
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:
             directory = at_the_end.enter_context(shared_folder())
-            preparation = Preparation(
+            scheduler = SetupScheduler(
                 WorkerLauncher(
                     directory,
                     self._memory_limit(),
                     self._compile_threads(),
-                    travel.modules_of(self.workload),
+                    serialization.modules_of(self.workload),
                 ),
                 self._device,
                 self._ambient,
@@ -142,8 +142,8 @@ class Session:
                 watcher,
                 self._early(),
             )
-            at_the_end.callback(preparation.kill_all)
-            preparation.start()
+            at_the_end.callback(scheduler.kill_all)
+            scheduler.start()
             save_payload(self.workload, directory)
             making = host.begin() if self._compiles_host_code() else None
             if making is not None:
@@ -155,10 +155,10 @@ class Session:
 
                 worker = start_chooser(directory, self._device, self._ambient)
                 at_the_end.callback(worker.kill)
-                engines = partial(self._engines, worker, preparation.meanwhile)
+                engines = partial(self._engines, worker, scheduler.pump_until)
             result = Search(
                 self.workload,
-                preparation,
+                scheduler,
                 available=available,
                 not_applicable=not_applicable,
                 options=options,
@@ -228,7 +228,9 @@ class Session:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        return _located(plan, self._store.put(self.key, plan)) if there.overreach() else there
+        if there.precision_violation() is None:
+            return there
+        return _located(plan, self._store.put(self.key, plan))
 
     def keep_bundle(self, plan: Plan) -> str | None:
         """Builds the plan's bundle; returns None or why it failed. See `bundle.keep_bundle`."""
@@ -301,7 +303,7 @@ def tune(
     mode: str = "replay",
     seed: int = 0,
     bundle: bool = False,
-    watcher: Watcher | None = None,
+    watcher: ProgressListener | None = None,
 ) -> Plan:
     """Finds, verifies and stores the fastest steady plan for a workload.
 
@@ -329,7 +331,7 @@ def tune(
         UsageError: an argument is wrong, the untouched workload fails, or the budget is too small.
         KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
-    options = Options(
+    options = SearchOptions(
         objective=objective,
         precision=precision,
         tolerance=tolerance,
@@ -346,7 +348,7 @@ def tune(
     return plan
 
 
-def _found_or_searched(session: Session, mode: str, watcher: Watcher | None) -> Plan:
+def _found_or_searched(session: Session, mode: str, watcher: ProgressListener | None) -> Plan:
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from steadytorch import transforms
-from steadytorch.bench.worker import WorkloadHandler
+from steadytorch.bench.bench_worker import WorkloadHandler
 from steadytorch.conv.blocks import Flush
 from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_rounds
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from steadytorch.bench.worker import SetUp
+from steadytorch.bench.bench_worker import SetUp
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.record import Trial
@@ -19,7 +19,7 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import precision_of
 from steadytorch.verification.verdict import Verification
 
-HANDLER = "steadytorch.tune.worker:TuningHandler"
+HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
 
 
 class Launcher(Protocol):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import SHARED, as_tensor, memory_of
 from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
-from steadytorch.workload.containers import Lent
+from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -83,10 +83,10 @@ class Returned(NamedTuple):
 
 def call(model: Any, arguments: Arguments) -> Returned:
     """Calls a model with copies of its containers, so that calls cannot affect each other."""
-    lent = Lent(arguments)
-    args, kwargs = lent.arguments
+    borrowed = BorrowedArguments(arguments)
+    args, kwargs = borrowed.arguments
     result = model(*args, **kwargs)
-    return Returned(result, lent.arguments if lent.is_written() else None)
+    return Returned(result, borrowed.arguments if borrowed.is_written() else None)
 
 
 def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -157,10 +157,10 @@ def _fields_of(thing: Any) -> list[Any]:
 
 def nesting(tree: Any) -> list[str]:
     """The nesting of containers and their leaves as text; floats and complex by type only."""
-    return [str(pytree.tree_structure(tree)), *map(_told, _leaves(tree))]
+    return [str(pytree.tree_structure(tree)), *map(_format_leaf, _leaves(tree))]
 
 
-def _told(leaf: Any) -> str:
+def _format_leaf(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"a tensor with strides {strides_of(leaf)}"
     return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)

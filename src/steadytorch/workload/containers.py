@@ -30,7 +30,7 @@ def holds_containers(values: Iterable[Any]) -> bool:
     return False
 
 
-class Lent:
+class BorrowedArguments:
     """Arguments with copied containers, so that a call's writes to them can be held back.
 
     Tensors are shared, or converted by `convert`. Lists, deques and dictionaries are copied. Other

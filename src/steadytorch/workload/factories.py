@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from steadytorch.errors import SteadyError, UsageError
+from steadytorch.workload.serialization import find_anew
 from steadytorch.workload.sources import PREFIXES, did_you_mean
-from steadytorch.workload.travel import find_anew
 from steadytorch.workload.workload import Workload
 
 _RETURNS = "a factory returns a Workload, or a tuple (model, inputs)"

@@ -12,7 +12,7 @@ from torch._C import _set_grad_enabled
 
 from steadytorch.errors import UsageError
 from steadytorch.results.signature import Signature
-from steadytorch.workload.containers import Lent, holds_containers
+from steadytorch.workload.containers import BorrowedArguments, holds_containers
 from steadytorch.workload.feed import (
     Batch,
     Feed,
@@ -268,7 +268,7 @@ class Workload:
         if self.feed is None:
             if holds_containers((*self.inputs, *self.kwargs.values())):
                 # A model may write to its containers; the next step must not see that.
-                return lambda: Batch(*Lent((own.inputs, own.kwargs)).arguments)
+                return lambda: Batch(*BorrowedArguments((own.inputs, own.kwargs)).arguments)
             return lambda: own
         return self.feed.batches(own, self.device, self.is_training).__next__
 

@@ -14,12 +14,12 @@ from steadytorch.report.plots import (
     Plot,
     Table,
     figure,
+    format_thinning,
     table,
     thinned,
-    thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
-from steadytorch.results.compare import CompareResult, Dwell
+from steadytorch.results.compare import CompareResult, SustainedRun
 from steadytorch.results.saved import Saved
 
 _MOST_NAMED = 8
@@ -41,7 +41,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "times": _times(document) if drawn else None,
         "figures": _figures(document),
         "pairs": _pairs(document.samples),
-        "dwells": _dwells(document.dwells),
+        "dwells": _sustained_runs(document.dwells),
     }
 
 
@@ -108,7 +108,7 @@ def _differences(document: CompareResult) -> Plot:
         "Shaded: its 99 % interval. " if effect.low is not None else ""
     )
     shape = figure(data, "pair, in the order taken", "B against A, %", layout={"shapes": shapes})
-    told = thinning_told(len(kept), len(apart), "pairs")
+    told = format_thinning(len(kept), len(apart), "pairs")
     return Plot("Each pair's difference", shape, f"{note}{told}".strip())
 
 
@@ -134,7 +134,7 @@ def _times(document: CompareResult) -> Plot:
             }
         )
     shape = figure(data, "pair, in the order taken", f"time per iteration, {unit}")
-    return Plot("Both sides", shape, thinning_told(drawn, 2 * len(flat), "blocks"))
+    return Plot("Both sides", shape, format_thinning(drawn, 2 * len(flat), "blocks"))
 
 
 def _pairs(samples: Pairs) -> Table:
@@ -146,7 +146,7 @@ def _pairs(samples: Pairs) -> Table:
     return table(["process", "pair", "A", "B", "B against A"], rows, ())
 
 
-def _dwells(dwells: Sequence[Dwell]) -> Table:
+def _sustained_runs(dwells: Sequence[SustainedRun]) -> Table:
     rows = [
         (
             *(each.side.upper(), f"{each.seconds:.1f} s", duration(each.median_ns)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from steadytorch.report import conv
 from steadytorch.report.plots import BLUE, GREY, Plot, Table, figure, shortened, table
-from steadytorch.results.conv import ConvReport, Layer, Outcome
+from steadytorch.results.conv import ConvOutcome, ConvReport, Layer
 from steadytorch.results.saved import Saved
 
 _MOST_DRAWN = 80
@@ -36,7 +36,7 @@ def contents(saved: Saved) -> dict[str, Any]:
             for number, layer in enumerate(layers, 1)
             if layer.outcome is not None
         ],
-        "left_out": [conv.left_out_told(left) for left in document.left_out],
+        "left_out": [conv.format_left_out(left) for left in document.left_out],
     }
 
 
@@ -44,7 +44,7 @@ def _timed(layer: Layer) -> bool:
     return layer.outcome is not None and layer.outcome.chosen_ns is not None
 
 
-def _engines(outcome: Outcome) -> Table:
+def _engines(outcome: ConvOutcome) -> Table:
     rows = [
         (each.choice, "chosen" if each.choice == outcome.choice else "", *conv.engine_row(each))
         for each in outcome.engines

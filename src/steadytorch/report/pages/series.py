@@ -23,9 +23,9 @@ from steadytorch.report.plots import (
     TEAL,
     Plot,
     figure,
+    format_thinning,
     lines_at,
     thinned,
-    thinning_told,
 )
 from steadytorch.report.text import duration, unit_of
 from steadytorch.results.measure import Measurement
@@ -57,15 +57,15 @@ def timeline(
     samples = [sample for each in series for sample in each.samples_ns]
     kept = thinned(samples)
     groups: dict[str, list[int]] = {name: [] for name in names}
-    told = _told(series, starts)
+    labels = _outlier_labels(series, starts)
     which = 0
     for place in kept:
         while place >= starts[which + 1]:
             which += 1
         dropped = place < starts[which] + series[which].warmup_dropped
-        name = _WARM_UP if dropped else told.get(place, names[which])
+        name = _WARM_UP if dropped else labels.get(place, names[which])
         groups.setdefault(name, []).append(place)
-    causes = dict(zip(dict.fromkeys(told.values()), _CAUSES, strict=False))
+    causes = dict(zip(dict.fromkeys(labels.values()), _CAUSES, strict=False))
     data = [
         {
             "type": "scatter",
@@ -91,10 +91,10 @@ def timeline(
     }
     axis = f"time per iteration, {unit}{' (logarithmic)' if logarithmic else ''}"
     shape = figure(data, "sample, in the order taken", axis, layout=layout)
-    return Plot(title, shape, thinning_told(len(kept), len(samples)))
+    return Plot(title, shape, format_thinning(len(kept), len(samples)))
 
 
-def _told(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:
+def _outlier_labels(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:
     """Places of outliers among the samples of all to their causes; the rarest of many as one."""
     outliers = [
         (start + outlier.index, outlier.cause)
@@ -136,8 +136,8 @@ def histogram(
         "showlegend": False,
         "hovertemplate": f"%{{x:.4g}} {unit}: %{{y}} samples<extra></extra>",
     }
-    told = [(at / unit_ns, f"{name} {duration(at)}", c, dash) for name, at, c, dash in marks]
-    layout: dict[str, Any] = {**lines_at(told), "bargap": 0}
+    labels = [(at / unit_ns, f"{name} {duration(at)}", c, dash) for name, at, c, dash in marks]
+    layout: dict[str, Any] = {**lines_at(labels), "bargap": 0}
     if interval_ns is not None:
         low, high = (bound / unit_ns for bound in interval_ns)
         band = {"x0": low, "x1": high, "y0": 0, "y1": 1, "yref": "paper", "line": {"width": 0}}

@@ -68,7 +68,7 @@ def _headline(document: TuneReport) -> str:
     if gain.estimate is None:
         return "the speedup is not a number"
     objective = "latency" if document.plan is None else document.plan.objective
-    told = tune.gain_told(gain, objective, _untouched(document))
+    told = tune.format_gain(gain, objective, _untouched(document))
     return f"{tune.name_of(document.chosen)}: {told}"
 
 
@@ -87,7 +87,7 @@ def _remark(document: TuneReport) -> str:
 def _costs(document: TuneReport) -> list[str]:
     """The inputs, and the costs of the plan."""
     step = "a training step on " if document.trains else ""
-    return [f"{step}{document.inputs}", *tune.costs_told(document)]
+    return [f"{step}{document.inputs}", *tune.format_costs(document)]
 
 
 def _sides(

@@ -1,0 +1,325 @@
+"""The worker handler that times a workload: rebuild, apply a candidate, warm up, time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from steadytorch import transforms
+from steadytorch.bench.counting import counted_of, counting, noted
+from steadytorch.bench.ramp import DISCARD, ramp
+from steadytorch.bench.series import Series
+from steadytorch.device.recorder import Recorder
+from steadytorch.errors import SteadyError, UsageError
+from steadytorch.measure.overhead import probe_overhead
+from steadytorch.measure.sampler import (
+    Sampler,
+    Step,
+    StepError,
+    WarmUp,
+    grouped,
+    sampler_for,
+    warm_up,
+)
+from steadytorch.measure.statistics import quantile_interval
+from steadytorch.measure.warmup import steady_part
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.measure import SetUp
+from steadytorch.transforms.base import applied_in_order
+from steadytorch.transforms.precision import precision_of
+from steadytorch.workload import operators, serialization
+from steadytorch.workload.start import Start, with_optimizer
+from steadytorch.workload.workload import Workload
+
+PAYLOAD = "workload.pt"
+LOOKS = tuple(int(100 * 1.5**k) for k in range(18))
+"""Sample counts at which a series may stop for precision."""
+RESOLVED = 0.005
+"""Relative half-width of the median's interval at which a series is precise enough."""
+ENOUGH_FOR_P99 = 1200
+STOP = "stop"
+"""A file of this name in the worker's directory stops a series early."""
+TAKEN = "{metric}.i64"
+"""File of a series' samples in ns, written as they are taken, so that they survive a crash."""
+CHUNK_NS = 500e6
+"""Longest stretch between two checks for the stop file and readings of the clock."""
+FIRST_COUNT = 10
+"""Maximum number of samples in the first stretch, which estimates the iteration time."""
+
+
+def save_payload(workload: Workload, directory: Path) -> None:
+    """Writes the workload with its weights to a file for workers to load.
+
+    Raises:
+        UsageError: the workload cannot be pickled.
+    """
+    try:
+        serialization.save(workload, directory / PAYLOAD)
+    except (OSError, SteadyError):
+        raise
+    except Exception as error:
+        held = "contents" if workload.feed is None else "contents, including the loader,"
+        raise UsageError(
+            f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make its "
+            f"{held} picklable"
+        ) from error
+
+
+class BrokenOff(msgspec.Struct, frozen=True):
+    """The calls of a workload before it failed during warm-up.
+
+    Attributes:
+        set_up: the partial set-up.
+        series: latencies of the successful calls, without a recording.
+    """
+
+    set_up: SetUp
+    series: Series
+
+
+class _Keeping:
+    """A sampler that keeps its latencies, in case a step fails during warm-up.
+
+    Args:
+        sampler: the sampler to wrap.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.kept: list[int] = []
+
+    def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._sampler.periods(step, count)
+
+    def latencies(self, step: Step, count: int) -> np.ndarray:
+        found = self._sampler.latencies(step, count)
+        self.kept.extend(found.tolist())
+        return found
+
+    def clock_difference(self) -> float | None:
+        return self._sampler.clock_difference()
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Unwraps `StepError`: the model's own exception decides how the candidate is rejected."""
+    try:
+        yield
+    except StepError as error:
+        raise operators.explained(error.__cause__ or error) from None
+
+
+class WorkloadHandler:
+    """Worker handler that times a workload. Methods take and return msgpack types.
+
+    Args:
+        directory: folder with the payload.
+    """
+
+    counts_cycles = False
+    """Whether to count GPU clock cycles while periods are timed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._context: AbstractContextManager[Workload] | None = None
+        self._workload: Workload
+        self._sampler: Sampler
+        self._group, self._iteration_ns = 1, 0
+        self._broken_off: BrokenOff | None = None
+        self._start: Start
+
+    def load(self, device: str, ambient: dict[str, str]) -> None:
+        """Adopts the caller's process-wide settings and loads the workload onto the device."""
+        transforms.set_ambient(ambient)
+        if torch.device(device).index is not None:
+            torch.cuda.set_device(device)
+        self._workload = with_optimizer(serialization.load(self._directory / PAYLOAD).to(device))
+        self._start = Start(self._workload)
+        self._sampler = sampler_for(self._workload.device.type)
+
+    @own_errors()
+    def set_up(self, candidate: list[Any]) -> dict[str, Any]:
+        """Applies the candidate and warms it up; returns a `SetUp`."""
+        specs = msgspec.convert(candidate, list[TransformSpec])
+        self._precision = precision_of(tuple(specs))
+        start = time.perf_counter()
+        self._context = applied_in_order([transforms.create(s) for s in specs], self._workload)
+        applied = self._context.__enter__()
+        # Time with the caller's inputs, so that conversions by transforms are timed too.
+        self._model = applied.model
+        own = {"inputs": self._workload.inputs, "kwargs": self._workload.kwargs}
+        self._step = replace(applied, **own).step_function()
+        self._sampler.latencies(self._step, 1)
+        setup_s = time.perf_counter() - start
+        timer = _Keeping(self._sampler)
+        try:
+            warmed = warm_up(self._step, timer)
+        except StepError as error:
+            self._broken_off = self._kept(timer.kept, setup_s, error)
+            raise
+        self._group, self._iteration_ns = warmed.group, warmed.iteration_ns
+        return msgspec.to_builtins(SetUp(setup_s, warmed, self._peak_memory()))
+
+    @own_errors()
+    def block(self, metric: str, count: int) -> list[int]:
+        """Times a block of `count` iterations in ns each, after a discarded `ramp`."""
+        # Restart training in each block. Endless steps on one batch make weights overflow or
+        # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
+        self._start.restore()
+        in_training = self._workload.is_training
+        before = DISCARD if in_training else ramp(self._iteration_ns * self._group)
+        times = self._time(metric, before + count)[0][before:].tolist()
+        self._iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
+        return times
+
+    def broken_off(self) -> dict[str, Any] | None:
+        """Samples taken before the warm-up failed, as a `BrokenOff`; None if there are none."""
+        return None if self._broken_off is None else msgspec.to_builtins(self._broken_off)
+
+    def _kept(self, latencies: list[int], setup_s: float, error: StepError) -> BrokenOff | None:
+        if not latencies:
+            return None
+        warmed = WarmUp(latencies[0], len(latencies), int(np.median(latencies)), 1)
+        series = Series(
+            durations_ns=latencies,
+            stretches=[],
+            host_ns=[],
+            overhead_ns=probe_overhead(self._sampler, 200),
+            group=1,
+            resolved=False,
+            recording=None,
+            failed=_one_line(error.__cause__),
+        )
+        return BrokenOff(SetUp(setup_s, warmed, self._peak_memory()), series)
+
+    def series(self, metric: str, seconds: float, whole: bool = False) -> dict[str, Any]:
+        """Times iterations until their median is precise or the time is up; returns a `Series`.
+
+        An exception of the workload or a `STOP` file ends the series; earlier samples are kept.
+
+        Args:
+            metric: `latency` or `period`.
+            seconds: sampling time.
+            whole: whether to use all of the time even if the median is precise.
+        """
+        if not whole:  # importing these at the first look would disturb the series
+            import ruptures  # noqa: F401
+            import scipy.special  # noqa: F401
+
+        # Collect the garbage of loading first: 0.1 s that would otherwise fall into a step.
+        gc.collect()
+        overhead_ns = probe_overhead(self._sampler, 200) / self._group
+        durations: list[int] = []
+        host: list[int] = []
+        stretches: list[tuple[int, int]] = []
+        clocks: list[float] = []
+        gaps: list[int] = []
+        failed, ended, stopped, spent = None, False, False, 0.0
+        counts = metric == "period" and self.counts_cycles
+        given = (self._sampler, self._workload.device, self._iteration_ns * self._group)
+        with (
+            counting(*given) if counts else nullcontext() as why,
+            Recorder(str(self._workload.device)) as recorder,
+            (self._directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
+        ):
+            start = time.perf_counter_ns()
+            while failed is None and not (ended or stopped) and (not durations or spent < seconds):
+                began, taken, enqueued, failed = self._stretch(metric, durations, seconds - spent)
+                stretches.append((began, len(taken)))
+                kept.write(taken.astype(np.int64).tobytes())
+                durations.extend(taken.tolist())
+                host.extend(enqueued.tolist())
+                counted, apart = counted_of(self._sampler, len(taken))
+                clocks.extend(counted)
+                gaps.extend(apart)
+                spent = (time.perf_counter_ns() - start) * 1e-9
+                ended = not whole and _resolved(durations, spent / seconds)
+                stopped = (self._directory / STOP).exists()
+        series = Series(
+            durations_ns=durations,
+            stretches=stretches,
+            host_ns=host if metric == "period" else [],
+            overhead_ns=overhead_ns,
+            group=self._group,
+            resolved=ended,
+            recording=msgspec.to_builtins(noted(recorder.recording, why)),
+            failed=failed,
+            stopped=stopped,
+            clock_difference=self._sampler.clock_difference(),
+            clocks_mhz=clocks if np.isfinite(clocks).any() else None,
+            gaps_ns=gaps if any(gaps) else None,
+        )
+        return msgspec.to_builtins(series)
+
+    def _stretch(
+        self, metric: str, durations: list[int], seconds_left: float
+    ) -> tuple[int, np.ndarray, np.ndarray, str | None]:
+        """The next stretch of a series: start, times, host times, and the error that ended it."""
+        # Mean, not median: a few long samples may take most of the time.
+        expected_ns = float(np.mean(durations)) if durations else float(self._iteration_ns)
+        count = _next_count(len(durations), expected_ns * self._group, seconds_left)
+        # The device's queue is empty after each break; discard the periods that fill it.
+        before = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
+        began, failed = time.perf_counter_ns(), None
+        try:
+            times, host = self._time(metric, before + count)
+        except StepError as error:
+            times, host = error.durations_ns // self._group, error.host_ns // self._group
+            failed = _one_line(error.__cause__)
+        began += int(times[:before].sum()) * self._group
+        return began, times[before:], host[before:], failed
+
+    def close(self) -> None:
+        """Undoes the candidate."""
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+
+    def _time(self, metric: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+        step = grouped(self._step, self._group)
+        if metric == "latency":
+            times = self._sampler.latencies(step, count)
+            return times // self._group, times
+        times, host = self._sampler.periods(step, count)
+        return times // self._group, host // self._group
+
+    def _peak_memory(self) -> int:
+        if self._workload.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+
+def _next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
+    """Samples up to the next planned look, limited by the time left and `CHUNK_NS`."""
+    target = next((look for look in LOOKS if look > taken), taken + LOOKS[-1])
+    affordable = int(min(seconds_left * 1e9, CHUNK_NS) / max(sample_ns, 1.0)) + 1
+    return max(1, min(target - taken if taken else FIRST_COUNT, affordable))
+
+
+def _resolved(durations: list[int], share_spent: float) -> bool:
+    """Whether a steady series has a precise median, and enough samples for p99 or half its time."""
+    if len(durations) not in LOOKS or (len(durations) < ENOUGH_FOR_P99 and share_spent < 0.5):
+        return False
+    samples = np.asarray(durations, dtype=np.float64)
+    # The looks share the error probability, as in any sequential test.
+    interval, _ = quantile_interval(samples, 0.5, 1 - 0.05 / len(LOOKS))
+    if interval is None:
+        return False
+    narrow = (interval[1] - interval[0]) / 2 <= RESOLVED * float(np.median(samples))
+    return narrow and steady_part(samples).steady
+
+
+def _one_line(error: BaseException | None) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")[:300]

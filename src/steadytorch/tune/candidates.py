@@ -1,0 +1,252 @@
+"""Proposing candidates: known strong combinations, then neighbours of the leaders.
+
+The order follows recorded searches (`benchmarks/results/rivals_h200_*`). Transforms that won
+wherever they applied come first (fused separable convolutions, patches as products), and those that
+never came close come last. Pure functions over names; the registry orders and excludes transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from steadytorch import transforms
+from steadytorch.findings.finding import Finding
+from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.workload.workload import Workload
+
+_VARIED_FIRST = ("attention_backend", "channels_last", "compile")
+"""Transforms whose variations are tried first, in this order."""
+_RECORDED = ("launch-bound", "compute-bound")
+"""Regimes with recorded searches on GPUs."""
+
+
+def describe(candidate: Candidate) -> str:
+    """The candidate as one line of text, as shown in tables."""
+    return " + ".join(map(str, candidate)) or "untouched"
+
+
+def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """Ids of the findings that one of the candidate's transforms addresses."""
+    names = {spec.name for spec in candidate}
+    return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
+
+
+def engine_prefix(
+    available: Sequence[TransformSpec], precision: str, training: bool = False
+) -> Candidate:
+    """Transforms under which cuDNN engines are chosen: dtype and layout decide which exist."""
+    converts = "autocast" if training else "cast_weights"
+    return transforms.order(
+        [
+            spec
+            for spec in available
+            if spec.name in ("fold_batch_norm", "channels_last")
+            or (spec.name == converts and dict(spec.parameters)["dtype"] == precision)
+        ]
+    )
+
+
+def stem_of(candidate: Candidate) -> TransformSpec | None:
+    """The candidate's transform that fuses the stem; None if the stem is not fused."""
+    return next((spec for spec in candidate if dict(spec.parameters).get("stem")), None)
+
+
+def with_stem_config(candidate: Candidate, config: str) -> Candidate:
+    """The candidate with this configuration of its fused stem."""
+    stem = stem_of(candidate)
+    if stem is None:
+        return candidate
+    parameters = {**dict(stem.parameters), "config": config}
+    new = TransformSpec(stem.name, tuple(parameters.items()))
+    return tuple(new if spec == stem else spec for spec in candidate)
+
+
+class CandidateSource:
+    """Proposes combinations of the transforms that apply to one workload.
+
+    Args:
+        available: all transform variants that apply, as data.
+        workload: the workload to tune; some exclusions depend on it.
+        precision: the precision class that the user allows.
+        regime: launch-, memory- or compute-bound; orders the seeds.
+        findings: findings about the untouched workload; candidates that could recover more time
+            come first.
+    """
+
+    def __init__(
+        self,
+        available: Sequence[TransformSpec],
+        workload: Workload,
+        precision: str,
+        regime: str,
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        self._available, self._workload = tuple(available), workload
+        self._precision = precision
+        self._regime = regime
+        self._findings = tuple(findings)
+
+    def seeds(self) -> list[Candidate]:
+        """Known strong combinations, the most promising for the regime first."""
+        return [candidate for candidate in self._combinations() if not self._is_weak(candidate)]
+
+    def late(self) -> list[Candidate]:
+        """Weak combinations, tried after variations of the leaders."""
+        return [candidate for candidate in self._combinations() if self._is_weak(candidate)]
+
+    def _combinations(self) -> list[Candidate]:
+        found = self._of_training() if self._workload.is_training else self._of_inference()
+        # With a loader, add prefetch to each candidate: else loading would hide the model's gain.
+        ahead = self._spec("prefetch")
+        return self._allowed([(*combination, ahead) for combination in [*found, ()]])
+
+    def _is_weak(self, candidate: Candidate) -> bool:
+        """Whether it lacks a CUDA graph or a lower dtype that it could have.
+
+        In the recorded searches one of these was within 6 % of the best, and no other within 15 %.
+        There are no records for other regimes, loaders, training, or models without a CUDA graph.
+        """
+        graph = self._spec("cuda_graph")
+        fed = self._workload.is_training or self._spec("prefetch") is not None
+        if graph is None or fed or self._regime not in _RECORDED:
+            return False
+        cast = self._spec("cast_weights", dtype=self._precision)
+        return graph not in candidate or (cast is not None and cast not in candidate)
+
+    def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
+        cast = self._spec("cast_weights", dtype=self._precision)
+        layout = self._spec("channels_last")
+        graph = self._spec("cuda_graph")
+        frozen = self._spec("compile", mode="default", freezing=True)
+        plain = self._spec("compile", mode="default", freezing=False)
+        trees = self._spec("compile", mode="reduce-overhead", freezing=True)
+        autocast = self._spec("autocast", dtype=self._precision)
+        eager = self._spec("inference_mode")
+        lower = cast or self._tf32()
+        fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
+        stem = self._spec("fused_kernels", stem=True, residual=False)
+        # Only for uncompiled candidates, since compilers fuse poolings themselves.
+        pooled = stem or self._spec("fused_kernels", stem=False, residual=False, separable=False)
+        with_engines = [
+            (fold, stem, lower, layout, engines, frozen, graph),
+            (fold, pooled, lower, layout, engines, graph),
+            (fold, lower, layout, engines, frozen, graph),
+            (fold, lower, layout, engines, graph),
+        ]
+        # Masks that keep attention off fused kernels do so in compiled and recorded code too.
+        mask, patches = self._spec("dense_mask"), self._spec("linear_patches")
+        separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
+        front: list[tuple[TransformSpec | None, ...]] = []
+        if separable is not None:
+            front.append((separable, lower, layout, patches, frozen, graph))
+            with_engines.insert(0, (separable, lower, layout, patches, engines, frozen, graph))
+        if patches is not None:
+            front.append((lower, layout, patches, mask, frozen, graph))
+            front += [(lower, layout, patches, graph)] if graph is not None else []
+        compiled = [
+            (lower, layout, frozen, graph),
+            (lower, layout, plain, graph or eager),
+            (lower, frozen, graph),
+            (lower, layout, frozen),
+            (lower, layout, trees),
+        ]
+        if mask is not None:
+            compiled.insert(0, (lower, layout, mask, frozen, graph))
+        if stem is not None:
+            compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
+        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
+        alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
+        rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
+        first, second = (
+            (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
+            if self._regime == "launch-bound"
+            else (compiled[:1] + uncompiled[:1], compiled[1:] + uncompiled[1:])
+        )
+        if self._regime == "launch-bound":
+            with_engines.reverse()
+        sums = self._spec("fused_kernels", residual=True, stem=stem is not None) or stem
+        without = [(fold, sums, lower, layout, graph)] if sums is not None else []
+        chosen = with_engines if engines is not None else without
+        return [*front, *chosen, *first, *second, *alone, *rest]
+
+    def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
+        """Whole steps as one graph first, over compiled code and without a compiler."""
+        graph, update = self._spec("step_graph", scope="step"), self._update()
+        layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
+        compiled = self._spec("compile", mode="default", freezing=False)
+        lower = self._spec("autocast", dtype=self._precision) or self._tf32()
+        models = [(layout, compiled, lower), (layout, lower), (compiled, lower), (lower,)]
+        if engines is not None:
+            models += [(layout, engines, compiled, lower), (layout, engines, lower)]
+        recorded = [(*model, update, graph) for model in models] if graph is not None else []
+        return [
+            *recorded,
+            *((*model, update) for model in models),
+            (update,),
+            *models,
+            (engines,),
+            (layout, compiled),
+            (compiled,),
+            (layout,),
+        ]
+
+    def _update(self) -> TransformSpec | None:
+        """The optimizer's fastest step as a rule: fused, its groups merged where some are equal."""
+        for implementation in ("fused", "foreach"):
+            for merge in (True, False):
+                found = self._spec("optimizer", implementation=implementation, merge=merge)
+                if found is not None:
+                    return found
+        return None
+
+    def _tf32(self) -> TransformSpec | None:
+        return self._spec("tf32") if self._precision != "same" else None
+
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """Candidates one step away: one transform added, removed, or set differently."""
+        found: list[list[TransformSpec]] = []
+        varied = [*(spec for spec in self._available if spec not in candidate), *candidate]
+        for spec in sorted(varied, key=_rank):
+            others = [s for s in candidate if s.name != spec.name]
+            found.append(others if spec in candidate else [*others, spec])
+        return self._allowed(found)
+
+    def beyond(self, candidate: Candidate) -> list[Candidate]:
+        """Variants of the leader in precision classes that the user did not allow."""
+        found: list[Iterable[TransformSpec]] = []
+        for spec in self._available:
+            if precision_of((spec,)) in ALLOWED[self._precision]:
+                continue
+            others = [s for s in candidate if precision_of((s,)) == "same" and s.name != spec.name]
+            found.append([*others, spec])
+        return list(self._ordered(found))
+
+    def _allowed(self, combinations: Iterable[Iterable[TransformSpec | None]]) -> list[Candidate]:
+        allowed = ALLOWED[self._precision]
+        found = [c for c in self._ordered(combinations) if precision_of(c) in allowed]
+        return sorted(found, key=self._recoverable_ns, reverse=True)
+
+    def _recoverable_ns(self, candidate: Candidate) -> int:
+        ids = suggested_by(candidate, self._findings)
+        return sum(f.recoverable_ns[1] for f in self._findings if f.id in ids)
+
+    def _ordered(
+        self, combinations: Iterable[Iterable[TransformSpec | None]]
+    ) -> Iterator[Candidate]:
+        seen: set[Candidate] = {()}
+        for combination in combinations:
+            candidate = transforms.order([spec for spec in combination if spec is not None])
+            if candidate not in seen and transforms.conflict(candidate, self._workload) is None:
+                seen.add(candidate)
+                yield candidate
+
+    def _spec(self, name: str, **parameters: str | int | bool) -> TransformSpec | None:
+        for spec in self._available:
+            if spec.name == name and parameters.items() <= dict(spec.parameters).items():
+                return spec
+        return None
+
+
+def _rank(spec: TransformSpec) -> int:
+    return _VARIED_FIRST.index(spec.name) if spec.name in _VARIED_FIRST else len(_VARIED_FIRST)

@@ -1,0 +1,325 @@
+"""Preparing candidates for timing: start a worker, load, apply the transforms, verify."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from steadytorch.findings.finding import Finding
+from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
+from steadytorch.results.candidate import Candidate
+from steadytorch.transforms import compiles
+from steadytorch.transforms.precision import ALLOWED
+from steadytorch.tune.candidates import describe, suggested_by
+from steadytorch.tune.select import SearchOptions, over_memory
+from steadytorch.tune.trial import Launcher, LiveTrial
+from steadytorch.tune.tuning_worker import Character, Explained
+from steadytorch.verification.verdict import Reference, decide
+
+EXPLAIN_S = 2.0
+"""Seconds for profiling before the search; at least three steps are taken."""
+EXPLAIN_DEADLINE_S = 60.0
+
+
+class ProgressListener(Protocol):
+    """Receives the progress of a search; see `report.progress`."""
+
+    def phase(self, message: str) -> None:
+        """A new phase began."""
+        ...
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """A candidate changed state: set-up, verified, rejected or failed."""
+        ...
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """A candidate was screened, with this median so far."""
+        ...
+
+    def tick(self) -> None:
+        """Called regularly so that the display can be redrawn, but never during a timed block."""
+        ...
+
+
+class NullListener:
+    """A progress listener that shows nothing."""
+
+    def phase(self, message: str) -> None:
+        """Ignored."""
+
+    def trial(self, label: str, state: str, detail: str = "") -> None:
+        """Ignored."""
+
+    def timed(self, label: str, median_ns: float) -> None:
+        """Ignored."""
+
+    def tick(self) -> None:
+        """Ignored."""
+
+
+class SetupScheduler:
+    """Starts workers and takes them through loading, set-up and verification.
+
+    Args:
+        launch: starts worker processes.
+        device: where they run, as a torch device string.
+        ambient: the caller's process-wide settings, which the workers adopt.
+        options: the user's options.
+        watcher: receives progress.
+        early: number of processes to start before a candidate needs them, so that they import
+            their modules ahead. They start while the untouched workload is set up, and on a GPU
+            host also at the start of a round that compiles. 0 on machines with few cores.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(
+        self,
+        launch: Launcher,
+        device: str,
+        ambient: dict[str, str],
+        options: SearchOptions,
+        watcher: ProgressListener,
+        early: int = 0,
+    ) -> None:
+        self._launch, self.device, self._ambient = launch, device, ambient
+        self._options, self._watcher = options, watcher
+        self._workers: list[Worker] = []
+        self._early, self._idle = early, list[Worker]()
+        # On a CPU, background work takes cores from the timed workload.
+        self._beside = early > 0 and torch.device(device).type != "cpu"
+        self._for_reference: Worker | None = None
+        self._retried: set[Candidate] = set()
+        self.reference: Reference | None = None
+        self.character: Character | None = None
+        self.findings: tuple[Finding, ...] = ()
+        """Findings from a few profiled steps of the untouched workload."""
+        self.retry: list[Candidate] = []
+        """Candidates that ran out of memory beside others and will be retried alone."""
+        self.under_way: list[LiveTrial] = []
+        """Trials that have begun but that `prepare` has not returned yet."""
+        self._waiting: list[tuple[Candidate, float]] = []
+        self._slots = 1
+
+    def start(self) -> Worker:
+        """Starts the first processes, which import their modules in the background.
+
+        `baseline` calls this too; processes that are alive are kept.
+
+        Returns:
+            The worker that will make the reference.
+        """
+        if self._for_reference is None or not self._for_reference.alive:
+            self._for_reference = self._started("reference")
+        self._refill(1 + self._early)
+        return self._for_reference
+
+    def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
+        """Sets up the untouched workload and, in another process, the reference.
+
+        Raises:
+            WorkerFault: the untouched workload fails, or time ran out.
+        """
+        reference, trial, left_s = self.start(), self._new_trial(()), remaining()
+        worker = trial.worker
+        for each in (reference, worker):
+            each.send("load", device=self.device, ambient=self._ambient)
+        reference.receive(left_s)
+        made_in_s = self._ask_for_reference(reference, remaining) if self._beside else None
+        worker.receive(left_s)
+        trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
+        if (over := self._over_memory(trial)) is not None:
+            trial.reason = f"the untouched workload itself {over}"
+            self._watcher.phase(f"{trial.reason}: looking for candidates below the cap")
+        trial.stage = "timing"
+        if made_in_s is None:
+            made_in_s = self._ask_for_reference(reference, remaining)
+        self.reference = msgspec.convert(reference.receive(made_in_s), Reference)
+        explained = self._explained(reference, remaining())
+        reference.kill()
+        self.findings = explained.findings
+        flops = explained.product_flops
+        character = worker.call("characterise", remaining(), product_flops=flops)
+        self.character = msgspec.convert(character, Character)
+        self._watcher.trial("untouched", "verified")
+        return trial
+
+    def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
+        """Sends the request; returns the timeout of its answer in seconds."""
+        left_s = remaining()
+        worker.send("reference", seed=self._options.seed)
+        return left_s
+
+    def _explained(self, worker: Worker, deadline_s: float) -> Explained:
+        """Findings from profiled steps; empty if the workload cannot be profiled.
+
+        Runs in the reference's process, because a profiled process must not be timed.
+        """
+        try:
+            found = worker.call("explained", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
+        except WorkerFault as fault:
+            self._watcher.phase(f"profiling failed ({fault.reason}): continuing without findings")
+            return Explained((), None)
+        return msgspec.convert(found, Explained)
+
+    @property
+    def begun(self) -> tuple[Candidate, ...]:
+        """Candidates begun but not returned by `prepare`, including those waiting for a slot."""
+        started = (trial.candidate for trial in self.under_way)
+        return (*started, *(candidate for candidate, _ in self._waiting))
+
+    @property
+    def ready(self) -> list[LiveTrial]:
+        """Trials under way that are verified and wait to be timed."""
+        return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
+
+    def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
+        """Queues candidates for set-up; `pump_until` and `prepare` advance them.
+
+        Args:
+            candidates: candidates to set up.
+            slots: how many may be under way at once.
+            deadline_s: timeout in seconds for each stage of these candidates.
+        """
+        self._slots = slots
+        self._waiting.extend((candidate, deadline_s) for candidate in candidates)
+
+    def pump_until(self, worker: Worker, deadline_s: float) -> Any:
+        """Waits for another worker's answer and advances begun candidates until it arrives.
+
+        Raises:
+            WorkerFault: see `Worker.receive`, for that worker.
+        """
+        while not (worker.ready() or worker.overdue(deadline_s)):
+            self._tend([worker], others=1)
+        return worker.receive(deadline_s)
+
+    def prepare(
+        self,
+        candidates: Sequence[Candidate],
+        slots: int,
+        deadline_s: float,
+        others: int,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> list[LiveTrial]:
+        """Sets candidates up side by side and verifies each against the reference.
+
+        Args:
+            candidates: candidates to set up, in addition to those already begun.
+            slots: how many may be under way at once; ignored if one of them is a retry, which
+                runs alone.
+            deadline_s: timeout in seconds for each stage.
+            others: number of other workers that stay alive and take memory.
+            is_late: whether the time for unfinished candidates has run out.
+
+        Returns:
+            A trial per candidate: verified and waiting, or rejected with a reason.
+        """
+        self.retry = [candidate for candidate in self.retry if candidate not in candidates]
+        self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
+        if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
+            self._refill(self._early)  # ready long before the compiler finishes
+        while self._waiting or self._unfinished():
+            self._tend([], others)
+            if is_late():
+                self._give_up()
+        done, self.under_way = self.under_way, []
+        return done
+
+    def _give_up(self) -> None:
+        """Rejects unfinished trials and drops waiting candidates."""
+        self._waiting.clear()
+        for trial in self._unfinished():
+            trial.reject(f"{trial.stage}: budget exhausted")
+            self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+
+    def _unfinished(self) -> list[LiveTrial]:
+        return [t for t in self.under_way if t.status == "ok" and t.stage != "timing"]
+
+    def _tend(self, also: Sequence[Worker], others: int) -> None:
+        """Starts waiting candidates while slots are free, waits briefly and handles answers."""
+        self._begin_waiting()
+        live = self._unfinished()
+        wait_any([*(trial.worker for trial in live), *also], 0.25)
+        self._watcher.tick()
+        for trial in live:
+            if trial.worker.ready() or trial.worker.overdue(trial.deadline_s):
+                self._advance(trial, crowded=others + len(self._unfinished()) > 1)
+
+    def _begin_waiting(self) -> list[LiveTrial]:
+        """Starts waiting candidates while slots are free; returns their trials."""
+        room = max(0, self._slots - len(self._unfinished()))
+        taken, self._waiting = self._waiting[:room], self._waiting[room:]
+        begun = [self._new_trial(*each) for each in taken]
+        for trial in begun:
+            trial.worker.send("load", device=self.device, ambient=self._ambient)
+        self.under_way += begun
+        return begun
+
+    def _refill(self, count: int) -> None:
+        """Starts processes until `count` of them are idle."""
+        self._idle = [worker for worker in self._idle if worker.alive]
+        self._idle += [self._started() for _ in range(count - len(self._idle))]
+
+    def kill_all(self) -> None:
+        """Kills every process started here."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _started(self, name: str = "") -> Worker:
+        worker = self._launch(name or f"trial-{len(self._workers)}")
+        self._workers.append(worker)
+        return worker
+
+    def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
+        self._watcher.trial(describe(candidate), "set-up")
+        self._refill(1)
+        worker = self._idle.pop(0)
+        return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
+
+    def _advance(self, trial: LiveTrial, crowded: bool) -> None:
+        """Handles an answer of a trial's worker and starts the next stage."""
+        try:
+            reply = trial.worker.receive(trial.deadline_s)
+            if trial.stage == "starting":
+                trial.stage = "set-up"
+                trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))
+            elif trial.stage == "set-up":
+                trial.accept_set_up(reply)
+                trial.stage = "verification"
+                trial.worker.send("verify")
+            else:
+                self._accept_verification(trial, reply)
+        except WorkerFault as fault:
+            trial.reject(fault)
+            if (
+                fault.fault is Fault.OUT_OF_MEMORY
+                and crowded
+                and trial.candidate not in self._retried
+            ):
+                self._retried.add(trial.candidate)
+                self.retry.append(trial.candidate)
+        if not trial.ok:
+            self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+        elif trial.stage == "timing":
+            self._watcher.trial(describe(trial.candidate), "verified")
+
+    def _accept_verification(self, trial: LiveTrial, reply: Any) -> None:
+        assert self.reference is not None
+        found = trial.accept_verification(reply)
+        trial.stage = "timing"
+        allowed = trial.precision in ALLOWED[self._options.precision]
+        tolerance = self._options.tolerance if allowed else None
+        reason = decide(found, self.reference, trial.precision, tolerance)
+        reason = reason or self._over_memory(trial)
+        if reason is not None:
+            trial.reject(reason)
+
+    def _over_memory(self, trial: LiveTrial) -> str | None:
+        assert trial.set_up is not None
+        return over_memory(trial.set_up.peak_memory_bytes, self._options)

@@ -1,0 +1,147 @@
+"""The tuning worker's handler: make the reference, verify, profile and find the regime."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from steadytorch.bench.bench_worker import own_errors
+from steadytorch.device.facts import load_facts
+from steadytorch.device.roofline import matrix_rate
+from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.explain.explain_worker import (
+    FEWEST_STEPS,
+    SETTLING,
+    TRACE_FILE,
+    ExplainHandler,
+    Profiled,
+)
+from steadytorch.findings.finding import Finding
+from steadytorch.training import reference
+from steadytorch.training.verify import verify_training
+from steadytorch.verification.verify import make_reference, verify
+
+REFERENCE = "reference.pt"
+_COMPUTE_BOUND = 0.3
+"""Share of the measured matrix rate above which a workload counts as compute-bound."""
+_LAUNCH_BOUND = 0.8
+"""Share of the period spent enqueueing above which a workload counts as launch-bound."""
+
+
+class Character(msgspec.Struct, frozen=True):
+    """What bounds the untouched workload.
+
+    Attributes:
+        regime: launch-, compute- or memory-bound; "unclassified" if its operations could not be
+            counted.
+        host_share: median enqueue time over median period; 0 on the CPU.
+        matrix_share: achieved operations per second over the device's measured matrix rate; None
+            if unknown.
+    """
+
+    regime: str
+    host_share: float
+    matrix_share: float | None
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """Results of profiling a few steps of the untouched workload.
+
+    Attributes:
+        findings: findings that suggest transforms to try.
+        product_flops: operations of a step's convolutions, matrix products and attention, including
+            those in a loader; None if they could not be counted.
+    """
+
+    findings: tuple[Finding, ...]
+    product_flops: int | None
+
+
+class TuningHandler(ExplainHandler):
+    """Worker handler for tuning. Methods take and return msgpack types."""
+
+    def reference(self, seed: int) -> dict[str, Any]:
+        """Writes the data for all verifications and returns a `Reference`."""
+        if self._workload.is_training:
+            make = reference.make_reference
+            data, summary = make(self._workload, seed, self._start)
+        else:
+            data, summary = make_reference(self._workload, seed)
+        torch.save(data, self._directory / REFERENCE)
+        return msgspec.to_builtins(summary)
+
+    def verify(self) -> dict[str, Any]:
+        """Compares the applied candidate with the reference and returns a `Verification`."""
+        path = self._directory / REFERENCE
+        if self._workload.is_training:
+            # Gradients are as large as the weights: map them and load one set at a time.
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = verify_training(
+                self._model, self._step, self._workload, data, self._start, self._precision
+            )
+        else:
+            data = torch.load(path, map_location=self._workload.device, weights_only=True)
+            found = verify(self._model, self._workload, data)
+        return msgspec.to_builtins(found)
+
+    @own_errors()
+    def characterise(self, product_flops: int | None) -> dict[str, Any]:
+        """Finds what bounds the workload in its current state; returns a `Character`.
+
+        A loader is left out of the timing, since it has findings of its own.
+
+        Args:
+            product_flops: operations of a step; see `Explained`.
+        """
+        step = self._step
+        if self._workload.feed is not None:
+            step = replace(self._workload, feed=None).step_function()
+        periods, host = self._sampler.periods(step, 12)
+        period_ns = max(float(np.median(periods)), 1.0)
+        on_host = self._workload.device.type == "cpu"
+        host_share = 0.0 if on_host else float(np.median(host)) / period_ns
+        matrix_share = self._matrix_share(product_flops, period_ns * 1e-9)
+        if host_share >= _LAUNCH_BOUND:
+            regime = "launch-bound"
+        elif matrix_share is None:
+            regime = "unclassified"
+        else:
+            regime = "compute-bound" if matrix_share >= _COMPUTE_BOUND else "memory-bound"
+        return msgspec.to_builtins(Character(regime, host_share, matrix_share))
+
+    @own_errors()
+    def explained(self, seconds: float) -> dict[str, Any]:
+        """Profiles a few steps of the untouched workload; returns an `Explained`.
+
+        Rules that need more than a trace abstain. The process must not be timed afterwards.
+        """
+        # Imported here because every worker loads this file, but only one profiles.
+        from steadytorch.findings.finding import Case
+        from steadytorch.ledger.ledger import build_ledger
+        from steadytorch.rates.roofline import product_flops
+        from steadytorch.rules import findings
+        from steadytorch.traces.reader import read_trace
+
+        self.set_up([])
+        profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)
+        trace = read_trace(self._directory / TRACE_FILE)
+        facts = load_facts(str(self._workload.device))
+        ledger = build_ledger(trace)
+        case = Case(trace=trace, ledger=ledger, workload=self._workload, facts=facts)
+        found, _ = findings(case)
+        wanted = tuple(f for f in found if f.transforms and not f.information)
+        flops, steps = product_flops(trace), SETTLING + len(profiled.periods_ns)
+        return msgspec.to_builtins(Explained(wanted, None if flops is None else flops // steps))
+
+    def _matrix_share(self, product_flops: int | None, period_s: float) -> float | None:
+        if product_flops is None:
+            return None
+        try:
+            rate = matrix_rate(str(self._workload.device), self._workload.dtype)
+        except (UnsupportedError, UsageError):  # dtypes without a matrix product
+            return None
+        return product_flops / period_s / rate

@@ -1,0 +1,37 @@
+"""Shared by tests of the candidate source: all options, and invariants of all candidates."""
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from steadytorch import transforms
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.precision import PRECISIONS
+from steadytorch.workload.workload import Workload
+
+GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
+CPU = DeviceFacts(device="cpu", cores_physical=8, cores_logical=16)
+ALL = list(dict.fromkeys(t.spec for facts in (GPU, CPU) for t in transforms.all_variants(facts)))
+WORKLOAD = Workload(nn.Linear(2, 2), torch.zeros(1, 2))
+REGIMES = ("launch-bound", "memory-bound", "compute-bound")
+
+subsets = st.lists(st.sampled_from(ALL), unique=True)
+precisions = st.sampled_from(PRECISIONS)
+
+
+def single(name, **parameters):
+    (found,) = [s for s in ALL if s.name == name and dict(s.parameters) == parameters]
+    return found
+
+
+GRAPH, LAYOUT = single("cuda_graph"), single("channels_last")
+BF16, FP16 = (single("cast_weights", dtype=dtype) for dtype in ("bf16", "fp16"))
+
+
+def assert_sound(candidates, available):
+    assert len(set(candidates)) == len(candidates)
+    for candidate in candidates:
+        assert candidate
+        assert set(candidate) <= set(available)
+        assert candidate == transforms.order(candidate)
+        assert transforms.conflict(candidate, WORKLOAD) is None
