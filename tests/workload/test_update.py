@@ -84,6 +84,7 @@ def test_schedules_of_momentum_do_not_compile_at_every_step(monkeypatch, cycle):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_the_compiled_update_is_the_same_update():
     expected, _ = trained("adamw", OWN, False)
     found, _ = trained("adamw", COMPILED, True)
