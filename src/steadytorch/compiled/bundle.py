@@ -7,7 +7,7 @@ Reading and unpacking run no code.
 
 A bundle is one file: a line of JSON with its header, then the cached files in MessagePack. They are
 unpacked into the cache folder of PyTorch's compiler; existing files stay. A model that can be
-compiled ahead of time also gets a package (`plan.package`), which loads without a compiler.
+compiled ahead of time also gets a package (`compiled.package`), which loads without a compiler.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
 
     Args:
         plan: the stored plan.
-        contents: digest of the model for the package, from `contents.digest`; None to ignore the
+        contents: digest of the model for the package (`model_digest.digest`); None to ignore the
             package.
     """
     from steadytorch.compiled import package

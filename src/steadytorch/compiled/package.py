@@ -31,7 +31,7 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         taken: signature of the arguments that `compile` got; the package takes the same.
-        sources: digests of its source code; see `contents.sources_of`.
+        sources: digests of its source code; see `model_digest.sources_of`.
     """
 
     taken: Signature
@@ -42,7 +42,7 @@ class Packaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of a package: the model it is for, and its digest.
 
     Attributes:
-        contents: digest of the untouched model; see `contents.digest`.
+        contents: digest of the untouched model; see `model_digest.digest`.
         made: the description by the process that made it.
         sha256: digest of the file.
         size: size of the file in bytes.

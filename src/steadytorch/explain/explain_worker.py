@@ -120,7 +120,7 @@ class ExplainHandler(WorkloadHandler):
         }
 
     def rates(self, device: str, dtypes: list[str]) -> Any:
-        """Limits of the device, as `explain.rates.Rates`."""
+        """Limits of the device, as `rates.device_rates.Rates`."""
         from steadytorch.rates.device_rates import measure_rates
 
         return msgspec.to_builtins(measure_rates(device, dtypes))

@@ -2,7 +2,7 @@
 
 GPU time goes by class. Where classes overlap, the first in `ON_GPU_FIRST` counts, so copies and
 communication show only where no kernel hides them. Each idle nanosecond has one owner: see
-`owners`. A trace without GPU events is cut by its operators: see `operators`.
+`idle_owners`. A trace without GPU events is cut by its operators: see `operator_slices`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ CPU_SLICES = (
 - `cpu_waiting`: a Python call that waits: sleep, lock, queue, pipe (only with stacks).
 - `cpu_compile`, `cpu_gc`, `cpu_profiler`: as in `ledger.SLICES`.
 - `cpu_python`: Python between operators; without stacks, only stretches shorter than
-`owners.LAUNCH_LIMIT_NS`.
+`idle_owners.LAUNCH_LIMIT_NS`.
 - `unknown`: no record gives a reason."""
 
 KINDS = (

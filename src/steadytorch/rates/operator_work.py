@@ -33,7 +33,7 @@ class Work(NamedTuple):
 def work_of(name: str, inputs: dict[str, Any] | None) -> Work | None:
     """Work of one operator call; None if the operator or a required input is unknown.
 
-    Formulas and their sources are in `products` and `passes`.
+    Formulas and their sources are in `products` and `memory_passes`.
 
     Args:
         name: name of the operator, such as "aten::addmm".

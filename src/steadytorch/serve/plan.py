@@ -63,7 +63,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             alias_outputs: whether outputs may be buffers that the next call overwrites. Saves a
                 copy if a CUDA graph serves.
             bundle: whether to load the plan's compiled code, if it was kept. This code runs: see
-                `plan.bundle` for what is accepted.
+                `compiled.bundle` for what is accepted.
             verify_every: compares every N-th call of a signature with `model`, and demotes the plan
                 if the answers differ. None for no checks.
 

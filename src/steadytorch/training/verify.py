@@ -1,7 +1,7 @@
 """Verifying that a candidate trains like the untouched workload, in a worker.
 
 On each input set, outputs, loss, all gradients and the change of buffers are compared with the
-untouched step in float64 from the same weights (`training_reference`). Then one timed step is
+untouched step in float64 from the same weights (`training.reference`). Then one timed step is
 checked: the optimizer's update must follow from the step's gradients. Updated weights are not
 compared, because optimizers such as Adam make full-length steps even from gradients that are only
 rounding errors.
@@ -54,7 +54,7 @@ def verify_training(
         model: the transformed model, called like the untouched one.
         step: the step that is timed.
         workload: the untouched workload, as returned by `with_optimizer`.
-        data: the data that `training_reference.make_reference` returned; on any device.
+        data: the data that `training.reference.make_reference` returned; on any device.
         start: state from which each pass starts; restored at the end.
         precision: the candidate's precision class.
     """

@@ -93,7 +93,7 @@ def optimize(
             model; a plan whose outputs differ is dropped. None for never.
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         bundle: whether to load a plan's stored compiled code, and to store it after a search, in a
-            background thread. Loading runs code: see `plan.bundle` for what is accepted.
+            background thread. Loading runs code: see `compiled.bundle` for what is accepted.
         seed: seed of the verification inputs and the block order.
 
     Returns:

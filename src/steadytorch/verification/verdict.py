@@ -22,7 +22,7 @@ UNREPEATABLE = "cannot be verified: the untouched workload's own output changes 
 LEVEL = 0.001
 """Probability of refusing a sound step that draws random numbers, for each of two tests."""
 GRADIENTS = "gradients"
-"""Part of a training step whose norm is bounded too; see `verify_training`."""
+"""Part of a training step whose norm is bounded too; see `training.verify`."""
 
 
 class OutputError(msgspec.Struct, frozen=True):

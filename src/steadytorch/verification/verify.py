@@ -2,7 +2,7 @@
 
 The worker runs three random inputs and compares the outputs with a reference of higher precision.
 It also detects outputs that a second call overwrites and inputs that are written to. The parent
-decides from the errors alone (`verdict`). For training see `verify_training`.
+decides from the errors alone (`verdict`). For training see `training.verify`.
 """
 
 from __future__ import annotations
