@@ -400,6 +400,10 @@ def main(args: argparse.Namespace) -> None:
     from steadytorch import __version__
     from steadytorch.device.facts import load_facts
 
+    if not torch.cuda.is_available():
+        raise SystemExit("--train needs an NVIDIA GPU: none is visible here")
+    if unknown := [name for name in args.only if name not in CASES]:
+        raise SystemExit(f"unknown workload {unknown[0]!r}: choose from {', '.join(CASES)}")
     began = time.monotonic()
     facts = load_facts("cuda")
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

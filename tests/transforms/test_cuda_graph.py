@@ -11,12 +11,11 @@ from torch import nn
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.graphs.copy_nodes import CopyNode
 from steadytorch.graphs.graph_io_patching import Linked
-from steadytorch.graphs.recording import first_cause
+from steadytorch.graphs.recording import collector_paused, first_cause
 from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
-    _collector_paused,
     _Memory,
     _Recorded,
     _replayer,
@@ -96,7 +95,7 @@ def test_the_garbage_collector_is_as_before_after_recording(enabled):
     before = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
-        with _collector_paused():
+        with collector_paused():
             assert not gc.isenabled()
         assert gc.isenabled() is enabled
     finally:

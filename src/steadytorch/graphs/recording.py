@@ -24,11 +24,9 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
         pool: whose memory it uses, from `torch.cuda.graph_pool_handle`.
         stream: to record on; not the default one.
     """
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()  # a collection may free memory of the device, which a recording refuses
     try:
         with (
+            collector_paused(),
             torch.cuda.stream(stream),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
@@ -37,9 +35,23 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
         _end_allocations(graph, stream)
         restore_generator(stream)
         raise
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collects garbage, then no more: it may free device memory, which CUDA forbids in recordings.
+
+    Within another pause it does nothing.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def _end_allocations(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:

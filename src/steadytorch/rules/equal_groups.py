@@ -28,10 +28,10 @@ def rule(case: Case) -> Verdict:
             "run `steady explain WORKLOAD` on the training workload",
         )
     # Not imported for trace files: PyTorch takes seconds to load.
-    from steadytorch.transforms.optimizer import optimizer_of
+    from steadytorch.transforms.optimizer import peek_optimizer
     from steadytorch.workload.update import merged
 
-    groups = optimizer_of(case.workload).param_groups
+    groups = peek_optimizer(case.workload).param_groups
     count, left = len(groups), len(merged(groups))
     if count - left < FEWEST:
         return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from bisect import bisect_right
@@ -16,7 +15,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.graphs.graph_io_patching import Linked, link, placer
 from steadytorch.graphs.pointers import rest
-from steadytorch.graphs.recording import first_cause, recording
+from steadytorch.graphs.recording import collector_paused, first_cause, recording
 from steadytorch.graphs.static_buffers import Results, StaticInputs, feeder, results, static_inputs
 from steadytorch.rewrite.conversion import own_device
 from steadytorch.transforms.base import Applicable, Claim, NotApplicable, Risk, Transform
@@ -192,7 +191,7 @@ def _record(
             if borrowed.is_written():
                 raise UnsupportedError(_WRITES_CONTAINERS)
             try:
-                with pool.lock, _collector_paused():  # `link` may record too
+                with pool.lock, collector_paused():  # `link` may record too
                     pool.follow()  # `link` replays the graph in memory that other graphs share
                     with recording(graph, pool.handle, pool.stream):
                         outputs = model(*args, **kwargs)
@@ -209,19 +208,6 @@ def _record(
 
 def _versions(static: StaticInputs) -> list[int]:
     return [tensor._version for tensor in tensors_of(tuple(static))]
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    # Garbage collection may free device memory, which CUDA forbids during capture.
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Recorded(NamedTuple):

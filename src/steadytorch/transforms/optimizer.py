@@ -55,7 +55,7 @@ class OptimizerStep(Transform):
         """Needs training and an optimizer that supports, but does not use, the implementation."""
         if workload.training_step is None:
             return NotApplicable(FOR_TRAINING)
-        optimizer = optimizer_of(workload)
+        optimizer = peek_optimizer(workload)
         return decide(*self._objections(optimizer, facts.device), *self._merging(optimizer))
 
     def _objections(self, optimizer: Optimizer, device: str) -> Iterator[Objection]:
@@ -97,7 +97,7 @@ class OptimizerStep(Transform):
         yield replace(workload, training_step=replace(step, update=update))
 
 
-def optimizer_of(workload: Workload) -> Optimizer:
+def peek_optimizer(workload: Workload) -> Optimizer:
     """Return the optimizer of a training workload, or a temporary one from its factory."""
     assert workload.training_step is not None
     optimizer = workload.training_step.optimizer

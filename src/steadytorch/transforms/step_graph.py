@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -81,7 +80,7 @@ class StepGraph(Transform):
             return made[-1]
 
         try:
-            yield replace(workload, training_step=replace(step, captured=partial(captured)))
+            yield replace(workload, training_step=replace(step, captured=captured))
         finally:
             for each in made:
                 each.close()
