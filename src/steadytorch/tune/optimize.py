@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import SteadyError, UsageError
 from steadytorch.plan.fingerprint import Key, workload_fingerprint
 from steadytorch.plan.store import Store
+from steadytorch.process.job_queue import JobQueue
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
@@ -42,8 +41,6 @@ NO_PLAN_AT_ALL = "the store has no plan for this model"
 QUIET_S = 30.0
 """Seconds without a search before a bundle is built. New signatures tend to come in a row, and
 building a bundle would delay their searches."""
-
-_log = logging.getLogger("steadytorch")
 
 
 def optimize(
@@ -166,8 +163,8 @@ class PlanSource:
         # One store for all signatures: it keeps unwritable plans in memory and warns once.
         self._options, self._mode, self._store = options, mode, Store(store)
         self._guard = ChurnGuard()
-        self._searches = _Queue("steadytorch-search") if background else None
-        self._bundles = _Queue("steadytorch-bundle")
+        self._searches = JobQueue("steadytorch-search") if background else None
+        self._bundles = JobQueue("steadytorch-bundle")
         # Held by searches and bundle builds, which would disturb each other's timing.
         self._alone = Lock()
         self._searched_at = 0.0
@@ -266,7 +263,8 @@ class PlanSource:
 
     def _keep_bundle(self, session: Session, plan: Plan) -> None:
         while True:
-            time.sleep(max(0.0, self._searched_at + QUIET_S - time.monotonic()))
+            while time.monotonic() < self._searched_at + QUIET_S:
+                time.sleep(0.1)  # a long sleep would delay the end of the process
             with self._alone:
                 if time.monotonic() >= self._searched_at + QUIET_S:
                     session.keep_bundle(plan)
@@ -303,42 +301,3 @@ def _with_own_inputs(workload: Workload) -> Workload:
 
     inputs, kwargs = map_tensors(own, (workload.inputs, dict(workload.kwargs)))
     return Workload(workload.model, inputs, kwargs, workload.name)
-
-
-class _Queue:
-    """Runs jobs one after another in a thread that ends when the queue is empty.
-
-    Args:
-        name: name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._waiting: SimpleQueue[tuple[Callable[[], Any], Event]] = SimpleQueue()
-        self._lock = Lock()
-        self._is_running = False
-
-    def start(self, job: Callable[[], Any]) -> Event:
-        """Queues a job and returns an event that is set when the job has ended."""
-        done = Event()
-        with self._lock:
-            self._waiting.put((job, done))
-            if not self._is_running:
-                self._is_running = True
-                # A daemon does not delay process exit; worker processes end with their parent.
-                Thread(target=self._run, name=self._name, daemon=True).start()
-        return done
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if self._waiting.empty():
-                    self._is_running = False
-                    return
-                job, done = self._waiting.get()
-            try:
-                job()
-            except BaseException as error:  # the next jobs must still run
-                _log.warning("a job of %s failed: %s", self._name, type(error).__name__)
-            finally:
-                done.set()
