@@ -74,7 +74,7 @@ class _Form:
 
 
 def _flatten(node: Opened) -> tuple[list[Any], _Form]:
-    value, template = node.value, copy.copy(node.value)
+    value: Any = node.value
     keys: tuple[Any, ...] = ()
     if isinstance(value, (dict, list)):
         keys = tuple(value if isinstance(value, dict) else range(len(value)))
@@ -83,9 +83,9 @@ def _flatten(node: Opened) -> tuple[list[Any], _Form]:
         names = [*vars(value)]
     # A dataclass that is a dict too, as in transformers, holds its items twice.
     names = [name for name in names if name not in keys and hasattr(value, name)]
-    held = [getattr(value, name) for name in names] + [value[key] for key in keys]
-    form = _Form(template, tuple(names), keys)
-    _fill(form, template, [None] * len(held))  # a form may outlive the tensors
+    held = [getattr(value, name) for name in names] + [node.value[key] for key in keys]
+    form = _Form(copy.copy(node.value), tuple(names), keys)
+    _fill(form, form.template, [None] * len(held))  # a form may outlive the tensors
     return [opened(part) for part in held], form
 
 
@@ -96,11 +96,12 @@ def _unflatten(parts: Iterable[Any], form: _Form) -> Any:
 
 
 def _fill(form: _Form, made: Any, parts: list[Any]) -> None:
-    count = len(form.names)
+    count, keeps_twice = len(form.names), is_dataclass(made)
     attributes = list(zip(form.names, parts[:count], strict=True))
+    store: Any = dict.__setitem__ if isinstance(made, dict) else list.__setitem__
     for key, part in zip(form.keys, parts[count:], strict=True):
-        (dict if isinstance(made, dict) else list).__setitem__(made, key, part)
-        if is_dataclass(made) and hasattr(made, str(key)):
+        store(made, key, part)
+        if keeps_twice and hasattr(made, str(key)):
             attributes.append((key, part))
     for name, part in attributes:
         object.__setattr__(made, name, part)  # a dataclass may be frozen
