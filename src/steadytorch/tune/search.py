@@ -178,17 +178,17 @@ class Search:
             settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
             return [*left, *(self._variations(source) if leader and left and settled else [])]
 
-        def rest() -> list[Candidate]:
-            return [*self._neighbours(source), *late]
-
         self._pursue(strong)
         refined = self._refined()
         self._pursue(lambda: refined)
         beyond = source.beyond(self._pool.leader().candidate)
         self._pursue(lambda: beyond, "timing lower precisions for comparison")
         leader = describe(self._pool.leader().candidate)
-        self._pursue(rest, f"trying variations of {leader}", while_it_pays=True)
-        for candidate in [*seeds, *rest()]:
+        phase = f"trying variations of {leader}"
+        self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True)
+        if not self._ended:
+            self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
+        for candidate in [*seeds, *self._neighbours(source), *late]:
             if not self._pool.known(candidate):
                 self._not_tried[describe(candidate)] = STOPPED if self._ended else EXHAUSTED
 
