@@ -35,9 +35,7 @@ FULL = Explanation(
     environment=DeviceFacts(device="cuda", name="H200"),
     regime="launch-bound",
     steps=(
-        StepTime(
-            2, 1000, {"gpu_kernel": 300, "idle_launch": 700}, {"kernel": 300, "cpu_exec": 700}
-        ),
+        StepTime(2, 1000, {"gpu_kernel": 300, "idle_launch": 700}),
         StepTime(3, 2000, {"gpu_kernel": 300, "idle_launch": 1700}),
     ),
     gpu=GpuTotals(600, 2400, 3000),
@@ -71,7 +69,6 @@ def test_the_promised_fields_are_there():
         "index": 2,
         "total_ns": 1000,
         "slices_ns": {"gpu_kernel": 300, "idle_launch": 700},
-        "host_columns_ns": {"kernel": 300, "cpu_exec": 700},
     }
     assert found["gpu"] == {"busy_ns": 600, "idle_ns": 2400, "total_ns": 3000}
     assert sum(found["variance_shares"].values()) == 1
