@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from steadytorch.errors import UsageError
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import Measurement
 
@@ -234,19 +233,3 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         names = self.steps[0].slices_ns if self.steps else ()
         total = {name: sum(step.slices_ns.get(name, 0) for step in self.steps) for name in names}
         return {name: value / len(self.steps) for name, value in total.items()}
-
-    def to_json(self) -> str:
-        """The explanation as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Explanation:
-        """Reads the output of `to_json`.
-
-        Raises:
-            UsageError: the text is not JSON, or not an explanation.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise UsageError(f"not an explanation: {error}") from None
