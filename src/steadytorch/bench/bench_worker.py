@@ -19,7 +19,7 @@ from steadytorch.bench.counting import counted_of, counting, noted
 from steadytorch.bench.ramp import DISCARD, ramp
 from steadytorch.bench.series import Series
 from steadytorch.device.recorder import Recorder
-from steadytorch.errors import SteadyError, UsageError
+from steadytorch.errors import SteadyError, UsageError, one_line
 from steadytorch.measure.overhead import probe_overhead
 from steadytorch.measure.sampler import (
     Sampler,
@@ -69,7 +69,7 @@ def save_payload(workload: Workload, directory: Path) -> None:
     except Exception as error:
         held = "contents" if workload.feed is None else "contents, including the loader,"
         raise UsageError(
-            f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make its "
+            f"{workload.name} cannot be sent to a worker process ({one_line(error)}): make its "
             f"{held} picklable"
         ) from error
 
@@ -206,7 +206,7 @@ class WorkloadHandler:
             group=1,
             resolved=False,
             recording=None,
-            failed=_one_line(error.__cause__),
+            failed=one_line(error.__cause__ or error),
         )
         return BrokenOff(SetUp(setup_s, warmed, self._peak_memory()), series)
 
@@ -283,7 +283,7 @@ class WorkloadHandler:
             times, host = self._time(metric, before + count)
         except StepError as error:
             times, host = error.durations_ns // self.group, error.host_ns // self.group
-            failed = _one_line(error.__cause__)
+            failed = one_line(error.__cause__ or error)
         began += int(times[:before].sum()) * self.group
         return began, times[before:], host[before:], failed
 
@@ -327,8 +327,3 @@ def _resolved(durations: list[int], share_spent: float) -> bool:
         return False
     narrow = (interval[1] - interval[0]) / 2 <= RESOLVED * float(np.median(samples))
     return narrow and steady_part(samples).steady
-
-
-def _one_line(error: BaseException | None) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")[:300]

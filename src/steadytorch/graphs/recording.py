@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from steadytorch.errors import first_line
+
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -96,4 +98,4 @@ def first_cause(error: BaseException) -> str:
     """The first line of the error that came first: ending a broken recording raises another."""
     while error.__context__ is not None:
         error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
