@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from steadytorch.device.facts import load_facts
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms import all_variants, conflict, order
+from steadytorch.transforms import all_variants, conflict, create, order
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.precision import precision_of
 from steadytorch.workload.workload import Workload
@@ -76,9 +76,12 @@ def drawn_plan(random: Random, transforms: list[Any], compiles: bool) -> Candida
 
 
 def drawn(seed: int, compiles: bool = False) -> Draw:
-    """The combination of a seed."""
+    """The combination of a seed, whatever the number of threads in this process."""
     random, facts = Random(seed), load_facts(DEVICE)
-    transforms = [t for t in all_variants(facts) if t.name != "prefetch" and not t.of_step]
+    left_out = ("prefetch", "threads")
+    transforms = [t for t in all_variants(facts) if t.name not in left_out and not t.of_step]
+    if DEVICE == "cpu":
+        transforms += [create(TransformSpec("threads", (("count", n),))) for n in (1, 2)]
     plan = drawn_plan(random, transforms, compiles)
     ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
     count = random.randint(1, MOST_ACTIONS)
@@ -161,9 +164,8 @@ def run(draw: Draw) -> tuple[str | None, int]:
 def _applies(draw: Draw) -> bool:
     facts = load_facts(DEVICE)
     workload = Workload(_model(draw, Caller()), (_input(draw, 0), WRITES[draw.write][0]()))
-    by_spec = {t.spec: t for t in all_variants(facts)}
     return all(
-        isinstance(by_spec[spec].applies_to(workload, facts), Applicable) for spec in draw.candidate
+        isinstance(create(spec).applies_to(workload, facts), Applicable) for spec in draw.candidate
     )
 
 
