@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from steadytorch.errors import first_line
+
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -102,7 +104,7 @@ def first_cause(error: BaseException, around: BaseException | None = None) -> st
         around: what was being handled when it began; None for nothing.
     """
     *_, first = _contexts(error, around)
-    return (str(first).strip() or type(first).__name__).splitlines()[0]
+    return first_line(first)
 
 
 def _contexts(error: BaseException, around: BaseException | None) -> Iterator[BaseException]:
