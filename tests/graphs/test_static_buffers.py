@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -114,6 +112,10 @@ def test_outputs_that_have_a_place_are_not_copied_and_the_others_are():
     assert collect(place()) is placed
 
 
+class Box:
+    hidden = torch.zeros(1)
+
+
 def test_outputs_hidden_in_an_unknown_object_are_refused():
-    with pytest.raises(UnsupportedError, match="SimpleNamespace"):
-        results((torch.zeros(1), SimpleNamespace(hidden=torch.zeros(1))))
+    with pytest.raises(UnsupportedError, match="Box"):
+        results((torch.zeros(1), Box()))

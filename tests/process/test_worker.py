@@ -235,3 +235,38 @@ def test_a_worker_does_not_outlive_a_killed_parent(tmp_path):
     parent.wait()
     parent.stdout.close()
     assert _gone(pid)
+
+
+def test_a_paused_worker_answers_once_it_is_resumed(start):
+    worker = start()
+    assert worker.call("echo", DEADLINE_S, value=1) == 1
+    worker.pause()
+    assert psutil.Process(worker.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_RUNNING)
+    worker.send("echo", value=2)
+    time.sleep(0.2)
+    assert not worker.ready()
+    worker.resume()
+    assert worker.receive(DEADLINE_S) == 2
+
+
+def test_a_pause_does_not_count_against_a_deadline(start):
+    worker = start()
+    worker.call("echo", DEADLINE_S, value=1)
+    worker.send("echo", value=2)
+    worker.pause()
+    worker._paused_at -= 1000.0
+    worker._pending_since -= 1000.0
+    worker.resume()
+    assert not worker.overdue(500.0)
+    assert worker.receive(500.0) == 2
+
+
+def test_a_paused_worker_can_be_killed_and_a_killed_one_paused(start):
+    worker = start()
+    worker.call("echo", DEADLINE_S, value=1)
+    worker.pause()
+    pid = worker.pid
+    worker.kill()
+    assert _gone(pid)
+    worker.pause()
+    worker.resume()

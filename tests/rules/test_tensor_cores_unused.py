@@ -59,6 +59,25 @@ def test_measured_rates_bound_what_can_be_gained():
     assert the(rule(case)).recoverable_ns == (0, 600 * US)
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "Cijk_Ailk_Bljk_BBS_BH_MT128x128x32_MI16x16x16x1_SN_1LDSB0",
+        "void paged_attention_ll4mi_QKV_mfma16_kernel<__hip_bfloat16>",
+        "igemm_fwd_gtcx2_nhwc_bf16_bx0_ex1_bt256x64x32",
+    ],
+)
+def test_nothing_is_claimed_of_kernels_of_another_vendor(kernel):
+    found = rule(_on(9, _products((kernel, 400 * US), dtype="c10::BFloat16")))
+    assert isinstance(found, Abstention)
+    assert "AMD GPU" in found.why
+
+
+def test_nothing_is_claimed_of_a_gpu_of_another_vendor():
+    read = trace(_products(PLAIN), devices=[{"id": 0, "name": "AMD Instinct MI300X"}])
+    assert isinstance(rule(Case(trace=read, ledger=build_ledger(read))), Abstention)
+
+
 def test_a_gpu_without_tensor_cores_has_none_to_use():
     assert rule(_on(6, _products(PLAIN))) == ()
 

@@ -32,6 +32,7 @@ def _load(name: str, folder: Path = HERE) -> None:
 _load("trained", TRAINING)
 _load("faulty")
 _load("scripted")
+_load("simulated")
 _load("stored")
 
 

@@ -161,6 +161,12 @@ class ScriptedWorker:
     def overdue(self, deadline_s: float) -> bool:
         return False
 
+    def pause(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
     def close(self) -> None:
         self.kill()
 
@@ -267,7 +273,7 @@ def make_search(
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or SearchOptions(), watcher or NullListener()
-    scheduler = SetupScheduler(stage, device, {}, options, watcher)
+    scheduler = SetupScheduler(stage, device, {}, options, watcher, now=stage.now)
     return Search(
         workload(),
         scheduler,

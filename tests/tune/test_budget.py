@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,15 +69,44 @@ def test_most_of_the_budget_is_for_exploring_however_slow_the_workload():
     assert budget.left_to_explore() > 30.0
 
 
-@pytest.mark.parametrize(
-    ("device", "seconds"), [("cuda", 18.0), ("cuda:1", 18.0), ("cpu", 33.0), ("mps", 33.0)]
-)
-def test_a_compiler_is_expected_to_be_quicker_where_a_gpu_is_tuned(device, seconds):
-    budget = Budget(60.0, lambda: 0.0, device)
+def compiled(mode="default"):
+    return (TransformSpec("compile", (("mode", mode),)),)
+
+
+def set_up(candidate, setup_s):
+    return SimpleNamespace(candidate=candidate, set_up=SimpleNamespace(setup_s=setup_s))
+
+
+@pytest.mark.parametrize(("layers", "seconds"), [(0, 13.0), (170, 24.9), (430, 43.1)])
+def test_a_compiler_is_expected_to_take_longer_for_more_layers(layers, seconds):
+    budget = Budget(60.0, lambda: 0.0, layers)
     budget.shape = BlockShape(8, 1.0)
-    compiled = (TransformSpec("compile", (("mode", "default"),)),)
-    assert budget.expected_setup_s(compiled, []) == pytest.approx(seconds, abs=0.1)
+    assert budget.expected_setup_s(compiled(), []) == pytest.approx(seconds, abs=0.1)
     assert budget.expected_setup_s((), []) == pytest.approx(7.0, abs=0.1)
+
+
+def test_the_first_guess_is_corrected_by_what_was_seen():
+    budget = Budget(60.0, lambda: 0.0, 100)
+    budget.shape = BlockShape(8, 1.0)
+    seen = [set_up(compiled(), 45.0), set_up((), 0.1)]  # guessed at 15 s
+    assert budget.expected_setup_s(compiled(), seen) == pytest.approx(50.0, abs=0.1)
+    other = budget.expected_setup_s(compiled("reduce-overhead"), seen)
+    assert other == pytest.approx(50.0, abs=0.1)
+    heavy = budget.expected_setup_s(compiled("max-autotune"), seen)
+    assert heavy == pytest.approx(5 + 6 * 45.0, abs=0.1)
+
+
+def test_a_set_up_that_outlasts_its_expected_time_is_expected_to_take_longer():
+    budget = Budget(60.0, lambda: 0.0)
+    left = [budget.left_to_set_up_s(20.0, elapsed) for elapsed in (0.0, 12.0, 20.0, 60.0)]
+    assert left == [20.0, 8.0, 10.0, 30.0]
+
+
+def test_overtime_is_a_fifth_of_the_budget_and_granted_once():
+    budget = Budget(60.0, lambda: 0.0)
+    assert budget.may_add_s() == pytest.approx(12.0)
+    budget.overtime_s += budget.may_add_s()
+    assert (budget.may_add_s(), budget.remaining()) == (0.0, pytest.approx(72.0))
 
 
 @pytest.mark.parametrize(("began", "spent_s"), [(None, 3.0), (-5.0, 8.0)])

@@ -93,7 +93,6 @@ def test_variations_of_the_leader_come_before_weak_combinations(budget_s):
     assert all(tried.index(best) < tried.index(each) for each in weak if each in tried)
     named = result.not_tried
     assert all(each in tried or describe(each) in named for each in weak)
-    assert set(weak) <= set(tried) or budget_s == 120
     assert len(tried) == len(set(tried))
 
 
@@ -110,7 +109,7 @@ def test_beside_the_last_known_combinations_there_is_room_for_variations():
     stage.acts[(BF16, FROZEN, GRAPH)] = Act(1.0 * MS, setup_s=15.0)
     notes = Notes()
     options = SearchOptions(budget_s=1000, precision="bf16")
-    make_search(stage, OF_TRANSFORMERS, options, notes, slots=2).run()
+    make_search(stage, OF_TRANSFORMERS, options, notes, slots=4).run()
     before = [c for c in stage.tried() if c][:4]
     assert before == [(BF16, FROZEN, GRAPH), (BF16, GRAPH), (BF16, PLAIN, GRAPH), before[3]]
     assert before[3] == (BF16, FROZEN, ATTENTION[0], GRAPH)
@@ -167,12 +166,3 @@ def test_a_warm_up_beside_compilers_is_no_measure_of_the_screening():
     fast.set_up = msgspec.structs.replace(fast.set_up, warm_up=slow)
     assert quick_s < search._pool.screening_s([fast]) < 1.2 * quick_s
     assert search._pool.screening_s([]) == 0.0
-
-
-@pytest.mark.parametrize(("device", "begun"), [("cuda:0", True), ("cpu", False)])
-def test_compilers_are_expected_to_be_as_quick_as_on_the_device_of_the_search(device, begun):
-    # Workloads stay on the CPU until a worker moves them.
-    frozen = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
-    stage = Stage({(frozen,): Act(1 * MS, setup_s=10.0)})
-    make_search(stage, [frozen], SearchOptions(budget_s=27), device=device).run()
-    assert ((frozen,) in [candidate for _, candidate in stage.events]) == begun

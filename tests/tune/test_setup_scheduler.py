@@ -256,8 +256,10 @@ def test_each_has_the_time_that_it_was_begun_with():
 def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     stage = Stage()
     scheduler = prepared(stage)
-    looks = iter([False, True])
-    trials = scheduler.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
+    looks = iter([False, False, True])
+    assert scheduler.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks)) == []
+    scheduler.give_up("budget exhausted")
+    trials = scheduler.prepare([], 2, 60.0, 1)
     assert [trial.status for trial in trials] == ["rejected", "rejected"]
     assert {trial.reason for trial in trials} == {"verification: budget exhausted"}
     assert not any(trial.worker.alive for trial in trials)

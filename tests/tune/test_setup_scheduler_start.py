@@ -4,6 +4,7 @@ import pytest
 from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage
 
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.tune import setup_scheduler
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import SetupScheduler
 
@@ -91,6 +92,42 @@ def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow
     (trial,) = scheduler.prepare([(FOLD,)], 2, 60.0, 1)
     assert trial.worker is stage.workers[4]
     assert len(stage.workers) == max(5, 4 + waiting)
+
+
+def test_what_was_set_up_before_the_reference_is_verified_after_it(monkeypatch):
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
+    stage, looks = Stage(), []
+    ready = ScriptedWorker.ready
+
+    def slow(worker):
+        if worker.name == "reference":
+            looks.append(worker)
+            return len(looks) > 20
+        return ready(worker)
+
+    monkeypatch.setattr(ScriptedWorker, "ready", slow)
+    scheduler = SetupScheduler(stage, "cuda", {}, SearchOptions(), Notes(), early=2)
+    scheduler.begin([(COMPILED,)], 2, 60.0)
+    scheduler.baseline(lambda: 60.0)
+    made = stage.events.index(("set_up", (COMPILED,)))
+    assert made < [method for method, _ in stage.events].index("reference")
+    (trial,) = scheduler.prepare([], 2, 60.0, 1)
+    assert trial.ok
+    assert trial.verification.error is not None
+
+
+@pytest.mark.parametrize(("device", "makes_way"), [("cpu", True), ("cuda", False)])
+def test_on_a_cpu_a_compiler_makes_way_for_a_model_that_runs(monkeypatch, device, makes_way):
+    paused = []
+    monkeypatch.setattr(ScriptedWorker, "pause", lambda worker: paused.append(worker.name))
+    monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
+    scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), early=2)
+    scheduler.baseline(lambda: 60.0)
+    paused.clear()
+    scheduler.begin([(COMPILED,), (EAGER,)], 2, 60.0)
+    compiled, quick = scheduler.prepare([], 2, 60.0, 1)
+    assert (compiled.ok, quick.ok) == (True, True)
+    assert set(paused) == ({compiled.worker.name} if makes_way else set())
 
 
 def test_a_process_for_the_reference_that_died_while_it_waited_is_replaced():

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.rewrite.conversion import cloned
+from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import map_tensors
 
 Feed = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -82,14 +83,15 @@ def _flat_feeder(static: StaticInputs, feeds: Sequence[FeedOne]) -> Feed:
 
 
 def _nested_feeder(static: StaticInputs, feeds: Sequence[FeedOne]) -> Feed:
-    leaves, structure = pytree.tree_flatten(tuple(static))
+    leaves, structure = pytree.tree_flatten(opened(tuple(static)))
     order = tuple(static.kwargs)
     copy = _copier(leaves, feeds)
 
     def feed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.keys() != static.kwargs.keys():
             raise _mismatch(f"keyword arguments {sorted(kwargs)}")
-        found, found_structure = pytree.tree_flatten((args, {name: kwargs[name] for name in order}))
+        given = opened((args, {name: kwargs[name] for name in order}))
+        found, found_structure = pytree.tree_flatten(given)
         if found_structure != structure:
             raise _mismatch(f"arguments nested as {found_structure}")
         copy(found)
@@ -143,7 +145,7 @@ def results(outputs: Any, placers: Sequence[Placer | None] = ()) -> Results:
     Raises:
         UnsupportedError: `outputs` contains an object in which tensors cannot be found.
     """
-    leaves, structure = pytree.tree_flatten(outputs)
+    leaves, structure = pytree.tree_flatten(opened(outputs))
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise UnsupportedError(

@@ -88,6 +88,7 @@ class Worker:
         self._log = directory / f"{name}.log"
         self._pending_since: float | None = None
         self._gone, self._owner = False, os.getpid()
+        self._paused_at = 0.0
         ours, theirs = socket.socketpair()
         paths = [os.path.abspath(entry) for entry in sys.path]
         self._connection = connection.Connection(ours.detach())
@@ -182,6 +183,22 @@ class Worker:
         over = limit is not None and self._resident_bytes() > limit
         return over or time.monotonic() - self._pending_since > deadline_s
 
+    def pause(self) -> None:
+        """Stop the worker's whole process group until `resume`; time stands still for deadlines."""
+        self._paused_at = time.monotonic()
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused worker go on."""
+        self._signal(signal.SIGCONT)
+        if self._pending_since is not None:
+            self._pending_since += time.monotonic() - self._paused_at
+
+    def _signal(self, number: int) -> None:
+        if not self._gone:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """Ask the worker to exit, then kill what is left of its process group."""
         if self.alive and self._pending_since is None:
@@ -198,10 +215,9 @@ class Worker:
         """
         if self._gone or os.getpid() != self._owner:
             return
+        self._signal(signal.SIGKILL)
         self._gone = True
         atexit.unregister(self.kill)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(
             subprocess.TimeoutExpired
         ):  # stuck in a driver: leave it to the system

@@ -122,6 +122,8 @@ def _rest(search: TuneReport) -> list[str]:
         if found:
             parts.append(f"{found} {status}")
     lines = [", ".join(parts)]
+    if search.ended:
+        lines.insert(0, plain(search.ended))
     left = {**search.not_applicable, **search.not_tried}
     if left:
         reasons = sorted(grouped(left).items(), key=lambda item: -len(item[1]))

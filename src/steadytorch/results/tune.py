@@ -110,6 +110,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
         break_even_calls: calls that pay back the set-up; None if they never do.
         reference: precision of the verification reference, with notes.
         seconds: wall-clock time of the search.
+        ended: why it ended before or after its budget; empty if it did not.
         interrupted: whether the user stopped it.
         inputs: their signature, in words.
         trains: whether the workload is a training step.
@@ -126,6 +127,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     break_even_calls: int | None
     reference: str
     seconds: float
+    ended: str = ""
     interrupted: bool
     inputs: str
     trains: bool

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.rewrite.copying import copy_with
 from steadytorch.rewrite.hooks import GRAPH_LACKS, is_hooked
+from steadytorch.workload.opened import is_closed, opened
 from steadytorch.workload.workload import Workload
 
 _REPLACED = "the model's forward was replaced on the instance, which tracing would ignore"
@@ -75,10 +77,10 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
             return not replaced and super().is_leaf_module(m, module_qualified_name)
 
         def create_arg(self, a: Any) -> Any:
-            if type(a) is OrderedDict:  # torch.fx would turn it into a plain dict
-                pairs = [(key, value) for key, value in a.items()]
-                return self.create_proxy("call_function", OrderedDict, (pairs,), {}).node
-            return super().create_arg(a)
+            if not _would_change(a):
+                return super().create_arg(a)
+            leaves, make = _taken_apart(a)
+            return self.create_proxy("call_function", make, tuple(leaves), {}).node
 
         def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
             if threading.get_ident() != self.thread:
@@ -87,6 +89,22 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
 
     with _TRACING:
         return ThreadTracer().trace(model, concrete_args=constants)
+
+
+def _would_change(value: Any) -> bool:
+    """Whether torch.fx would refuse a container, or turn it into one of another class."""
+    known = type(value) in pytree.SUPPORTED_NODES and type(value) not in (tuple, list, dict)
+    return known or is_closed(value)
+
+
+def _taken_apart(container: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """Return the leaves of a container, and a function that makes an equal container of them."""
+    leaves, structure = pytree.tree_flatten(opened(container))
+
+    def make(*held: Any) -> Any:
+        return pytree.tree_unflatten(held, structure)
+
+    return leaves, make
 
 
 def _constants(workload: Workload) -> dict[str, Any]:

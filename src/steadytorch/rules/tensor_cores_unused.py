@@ -15,7 +15,13 @@ from steadytorch.rates.launches import Launches, operators_of
 from steadytorch.rates.operator_work import MATRIX
 from steadytorch.rates.products import UNCOUNTED
 from steadytorch.traces.events import Category
-from steadytorch.traces.kernel_names import is_double, is_generated, is_product, uses_tensor_cores
+from steadytorch.traces.kernel_names import (
+    is_double,
+    is_generated,
+    is_of_rocm,
+    is_product,
+    uses_tensor_cores,
+)
 from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
 
 NAME = "tensor-cores-unused"
@@ -53,6 +59,10 @@ def rule(case: Case) -> Verdict:
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
         return seen
+    if _is_of_amd(case, seen):
+        return Abstention(
+            NAME, "the trace is of an AMD GPU, whose kernels it does not know", PROFILE
+        )
     capability = capability_of(case)
     if capability is None:
         return Abstention(NAME, "the trace does not name its GPU", PROFILE)
@@ -94,6 +104,13 @@ def rule(case: Case) -> Verdict:
             false_alarm="results need float32 precision, or libraries use tensor cores in "
             "kernels whose names do not show it.",
         ),
+    )
+
+
+def _is_of_amd(case: Case, seen: Launches) -> bool:
+    names = [str(one.get("name", "")) for one in (case.trace.devices if case.trace else ())]
+    return any(name.startswith(("AMD", "Radeon")) for name in names) or bool(
+        seen.named(is_of_rocm).any()
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.ambient import UNREADABLE, ambient
+from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import strides_of, tensors_of
 
 TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
@@ -99,8 +100,8 @@ def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) 
             and booleans, this fraction of the elements may differ.
         strides: whether tensors must have equal strides.
     """
-    found_leaves, found_nesting = pytree.tree_flatten(found)
-    expected_leaves, nesting = pytree.tree_flatten(expected)
+    found_leaves, found_nesting = pytree.tree_flatten(opened(found))
+    expected_leaves, nesting = pytree.tree_flatten(opened(expected))
     if found_nesting != nesting:
         return "nests its outputs in other containers than the untouched model"
     with torch.no_grad():

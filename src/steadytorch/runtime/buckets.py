@@ -16,6 +16,7 @@ from steadytorch.errors import UnsupportedError, UsageError, one_line
 from steadytorch.rewrite.copying import copy_with
 from steadytorch.runtime.agreement import bound, disagreement
 from steadytorch.runtime.padding import Dimension, Extension, Place, declared, extended
+from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import is_size, map_tensors, signature, tensors_of
 
 VERIFYING = "its bucket is being verified"
@@ -258,8 +259,8 @@ def _following_dimensions(
     expected: Any, found: Any, name: str, size: tuple[int, int]
 ) -> tuple[_Cut, ...]:
     """Finds the output dimensions that went from `size[0]` to `size[1]` with the input."""
-    leaves, nesting = pytree.tree_flatten(expected, is_leaf=is_size)
-    found_leaves, found_nesting = pytree.tree_flatten(found, is_leaf=is_size)
+    leaves, nesting = pytree.tree_flatten(opened(expected), is_leaf=is_size)
+    found_leaves, found_nesting = pytree.tree_flatten(opened(found), is_leaf=is_size)
     if found_nesting != nesting:
         raise _Refused("padding changes how the outputs are nested")
     cuts = []
@@ -292,7 +293,7 @@ def _whole(outputs: Any) -> Any:
 
 
 def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
-    leaves, nesting = pytree.tree_flatten(outputs, is_leaf=is_size)
+    leaves, nesting = pytree.tree_flatten(opened(outputs), is_leaf=is_size)
     whole = list(leaves)
     for leaf, dim, name in cuts:
         size, bucket = sizes[name]

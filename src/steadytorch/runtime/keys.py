@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import one_line
 from steadytorch.results.signature import Signature
+from steadytorch.workload.opened import is_closed
 from steadytorch.workload.signature import CONSTANTS, signature, tensors_of
 
 EXACT = frozenset({bool, int, str, type(None)})
@@ -70,8 +71,8 @@ def _add_odd(key: list[Any], a: Any) -> None:
 
 
 def _is_container(a: Any) -> bool:
-    """Whether pytree may descend into a value, named tuples included."""
-    return type(a) in pytree.SUPPORTED_NODES or isinstance(a, tuple)
+    """Whether a value is a container with a signature, named tuples and dataclasses included."""
+    return type(a) in pytree.SUPPORTED_NODES or isinstance(a, tuple) or is_closed(a)
 
 
 def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:

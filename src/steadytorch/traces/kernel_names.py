@@ -22,6 +22,8 @@ _PRODUCT = re.compile(
 )
 _LAYOUT = re.compile(r"nchw_?(?:to|2)_?nhwc|nhwc_?(?:to|2)_?nchw", re.IGNORECASE)
 _DOUBLE = re.compile(r"dgemm|_f64|f64f64|<double", re.IGNORECASE)
+_ROCM = re.compile(r"^Cijk_|_mfma|_wmma_|rocblas|hipblas|miopen|__amd_rocclr|^igemm_\w+_gtc", re.I)
+"""Kernels of AMD's libraries: Tensile's `Cijk_*`, MIOpen's, and those named after instructions."""
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 
 
@@ -50,6 +52,11 @@ def converts_layout(name: str) -> bool:
 def is_double(name: str) -> bool:
     """Whether its name shows double precision."""
     return _DOUBLE.search(name) is not None
+
+
+def is_of_rocm(name: str) -> bool:
+    """Whether one of AMD's libraries names its kernels so."""
+    return _ROCM.search(name) is not None
 
 
 def communicates(name: str) -> bool:

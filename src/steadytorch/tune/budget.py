@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
-import torch
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.select import BlockShape
 from steadytorch.tune.trial import LiveTrial
 
@@ -19,15 +18,17 @@ KEEP = 4
 """Maximum number of candidates in the final race."""
 PATIENCE = 8.0
 """A set-up times out after this multiple of its expected time."""
+OVERTIME = 0.2
+"""Share of the budget that a search may add for a candidate that is about to be ready."""
 _START_S = 5.0
-_COMPILE_S = 28.0
-_COMPILE_CUDA_S = 13.0
-"""Deliberately low: on an H200 most networks compile in 10 to 20 s, the longest in 50 s.
-
-Twice this value kept every compiled candidate, and so the fastest, out of budgets of 36 and 55 s.
-The cost: a compilation that misses its deadline delays the other candidates of its round."""
-_AUTOTUNE_S = 150.0
+_COMPILE_S, _COMPILE_LAYER_S = 8.0, 0.07
+"""A first guess at compiling: fixed and per layer. Networks with 40 to 430 layers took 0.8 to 1.6
+times as long with 16 cores and an H200, and 0.8 to 3 times with two cores of two CPUs."""
+_AUTOTUNE = 6.0
+"""Time of max-autotune over that of other modes."""
 _PLAIN_S = 2.0
+_UNDERESTIMATED = 0.5
+"""A set-up that has outlasted its expected time is expected to take this share longer."""
 _MOST_RESERVED = 0.4
 
 
@@ -37,11 +38,12 @@ class Budget:
     Args:
         seconds: total wall-clock time.
         now: returns seconds on a monotonic clock.
-        device: device that candidates are compiled for, as a torch device string.
+        layers: number of the model's layers, which sets the first guess at compiling.
         began: start of the budget on that clock; None for now.
 
     Attributes:
         shape: block shape; a placeholder until the untouched workload has been timed.
+        overtime_s: seconds granted beyond the budget.
         fastest_ns: iteration time of the fastest candidate; None until one has been timed.
     """
 
@@ -49,12 +51,12 @@ class Budget:
         self,
         seconds: float,
         now: Callable[[], float],
-        device: str = "cpu",
+        layers: int = 0,
         began: float | None = None,
     ) -> None:
         self.seconds = seconds
-        on_gpu = torch.device(device).type == "cuda"
-        self._compile_s = _COMPILE_CUDA_S if on_gpu else _COMPILE_S
+        self.overtime_s = 0.0
+        self._compile_s = _COMPILE_S + _COMPILE_LAYER_S * layers
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
         self._now, self._start = now, now() if began is None else began
@@ -64,8 +66,12 @@ class Budget:
         return self._now() - self._start
 
     def remaining(self) -> float:
-        """Seconds left; negative once the budget is exceeded."""
-        return self.seconds - self.spent()
+        """Seconds left, granted overtime included; negative once they are exceeded."""
+        return self.seconds + self.overtime_s - self.spent()
+
+    def may_add_s(self) -> float:
+        """Seconds of overtime that could still be granted."""
+        return OVERTIME * self.seconds - self.overtime_s
 
     def confirmation_s(self) -> float:
         """Seconds for the minimum number of fresh pairs of winner and untouched workload."""
@@ -112,22 +118,37 @@ class Budget:
         return self.remaining() - self.reserve_s()
 
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
-        """Expected set-up seconds: the longest seen with the same compiler options, or a guess."""
-        compiled = [spec for spec in candidate if spec.name == "compile"]
-        seen = [
-            trial.set_up.setup_s
-            for trial in trials
-            if trial.set_up is not None
-            and [spec for spec in trial.candidate if spec.name == "compile"] == compiled
-        ]
+        """Expected seconds to start, set up and screen a candidate.
+
+        Set-ups took as long as the longest with the same compiler options. Other compilations took
+        as many times their first guess as the slowest of those seen.
+        """
+        set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
+        compiled = compiler_options(candidate)
+        seen = [seconds for options, seconds in set_up if options == compiled]
         start_s = _START_S + self.screening_s(2 * [self.shape.iteration_ns])
         if seen:
             return start_s + max(seen)
+        if not compiled:
+            return start_s + _PLAIN_S
+        factors = [seconds / self._guess_s(options) for options, seconds in set_up if options]
+        return start_s + max(factors, default=1.0) * self._guess_s(compiled)
+
+    def left_to_set_up_s(self, expected_s: float, elapsed_s: float) -> float:
+        """Expected seconds until a set-up is done that has taken `elapsed_s` so far."""
+        return max(expected_s - elapsed_s, _UNDERESTIMATED * elapsed_s)
+
+    def _guess_s(self, compiled: list[TransformSpec]) -> float:
         heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
-        return start_s + (_AUTOTUNE_S if heavy else self._compile_s if compiled else _PLAIN_S)
+        return self._compile_s * (_AUTOTUNE if heavy else 1.0)
 
     def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
         """Seconds that any stage of these candidates may take before it times out."""
         known = list(trials)
         expected_s = max((self.expected_setup_s(c, known) for c in candidates), default=0.0)
         return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))
+
+
+def compiler_options(candidate: Candidate) -> list[TransformSpec]:
+    """The candidate's transform that compiles, as a list; empty if there is none."""
+    return [spec for spec in candidate if spec.name == "compile"]

@@ -11,7 +11,7 @@ from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
+from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget, compiler_options
 from steadytorch.tune.select import SearchOptions, block_deadline_s, block_statistic
 from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
@@ -132,6 +132,15 @@ class CandidatePool:
             return []
         fastest = self._score(ranked[0])
         return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
+
+    def setup_s(self, trial: LiveTrial) -> float | None:
+        """Set-up time without a warm compiler cache: the longest with the same compiler options."""
+        if trial.set_up is None:
+            return None
+        options = compiler_options(trial.candidate)
+        same = [t.set_up for t in self.trials if compiler_options(t.candidate) == options]
+        alike = [each.setup_s for each in same if each] if options else []
+        return max(alike, default=trial.set_up.setup_s)
 
     def known(self, candidate: Candidate) -> bool:
         """Whether the candidate already has a trial."""

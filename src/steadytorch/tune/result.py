@@ -36,6 +36,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
         break_even_calls: calls after which the set-up time is paid back; None if it never is.
         reference: precision of the verification reference, with notes.
         seconds: wall-clock time of the search.
+        ended: why it ended before or after its budget; empty if it did not.
         interrupted: whether the user stopped it.
     """
 
@@ -50,6 +51,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     break_even_calls: int | None
     reference: str
     seconds: float
+    ended: str = ""
     interrupted: bool = False
 
     def evidence(self) -> Evidence:
@@ -93,6 +95,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
             break_even_calls=self.break_even_calls,
             reference=self.reference,
             seconds=self.seconds,
+            ended=self.ended,
             interrupted=self.interrupted,
             inputs=inputs,
             trains=trains,

@@ -1,16 +1,19 @@
-"""The search: baseline, rounds of candidates, a final race, and a fresh confirmation.
+"""The search: baseline, candidates as they become ready, a final race, and a fresh confirmation.
 
-Set-ups within a round overlap. Timing never does: while one worker is timed, the others wait. cuDNN
-engines are the exception: choosing them overlaps with set-ups, and the result is timed like any
-other candidate. The reported speedup comes from pairs taken after the winner was chosen.
+What takes longest and usually wins, a compilation, begins first, beside the untouched workload.
+Set-ups overlap. Timing never does: while one worker is timed, the others are paused. cuDNN engines
+are the exception: choosing them overlaps with set-ups, and the result is timed like any other
+candidate. The reported speedup comes from pairs taken after the winner was chosen.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
+import msgspec
 import numpy as np
 
 from steadytorch import transforms
@@ -20,6 +23,7 @@ from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.record import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec, describe
+from steadytorch.transforms import compiles
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.candidate_pool import CandidatePool
 from steadytorch.tune.candidates import (
@@ -28,6 +32,7 @@ from steadytorch.tune.candidates import (
     stem_of,
     with_stem_config,
 )
+from steadytorch.tune.prospects import ENOUGH, HORIZON_S, Prospects
 from steadytorch.tune.result import (
     TuneResult,
     break_even_calls,
@@ -45,11 +50,26 @@ ENGINES_S = 40.0
 ENGINES_SHARE = 0.3
 """Limits for choosing engines: in seconds, and as a share of the exploration time."""
 COMPILING = 4
-"""Maximum number of compiled candidates per round, because they share the cores."""
+"""Maximum number of candidates that compile at once, because they share the cores."""
 STEM_S = 10.0
 """Seconds for choosing the configuration of a fused stem."""
+UNKNOWN = "unclassified"
+"""The regime before the untouched workload was measured."""
+EXHAUSTED, STOPPED = "budget exhausted", "no gain expected"
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
+
+
+def compiling(slots: int) -> int:
+    """Number of candidates that may compile at once."""
+    return max(1, min(COMPILING, slots // 2))
+
+
+def _layers(workload: Workload) -> int:
+    """Number of the model's innermost modules; 0 for a plain callable."""
+    modules = [] if workload.module is None else list(workload.module.modules())
+    return sum(not module._modules for module in modules)
+
 
 Chooser = Callable[[Candidate, float], str]
 
@@ -91,7 +111,8 @@ class Search:
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._budget = Budget(options.budget_s, now, scheduler.device, began)
+        self._budget = Budget(options.budget_s, now, _layers(workload), began)
+        self._prospects, self._ended = Prospects(), ""
         self._rng = Random(options.seed)
         self._pool = CandidatePool(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
@@ -105,6 +126,7 @@ class Search:
         """
         interrupted = False
         try:
+            self._begin_compiling()
             self._measure_baseline()
             self._explore()
             self._decide()
@@ -116,11 +138,21 @@ class Search:
 
     # -- phases ---------------------------------------------------------------------------------
 
+    def _begin_compiling(self) -> None:
+        """Begins the compilations that usually win, before anything else."""
+        available = [spec for spec in self._available if spec.name != ENGINES]
+        source = CandidateSource(available, self._workload, self._options.precision, UNKNOWN)
+        slow = self._affordable(filter(compiles, source.seeds()))
+        if early := slow[: max(1, self._slots // 4)]:
+            deadline_s = self._budget.deadline_s(early, [])
+            self._scheduler.begin(early, self._slots, deadline_s)
+
     def _measure_baseline(self) -> None:
         self._watcher.phase("measuring the untouched workload")
         try:
             baseline = self._scheduler.baseline(self._budget.remaining)
-            quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
+            with self._scheduler.paused():
+                quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
         self._pool.trials.append(baseline)
@@ -131,40 +163,80 @@ class Search:
         character, findings = self._scheduler.character, self._scheduler.findings
         assert character is not None
         given = (self._workload, self._options.precision, character.regime, findings)
-        self._available = self._with_engines(lambda available: CandidateSource(available, *given))
+        self._available = self._with_engines()
         source = CandidateSource(self._available, *given)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
         seeds, late = source.seeds(), source.late()
-        while (taken := self._affordable(seeds)) or self._scheduler.begun:
-            # Fill spare slots with neighbours of the leader.
-            leads = self._pool.leader() is not self._pool.baseline
-            self._round(self._affordable([*taken, *(self._variations(source) if leads else [])]))
-        if refined := self._refined():
-            self._round(refined)
-        if beyond := self._affordable(source.beyond(self._pool.leader().candidate)):
-            self._watcher.phase("timing lower precisions for comparison")
-            self._round(beyond)
-        while taken := self._affordable([*self._neighbours(source), *late]):
-            self._watcher.phase(f"trying variations of {describe(self._pool.leader().candidate)}")
-            self._round(taken)
+
+        def strong() -> list[Candidate]:
+            left = [candidate for candidate in seeds if not self._pool.known(candidate)]
+            leader = self._pool.leader().candidate
+            # Fill spare slots with neighbours of a leader that will hardly be replaced: screening
+            # them holds up the compilers.
+            settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
+            return [*left, *(self._variations(source) if leader and left and settled else [])]
+
+        self._pursue(strong)
+        refined = self._refined()
+        self._pursue(lambda: refined)
+        beyond = source.beyond(self._pool.leader().candidate)
+        self._pursue(lambda: beyond, "timing lower precisions for comparison")
+        leader = describe(self._pool.leader().candidate)
+        phase = f"trying variations of {leader}"
+        self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True)
+        if not self._ended:
+            self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
         for candidate in [*seeds, *self._neighbours(source), *late]:
             if not self._pool.known(candidate):
-                self._not_tried[describe(candidate)] = "budget exhausted"
+                self._not_tried[describe(candidate)] = STOPPED if self._ended else EXHAUSTED
 
-    def _with_engines(self, source: Callable[..., CandidateSource]) -> tuple[TransformSpec, ...]:
-        """The available variants, with a cuDNN engine chosen for each convolution.
+    def _pursue(
+        self,
+        propose: Callable[[], list[Candidate]],
+        phase: str = "",
+        while_it_pays: bool = False,
+    ) -> None:
+        """Sets candidates up and screens them as they become ready, until none is left.
 
-        Candidates that compile and need no engines are set up meanwhile.
+        Args:
+            propose: candidates in order of preference, given what was timed so far.
+            phase: shown when the first of them begins.
+            while_it_pays: whether to stop once they cannot be expected to gain `ENOUGH`.
         """
+        while (taken := self._affordable(propose())) or self._scheduler.begun:
+            if while_it_pays and self._is_hopeless(propose()):
+                self._scheduler.give_up(STOPPED)
+                self._round([])
+                return
+            if phase:
+                self._watcher.phase(phase)
+                phase = ""
+            self._round(taken)
+
+    def _is_hopeless(self, proposed: Sequence[Candidate]) -> bool:
+        """Whether what is left cannot be expected to gain `ENOUGH`; notes why if so."""
+        left = [c for c in dict.fromkeys(proposed) if not self._pool.known(c)]
+        within_s = min(HORIZON_S, self._budget.left_to_explore())
+        each_s = [self._budget.expected_setup_s(c, self._pool.trials) for c in left]
+        each_s = [seconds for seconds in each_s if seconds < within_s]
+        number = min(len(each_s), int(self._slots * within_s / max(np.mean(each_s or [1]), 1.0)))
+        gain = self._prospects.expected_gain(number)
+        if not number or gain >= ENOUGH:
+            return False
+        self._ended = (
+            f"stopped after {self._budget.spent():.0f} s: the next {within_s:.0f} s were expected "
+            f"to gain {gain:.1%}"
+        )
+        self._watcher.phase(self._ended)
+        return True
+
+    def _with_engines(self) -> tuple[TransformSpec, ...]:
+        """The available variants, with a cuDNN engine chosen for each convolution."""
         choose = self._choose_engines
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
             return others
-        slow = filter(transforms.compiles, source(others).seeds())
-        if early := self._affordable(slow)[: max(1, self._slots // 4)]:
-            deadline_s = self._budget.deadline_s(early, self._pool.trials)
-            self._scheduler.begin(early, self._slots, deadline_s)
         precision, training = self._options.precision, self._workload.is_training
         prefix = engine_prefix(self._available, precision, training)
         seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
@@ -267,18 +339,56 @@ class Search:
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
-        """Sets candidates up side by side, then screens them one at a time."""
+        """Begins set-ups, waits for some of those under way, and screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
-        others = len(self._pool.alive())
-        slots, is_late = self._slots, self._is_late
-        fresh = self._scheduler.prepare(candidates, slots, deadline_s, others, is_late)
+        others, leader_ns = len(self._pool.alive()), self._pool.leader().screened_ns
+        fresh = self._scheduler.prepare(candidates, self._slots, deadline_s, others, self._is_due)
         self._pool.join(fresh)
-        self._pool.screen([trial for trial in fresh if trial.ok])
+        verified = [trial for trial in fresh if trial.ok]
+        if not verified:
+            return
+        with self._scheduler.paused():
+            self._pool.screen(verified)
+        for trial in (t for t in verified if t.blocks and self._pool.allowed(t)):
+            self._prospects.note(min(leader_ns, self._pool.baseline.screened_ns), trial.screened_ns)
+            leader_ns = min(leader_ns, trial.screened_ns)
 
-    def _is_late(self) -> bool:
-        """Whether screening the ready trials takes all the time left."""
+    def _is_due(self) -> bool:
+        """Whether to stop waiting for set-ups, because others are ready or the time is up.
+
+        Screening pauses the set-ups, so it waits for those that will be ready in the meantime.
+        """
         needed_s = self._pool.screening_s(self._scheduler.ready)
-        return self._budget.left_to_explore() < needed_s
+        soonest_s = self._soonest_s(self._scheduler.unfinished)
+        if self._budget.left_to_explore() < needed_s:
+            if self._waits_longer(needed_s):
+                return False
+            self._scheduler.give_up(EXHAUSTED)
+            return True
+        return bool(self._scheduler.ready) and soonest_s > needed_s
+
+    def _soonest_s(self, trials: Sequence[LiveTrial]) -> float:
+        """Expected seconds until one of these trials is ready; inf without trials."""
+        return min((self._left_s(trial) for trial in trials), default=math.inf)
+
+    def _left_s(self, trial: LiveTrial) -> float:
+        if trial.set_up is not None:
+            return 0.0
+        expected_s = self._budget.expected_setup_s(trial.candidate, self._pool.trials)
+        return self._budget.left_to_set_up_s(expected_s, self._scheduler.elapsed_s(trial))
+
+    def _waits_longer(self, needed_s: float) -> bool:
+        """Grants overtime if the first compiled candidate is about to be ready."""
+        if any(compiles(trial.candidate) for trial in self._pool.ranked()):
+            return False
+        rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
+        more_s = self._budget.may_add_s()
+        if not rivals or self._soonest_s(rivals) + needed_s > more_s:
+            return False
+        self._budget.overtime_s += more_s
+        label = describe(min(rivals, key=self._left_s).candidate)
+        self._watcher.phase(f"up to {more_s:.0f} s beyond the budget: {label} is about to be ready")
+        return True
 
     def _neighbours(self, source: CandidateSource) -> list[Candidate]:
         """Retries and variations of the two leaders."""
@@ -292,14 +402,18 @@ class Search:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
-        room = COMPILING - sum(map(transforms.compiles, begun))
+        room = compiling(self._slots) - sum(map(compiles, begun))
+        # Until a compiled candidate was timed, one is worth a risk.
+        bold = not any(compiles(trial.candidate) for trial in self._pool.ranked())
+        longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
-            if (known and candidate not in retry) or (transforms.compiles(candidate) and not room):
+            if (known and candidate not in retry) or (compiles(candidate) and not room):
                 continue
-            if self._budget.expected_setup_s(candidate, self._pool.trials) < left_s:
+            expected_s = self._budget.expected_setup_s(candidate, self._pool.trials)
+            if expected_s < (longest_s if compiles(candidate) else left_s):
                 taken.append(candidate)
-                room -= transforms.compiles(candidate)
+                room -= compiles(candidate)
         return taken[: self._slots]
 
     # -- outcome --------------------------------------------------------------------------------
@@ -321,7 +435,7 @@ class Search:
         if self._final is not None:
             baseline, winner, live, speedup = self._final
             chosen = live.candidate
-            setups = [t.set_up.setup_s if t.set_up else None for t in (live, self._pool.baseline)]
+            setups = [self._pool.setup_s(trial) for trial in (live, self._pool.baseline)]
             if live is not self._pool.baseline:
                 break_even = break_even_calls(baseline.median_ns - winner.median_ns, *setups)
         elif self._pool.trials and self._pool.baseline.blocks:
@@ -339,12 +453,23 @@ class Search:
             break_even_calls=break_even,
             reference=reference_text(self._scheduler.reference),
             seconds=self._budget.spent(),
+            ended=self._how_it_ended(),
             interrupted=interrupted,
         )
+
+    def _how_it_ended(self) -> str:
+        spent_s, beyond_s = self._budget.spent(), self._budget.spent() - self._options.budget_s
+        if self._budget.overtime_s and beyond_s > 0:
+            return (
+                f"took {spent_s:.0f} s, {beyond_s:.0f} s beyond the budget, to wait for a compiled "
+                "candidate that was about to be ready"
+            )
+        return self._ended
 
     def _frozen(self, trial: LiveTrial) -> Trial:
         if trial.status == "ok" and not trial.blocks:
             trial.status, trial.reason = "skipped", "search ended before it was timed"
         if trial.status == "ok" and not self._pool.allowed(trial):
             trial.reason = f"allow with --precision {trial.precision}"
-        return trial.frozen(self._pool.allowed(trial))
+        frozen = trial.frozen(self._pool.allowed(trial))
+        return msgspec.structs.replace(frozen, setup_s=self._pool.setup_s(trial))

@@ -32,7 +32,7 @@ from steadytorch.transforms.base import NotApplicable
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
-from steadytorch.tune.search import COMPILING, ENGINES, Search
+from steadytorch.tune.search import ENGINES, Search, compiling
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
@@ -263,7 +263,7 @@ class Session:
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker, so that concurrent compilers share the cores."""
         name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
-        return {name: os.environ.get(name, str(max(1, cores // COMPILING)))}
+        return {name: os.environ.get(name, str(max(1, cores // compiling(self._slots()))))}
 
     def _memory_limit(self) -> int:
         """Host memory limit per worker in bytes: 80 % of the memory available now."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -73,6 +75,7 @@ class SetupScheduler:
         early: number of processes to start before a candidate needs them, so that they import
             their modules ahead. They start while the untouched workload is set up, and on a GPU
             host also at the start of a round that compiles. 0 on machines with few cores.
+        now: returns seconds on a monotonic clock.
 
     Attributes:
         device: as given.
@@ -86,13 +89,16 @@ class SetupScheduler:
         options: SearchOptions,
         watcher: ProgressListener,
         early: int = 0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launch, self.device, self._ambient = launch, device, ambient
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
+        self._now = now
         # On a CPU, background work takes cores from the timed workload.
-        self._beside = early > 0 and torch.device(device).type != "cpu"
+        self._shares_cores = torch.device(device).type == "cpu"
+        self._beside = early > 0 and not self._shares_cores
         self._for_reference: Worker | None = None
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
@@ -122,6 +128,8 @@ class SetupScheduler:
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload and, in another process, the reference.
 
+        Candidates that have begun are set up meanwhile.
+
         Raises:
             WorkerFault: the untouched workload fails, or time ran out.
         """
@@ -129,22 +137,26 @@ class SetupScheduler:
         worker = trial.worker
         for each in (reference, worker):
             each.send("load", device=self.device, ambient=self._ambient)
-        reference.receive(left_s)
+        self.pump_until(reference, left_s, loads=True)
         made_in_s = self._ask_for_reference(reference, remaining) if self._beside else None
-        worker.receive(left_s)
-        trial.accept_set_up(worker.call("set_up", remaining(), candidate=[]))
+        self.pump_until(worker, left_s, loads=True)
+        left_s = remaining()
+        worker.send("set_up", candidate=[])
+        trial.accept_set_up(self.pump_until(worker, left_s))
         if (over := self._over_memory(trial)) is not None:
             trial.reason = f"the untouched workload itself {over}"
             self._watcher.phase(f"{trial.reason}: looking for candidates below the cap")
         trial.stage = "timing"
         if made_in_s is None:
             made_in_s = self._ask_for_reference(reference, remaining)
-        self.reference = msgspec.convert(reference.receive(made_in_s), Reference)
+        made = self.pump_until(reference, made_in_s)
+        self.reference = msgspec.convert(made, Reference)
         explained = self._explained(reference, remaining())
         reference.kill()
         self.findings = explained.findings
         flops = explained.product_flops
-        character = worker.call("characterise", remaining(), product_flops=flops)
+        with self.paused():
+            character = worker.call("characterise", remaining(), product_flops=flops)
         self.character = msgspec.convert(character, Character)
         self._watcher.trial("untouched", "verified")
         return trial
@@ -161,7 +173,8 @@ class SetupScheduler:
         Runs in the reference's process, because a profiled process must not be timed.
         """
         try:
-            found = worker.call("explained", min(deadline_s, EXPLAIN_DEADLINE_S), seconds=EXPLAIN_S)
+            worker.send("explained", seconds=EXPLAIN_S)
+            found = self.pump_until(worker, min(deadline_s, EXPLAIN_DEADLINE_S))
         except WorkerFault as fault:
             self._watcher.phase(f"profiling failed ({fault.reason}): continuing without findings")
             return Explained((), None)
@@ -189,14 +202,39 @@ class SetupScheduler:
         self._slots = slots
         self._waiting.extend((candidate, deadline_s) for candidate in candidates)
 
-    def pump_until(self, worker: Worker, deadline_s: float) -> Any:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the processes of all set-ups, so that they do not disturb a timing."""
+        live, idle = self.unfinished, self._idle[:]
+        for trial in live:
+            trial.pause(self._now())
+        for worker in idle:
+            worker.pause()
+        try:
+            yield
+        finally:
+            for worker in idle:
+                worker.resume()
+            for trial in live:
+                trial.resume(self._now())
+
+    def elapsed_s(self, trial: LiveTrial) -> float:
+        """Seconds since a trial's set-up began, pauses left out."""
+        return self._now() - trial.began_s
+
+    def pump_until(self, worker: Worker, deadline_s: float, loads: bool = False) -> Any:
         """Waits for another worker's answer and advances begun candidates until it arrives.
+
+        Args:
+            worker: the worker to wait for.
+            deadline_s: see `Worker.receive`.
+            loads: whether it only loads, so that compilers may go on beside it on a CPU.
 
         Raises:
             WorkerFault: see `Worker.receive`, for that worker.
         """
         while not (worker.ready() or worker.overdue(deadline_s)):
-            self._tend([worker], others=1)
+            self._tend([worker], 1, makes_way=not loads)
         return worker.receive(deadline_s)
 
     def prepare(
@@ -205,9 +243,11 @@ class SetupScheduler:
         slots: int,
         deadline_s: float,
         others: int,
-        is_late: Callable[[], bool] = lambda: False,
+        is_due: Callable[[], bool] = lambda: False,
     ) -> list[LiveTrial]:
         """Sets candidates up side by side and verifies each against the reference.
+
+        Ends when all are done, or early: unfinished candidates then stay under way.
 
         Args:
             candidates: candidates to set up, in addition to those already begun.
@@ -215,48 +255,77 @@ class SetupScheduler:
                 runs alone.
             deadline_s: timeout in seconds for each stage.
             others: number of other workers that stay alive and take memory.
-            is_late: whether the time for unfinished candidates has run out.
+            is_due: whether to return although candidates are unfinished.
 
         Returns:
-            A trial per candidate: verified and waiting, or rejected with a reason.
+            A trial per finished candidate: verified, or rejected with a reason.
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
         if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
             self._refill(self._early)  # ready long before the compiler finishes
-        while self._waiting or self._unfinished():
+        while (self._waiting or self.unfinished) and not is_due():
             self._tend([], others)
-            if is_late():
-                self._give_up()
-        done, self.under_way = self.under_way, []
+        left = self.unfinished
+        done = [trial for trial in self.under_way if trial not in left]
+        self.under_way = left
         return done
 
-    def _give_up(self) -> None:
-        """Rejects unfinished trials and drops waiting candidates."""
+    def give_up(self, why: str) -> None:
+        """Rejects unfinished trials for this reason and drops waiting candidates."""
         self._waiting.clear()
-        for trial in self._unfinished():
-            trial.reject(f"{trial.stage}: budget exhausted")
+        for trial in self.unfinished:
+            trial.reject(f"{trial.stage}: {why}")
             self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
 
-    def _unfinished(self) -> list[LiveTrial]:
+    @property
+    def unfinished(self) -> list[LiveTrial]:
+        """Trials whose set-up or verification is under way."""
         return [t for t in self.under_way if t.status == "ok" and t.stage != "timing"]
 
-    def _tend(self, also: Sequence[Worker], others: int) -> None:
+    def _tend(self, also: Sequence[Worker], others: int, makes_way: bool = False) -> None:
         """Starts waiting candidates while slots are free, waits briefly and handles answers."""
         self._begin_waiting()
-        live = self._unfinished()
+        live = self.unfinished
+        self._share_cores(live, makes_way)
+        self._verify_waiting(live)
         wait_any([*(trial.worker for trial in live), *also], 0.25)
         self._watcher.tick()
         for trial in live:
             if trial.worker.ready() or trial.worker.overdue(trial.deadline_s):
-                self._advance(trial, crowded=others + len(self._unfinished()) > 1)
+                self._advance(trial, crowded=others + len(self.unfinished) > 1)
+
+    def _share_cores(self, trials: Sequence[LiveTrial], makes_way: bool) -> None:
+        """On a CPU, pauses compilers while a model runs.
+
+        Its threads wait for each other at barriers: beside a compiler, a warm-up of one second was
+        seen to take 14.
+        """
+        if not self._shares_cores:
+            return
+        compiling = [trial for trial in trials if compiles(trial.candidate)]
+        others = [trial for trial in trials if trial not in compiling]
+        if makes_way or any(trial.stage in ("set-up", "verification") for trial in others):
+            for trial in compiling:
+                trial.pause(self._now())
+        else:
+            for trial in compiling:
+                trial.resume(self._now())
+
+    def _verify_waiting(self, trials: Sequence[LiveTrial]) -> None:
+        """Has candidates verified that were set up before the reference was made."""
+        for trial in trials:
+            if trial.stage == "waiting" and self.reference is not None:
+                trial.stage = "verification"
+                trial.worker.send("verify")
 
     def _begin_waiting(self) -> list[LiveTrial]:
         """Starts waiting candidates while slots are free; returns their trials."""
-        room = max(0, self._slots - len(self._unfinished()))
+        room = max(0, self._slots - len(self.unfinished))
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
         begun = [self._new_trial(*each) for each in taken]
         for trial in begun:
+            trial.began_s = self._now()
             trial.worker.send("load", device=self.device, ambient=self._ambient)
         self.under_way += begun
         return begun
@@ -291,8 +360,8 @@ class SetupScheduler:
                 trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))
             elif trial.stage == "set-up":
                 trial.accept_set_up(reply)
-                trial.stage = "verification"
-                trial.worker.send("verify")
+                trial.stage = "waiting"
+                self._verify_waiting([trial])
             else:
                 self._accept_verification(trial, reply)
         except WorkerFault as fault:

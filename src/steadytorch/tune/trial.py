@@ -53,8 +53,8 @@ class WorkerLauncher:
         self._imports = tuple(imports)
 
     def __call__(self, name: str) -> Worker:
-        """Starts a worker with its own compiler cache, so that set-up times exclude cache hits."""
-        cache = self._directory / f"cache-{name}"
+        """Starts a worker; all workers share one compiler cache, which is keyed by content."""
+        cache = self._directory / "compiler-cache"
         environment = {**self._environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return Worker(HANDLER, self._directory, name, environment, self._limit, self._imports)
 
@@ -68,6 +68,8 @@ class LiveTrial:
         status, reason: see `plan.record.Trial`.
         suggested_by: ids of the findings that suggest it.
         deadline_s: timeout in seconds for each stage of its set-up.
+        began_s: when its set-up began on the search's clock, pauses left out.
+        stage: starting, set-up, waiting (for the reference), verification or timing.
         blocks: blocks in the order taken, each a list of iteration times in ns.
     """
 
@@ -89,6 +91,8 @@ class LiveTrial:
         self.set_up: SetUp | None = None
         self.verification: Verification | None = None
         self.blocks: list[list[int]] = []
+        self.began_s = 0.0
+        self._paused_s: float | None = None
         self.stage = "starting"
 
     @property
@@ -149,6 +153,19 @@ class LiveTrial:
         """Stores and returns the worker's verification result."""
         self.verification = msgspec.convert(reply, Verification)
         return self.verification
+
+    def pause(self, now_s: float) -> None:
+        """Stops the worker during its set-up; `now_s` is the search's clock."""
+        if self._paused_s is None:
+            self._paused_s = now_s
+            self.worker.pause()
+
+    def resume(self, now_s: float) -> None:
+        """Lets a paused worker go on."""
+        if self._paused_s is not None:
+            self.began_s += now_s - self._paused_s
+            self._paused_s = None
+            self.worker.resume()
 
     def frozen(self, allowed: bool) -> Trial:
         """The trial as data."""

@@ -22,6 +22,7 @@ from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import SHARED, as_tensor, memory_of
 from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.containers import BorrowedArguments
+from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -128,8 +129,8 @@ def values_of(tree: Any) -> list[Value]:
 def _leaves(tree: Any) -> list[Any]:
     """Tensors and constants in nested containers and in fields of other objects.
 
-    Transforms pass other objects through unchanged (dataclasses, caches, subclasses of containers),
-    so their contents are compared directly.
+    Transforms pass other objects (such as caches) through unchanged, so their contents are compared
+    directly.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -157,7 +158,7 @@ def _fields_of(thing: Any) -> list[Any]:
 
 def nesting(tree: Any) -> list[str]:
     """The nesting of containers and their leaves as text; floats and complex by type only."""
-    return [str(pytree.tree_structure(tree)), *map(_format_leaf, _leaves(tree))]
+    return [str(pytree.tree_structure(opened(tree))), *map(_format_leaf, _leaves(tree))]
 
 
 def _format_leaf(leaf: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError
+from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import CONSTANTS
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -82,7 +83,7 @@ class BorrowedArguments:
 
     def _is_rebuilt_written(self) -> bool:
         for copy, leaves, structure in self._rebuilt:
-            now, structure_now = pytree.tree_flatten(copy)
+            now, structure_now = pytree.tree_flatten(opened(copy))
             if structure_now != structure or not _same(now, leaves):
                 return True
         return False
@@ -104,11 +105,13 @@ class BorrowedArguments:
             _refill(made, [self._copy(item) for item in _items(value)])
             self._copied.append((value, made, _items(made)))
             return made
-        leaves, structure = pytree.tree_flatten(value)
+        leaves, structure = pytree.tree_flatten(opened(value))
+        if structure.is_leaf():
+            return value
         made = pytree.tree_unflatten([self._copy(leaf) for leaf in leaves], structure)
         if made is not value:
             self._remember(value, made)
-            self._rebuilt.append((made, *pytree.tree_flatten(made)))
+            self._rebuilt.append((made, *pytree.tree_flatten(opened(made))))
         return made
 
     def _known(self, tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
@@ -138,7 +141,12 @@ class BorrowedArguments:
             items = [self._restored(item, convert) for item in _items(value)]
             if not _same(items, _items(value)):
                 _refill(value, items)
-        return value
+            return value
+        leaves, structure = pytree.tree_flatten(opened(value))
+        if structure.is_leaf():
+            return value
+        items = [self._restored(leaf, convert) for leaf in leaves]
+        return value if _same(items, leaves) else pytree.tree_unflatten(items, structure)
 
 
 def _items(container: Any) -> list[Any]:

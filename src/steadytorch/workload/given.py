@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UsageError
+from steadytorch.workload.signature import named_leaves
 from steadytorch.workload.workload import Workload
 
 
@@ -62,9 +62,9 @@ def _tensors_of(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{owner}parameter {n!r}", t) for n, t in module.named_parameters())
             yield from ((f"{owner}buffer {n!r}", t) for n, t in module.named_buffers())
     inputs = (tuple(workload.inputs), dict(workload.kwargs))
-    for path, leaf in pytree.tree_flatten_with_path(inputs)[0]:
+    for path, leaf in named_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
-            yield f"input {pytree.keystr(path[1:])}", leaf
+            yield f"input {path}", leaf
 
 
 def _no_values(tensor: torch.Tensor) -> str | None:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UsageError
 from steadytorch.results.signature import Leaf, Signature
+from steadytorch.workload.opened import opened
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types that leaves of the arguments may have besides tensors."""
@@ -32,7 +33,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return [map_tensors(function, item) for item in tree]
     if kind is dict:
         return {key: map_tensors(function, item) for key, item in tree.items()}
-    return pytree.tree_map_only(torch.Tensor, function, tree, is_leaf=is_size)
+    return pytree.tree_map_only(torch.Tensor, function, opened(tree), is_leaf=is_size)
 
 
 def is_size(value: Any) -> bool:
@@ -42,7 +43,7 @@ def is_size(value: Any) -> bool:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in a fixed order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -65,10 +66,17 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
             distinguished.
     """
     arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
-    leaves, structure = pytree.tree_flatten_with_path(arguments)
-    return Signature(
-        tuple(_leaf(pytree.keystr(path[1:]), value) for path, value in leaves), str(structure)
-    )
+    structure = pytree.tree_structure(opened(arguments))
+    return Signature(tuple(_leaf(*each) for each in named_leaves(arguments)), str(structure))
+
+
+def named_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Any]]:
+    """The leaves of a call's arguments with their paths, such as `[0]['mask']`."""
+    try:
+        leaves = pytree.tree_leaves_with_path(opened(arguments))
+    except ValueError:  # a class registered without names, as transformers registers its outputs
+        return [(f"[{i}]", leaf) for i, leaf in enumerate(pytree.tree_leaves(opened(arguments)))]
+    return [(pytree.keystr(path[1:]), leaf) for path, leaf in leaves]
 
 
 def _leaf(path: str, value: Any) -> Leaf:
@@ -80,5 +88,5 @@ def _leaf(path: str, value: Any) -> Leaf:
         return Leaf(path, constant=repr(value))
     raise UsageError(
         f"input {path or '()'} is a {type(value).__name__}: inputs may hold tensors, numbers, "
-        "strings, booleans and None, nested in tuples, lists and dicts"
+        "strings, booleans and None, nested in tuples, lists, dicts and dataclasses"
     )

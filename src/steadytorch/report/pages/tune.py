@@ -239,6 +239,6 @@ def _facts(document: TuneReport) -> Table:
             else None,
         ),
         ("reference of the errors", document.reference),
-        ("the search took", seconds(document.seconds)),
+        ("the search took", document.ended or seconds(document.seconds)),
     ]
     return table(["search", "value"], [row for row in rows if row[1] is not None], (0, 1))

@@ -1,0 +1,116 @@
+"""Opens containers of user classes, which PyTorch's pytree would treat as leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def opened(tree: Any) -> Any:
+    """Replaces each container that pytree does not know by a node that pytree can flatten.
+
+    These are dataclasses, namespaces, and subclasses of dict and list. Unflattening, as in
+    `tree_map`, makes new containers of the same classes, with their other attributes. A tree
+    without such containers is returned as it is.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, torch.Size))
+    kinds = [is_closed(leaf) for leaf in leaves]
+    if not any(kinds):
+        return tree
+    nodes = [Opened(v) if closed else v for v, closed in zip(leaves, kinds, strict=True)]
+    return pytree.tree_unflatten(nodes, structure)
+
+
+def is_closed(value: Any) -> bool:
+    """Whether a value is a container of a class that pytree does not know."""
+    if type(value) in pytree.SUPPORTED_NODES or isinstance(value, type):
+        return False
+    return is_dataclass(value) or isinstance(value, (dict, list, SimpleNamespace))
+
+
+class Opened:
+    """A container of a user class, as a node that pytree flattens; see `opened`.
+
+    Args:
+        value: the container.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Form:
+    """What a flattened container is made from again.
+
+    Equal if class, fields and keys are, so that nestings compare like those of known containers.
+
+    Args:
+        template: a copy of the container whose contents are dropped.
+        names: names of its fields.
+        keys: its keys, or the positions of its items.
+    """
+
+    def __init__(self, template: Any, names: tuple[str, ...], keys: tuple[Any, ...]) -> None:
+        self.template, self.names, self.keys = template, names, keys
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Form) and self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        kind = type(self.template)
+        return f"{kind.__module__}.{kind.__qualname__}{(*self.names, *self.keys)}"
+
+    def _parts(self) -> tuple[Any, ...]:
+        return type(self.template), self.names, self.keys
+
+
+def _flatten(node: Opened) -> tuple[list[Any], _Form]:
+    value: Any = node.value
+    keys: tuple[Any, ...] = ()
+    if isinstance(value, (dict, list)):
+        keys = tuple(value if isinstance(value, dict) else range(len(value)))
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    if isinstance(value, SimpleNamespace):
+        names = [*vars(value)]
+    # A dataclass that is a dict too, as in transformers, holds its items twice.
+    names = [name for name in names if name not in keys and hasattr(value, name)]
+    held = [getattr(value, name) for name in names] + [node.value[key] for key in keys]
+    form = _Form(copy.copy(node.value), tuple(names), keys)
+    _fill(form, form.template, [None] * len(held))  # a form may outlive the tensors
+    return [opened(part) for part in held], form
+
+
+def _unflatten(parts: Iterable[Any], form: _Form) -> Any:
+    made = copy.copy(form.template)
+    _fill(form, made, list(parts))
+    return made
+
+
+def _fill(form: _Form, made: Any, parts: list[Any]) -> None:
+    count, keeps_twice = len(form.names), is_dataclass(made)
+    attributes = list(zip(form.names, parts[:count], strict=True))
+    store: Any = dict.__setitem__ if isinstance(made, dict) else list.__setitem__
+    for key, part in zip(form.keys, parts[count:], strict=True):
+        store(made, key, part)
+        if keeps_twice and hasattr(made, str(key)):
+            attributes.append((key, part))
+    for name, part in attributes:
+        object.__setattr__(made, name, part)  # a dataclass may be frozen
+
+
+def _flatten_with_keys(node: Opened) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Form]:
+    parts, form = _flatten(node)
+    names = [*map(pytree.GetAttrKey, form.names), *map(pytree.MappingKey, form.keys)]
+    return list(zip(names, parts, strict=True)), form
+
+
+pytree.register_pytree_node(Opened, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)

@@ -1,0 +1,105 @@
+"""What a search begins first, waits for, and leaves, on simulated machines."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from scripted import NullListener
+from simulated import Machine, outcome, search
+
+from steadytorch.tune.search import compiling
+
+
+class Log(NullListener):
+    """Notes when each candidate changed its state."""
+
+    def __init__(self, machine):
+        self.machine, self.states, self.phases = machine, [], []
+
+    def trial(self, label, state, detail=""):
+        self.states.append((self.machine.seconds, label, state))
+
+    def timed(self, label, median_ns):
+        self.states.append((self.machine.seconds, label, "timed"))
+
+    def phase(self, message):
+        self.phases.append(message)
+
+
+def begun(log):
+    return [(s, label) for s, label, state in log.states if state == "set-up"]
+
+
+def test_a_compilation_begins_with_the_untouched_workload():
+    machine = Machine(0, compile_s=20.0)
+    log = Log(machine)
+    search(machine, 60.0, watcher=log)
+    first = begun(log)[:2]
+    assert [second for second, _ in first] == [0.0, 0.0]
+    assert first[0][1] == "untouched"
+    assert "compile(default, freezing)" in first[1][1]
+
+
+def test_what_is_ready_is_timed_while_compilers_go_on():
+    machine = Machine(0, compile_s=40.0)
+    log = Log(machine)
+    search(machine, 90.0, watcher=log)
+    timed_s = min(s for s, label, state in log.states if state == "timed" and label != "untouched")
+    compiled_s = min(s for s, label, state in log.states if state == "verified" and "comp" in label)
+    assert timed_s < 30.0 < compiled_s
+
+
+@pytest.mark.parametrize("budget_s", [30.0, 60.0, 120.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_takes_no_longer_than_a_fifth_beyond_its_budget(seed, budget_s):
+    found = outcome(seed, budget_s, compile_s=0.7 * budget_s)
+    assert found.seconds <= 1.2 * budget_s + 5.0
+    assert ("beyond the budget" in found.ended) == (found.seconds > budget_s + 0.5)
+
+
+def test_a_compilation_that_is_about_to_be_ready_is_waited_for_and_it_is_said():
+    machine = Machine(1, compile_s=22.0)
+    log = Log(machine)
+    result = search(machine, 30.0, watcher=log)
+    assert any("compile" in str(spec) for spec in result.chosen)
+    assert 30.0 < result.seconds <= 36.5
+    assert "beyond the budget" in result.ended
+    assert any("is about to be ready" in phase for phase in log.phases)
+
+
+def test_a_compilation_that_never_ends_leaves_the_best_of_the_others():
+    machine = Machine(1, compile_s=1e6)
+    result = search(machine, 60.0)
+    assert result.chosen
+    assert not any("compile" in str(spec) for spec in result.chosen)
+    assert result.seconds <= 73.0
+    assert not any(worker.alive for worker in machine.workers)
+
+
+def test_a_search_stops_when_no_gain_is_expected_and_says_so():
+    machine = Machine(2, compile_s=10.0)
+    result = search(machine, 3600.0)
+    assert result.seconds < 600.0
+    assert result.ended.startswith(f"stopped after {result.seconds:.0f} s"[:14])
+    assert "were expected to gain 0." in result.ended
+    assert "no gain expected" in result.not_tried.values()
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_compilers_share_the_cores(slots, most):
+    assert compiling(slots) == most
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("seed", range(8))
+def test_more_time_makes_no_worse_plan(seed):
+    times = [outcome(seed, budget_s).chosen_ns for budget_s in (30.0, 60.0, 180.0)]
+    assert times[1] <= 1.03 * times[0]
+    assert times[2] <= 1.03 * times[1]
+
+
+def test_where_the_time_allows_it_the_plan_is_compiled():
+    found = [outcome(seed, 60.0, compile_s=20.0) for seed in range(6)]
+    assert all(each.compiled for each in found)
+    assert statistics.median(each.seconds for each in found) <= 60.0
