@@ -1,6 +1,7 @@
 """What each rank of `test_ranks` runs: a training loop under DDP, served by a stored plan.
 
-Started by torchrun with the store, the folder for what it finds, and the ranks that have no plan.
+Started by torchrun with the store, the folder for what it finds, and what rank 1 has: `plan`,
+`no plan`, `another plan`, `another model`, or `is off`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import steadytorch as steady
+from steadytorch.tune.session import Session
 
 STEPS = 3
 
@@ -41,22 +43,70 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def main(store: str, folder: Path, without: list[int]) -> None:
+def settings_of(case: str, rank: int, store: str, folder: Path) -> tuple[str, nn.Module]:
+    """The store and the network of a rank."""
+    net = make_net()
+    if rank != 1 or case == "plan":
+        return store, net
+    if case == "no plan":
+        return str(folder / "empty"), net
+    if case == "another plan":
+        return str(folder / "other"), net
+    if case == "another model":
+        return store, net.append(nn.ReLU())
+    assert case == "is off"
+    os.environ["STEADYTORCH_MODE"] = "off"
+    return store, net
+
+
+def infer(store: str, rank: int) -> dict[str, object]:
+    """What `optimize` serves to two ranks, and to one that calls alone."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    together = steady.optimize(model, store=store)
+    alone = steady.optimize(model, store=store, agree=False)
+    together(torch.ones(1, 3, 8, 8))
+    alone(torch.ones(1, 3, 8, 8))
+    return {"together": str(together.report()), "alone": str(alone.report())}
+
+
+def searched_by_one(rank: int, folder: Path) -> None:
+    """Tunes on empty stores, one for each rank."""
+    searches: list[Session] = []
+    search = Session.search
+    Session.search = lambda self, watcher=None: searches.append(self) or search(self, watcher)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    plan = steady.tune((model, torch.ones(1, 3, 8, 8)), store=folder / f"plans{rank}", budget="20s")
+    found = {
+        "id": plan.id,
+        "transforms": list(map(str, plan.candidate)),
+        "speedup": plan.evidence.speedup.estimate,
+        "searched": bool(searches),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+def main(store: str, folder: Path, case: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    mine = str(folder / "empty") if rank in without else store
-    net = make_net()
-    try:
-        fast = steady.tune(make_workload(), store=mine, mode="strict").apply(net)
-        counts = fast.report
-    except steady.PlanError:
-        fast, counts = net, None
+    if case == "search":
+        searched_by_one(rank, folder)
+    mine, net = settings_of(case, rank, store, folder)
+    plan = steady.tune(make_workload(), store=mine, mode="replay")
+    fast = plan.apply(net)
+    wrapped = DistributedDataParallel(make_net())
     tuned = train(DistributedDataParallel(fast), rank)
     untouched = train(DistributedDataParallel(make_net()), rank)
     found = {
-        "calls": {} if counts is None else counts().calls,
+        "id": plan.id,
+        "transforms": list(map(str, plan.candidate)),
+        "calls": fast.report().calls,
+        "off": fast.is_off,
+        "wrapped": plan.apply(wrapped).is_off,
         "weights": tuned.tolist(),
         "untouched": untouched.tolist(),
+        "infer": infer(store, rank),
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -65,4 +115,4 @@ def main(store: str, folder: Path, without: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), [int(rank) for rank in sys.argv[3:]])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
