@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before PyTorch is imported
     end = time.monotonic() + 60 * asked.minutes
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
@@ -80,6 +80,8 @@ def _work(job: int, jobs: int, most: int, end: float, folder: Path) -> None:
 
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    from fault_runs import DEADLINE_S, STALLED_S
+
     groups: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line["scenario"], line["size"]].append(line)
@@ -102,6 +104,13 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "cores": psutil.cpu_count(),
         "load": os.getloadavg(),
         "python": sys.version.split()[0],
+        "deadline_s": DEADLINE_S,
+        "stall_limit_s": STALLED_S,
+        "stalled": sum(line["stall_s"] >= STALLED_S for line in lines),
+        "past_deadline_s": max(
+            (line["longest_wait_s"] - DEADLINE_S for line in lines if line["stall_s"] < STALLED_S),
+            default=0.0,
+        ),
         "rows": rows,
         "wrong": [line for line in lines if line["wrong"]],
     }
@@ -115,6 +124,8 @@ def _kind(outcomes: list[str]) -> str:
 def _table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['runs']} runs, {len(result['wrong'])} wrong",
+        f"{result['stalled']} with a process that did not run for {result['stall_limit_s']:g} s or more; "
+        f"without these, the longest wait was {result['past_deadline_s']:.2f} s past the deadline",
         f"{'scenario':<16} ranks runs  longest wait  median total  outcomes",
     ]
     for row in result["rows"]:

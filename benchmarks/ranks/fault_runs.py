@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rank_process import Fault, Setting, run_rank
+from rank_process import DEADLINE_S, Fault, Setting, run_rank, watch_stalls
 
 LATE_S = 2.0
 """Allowed wait past the deadline."""
+STALLED_S = 1.0
+"""A process that did not run for so long makes its run unfit to judge timeouts."""
 HUNG_S = 90.0
 STEPS = ("vote", "answer", "plan", "propose", "serve")
 # Forked: starting eight interpreters with PyTorch takes half a minute of two cores.
@@ -44,7 +46,7 @@ def _different_plans(size: int, draw: random.Random) -> Setting:
 
 
 def _late(size: int, draw: random.Random) -> Setting:
-    late, delay = draw.randrange(size), draw.choice([0.3, 1.8, 2.0, 2.2, 3.0])
+    late, delay = draw.randrange(size), DEADLINE_S + draw.choice([-2.7, -0.2, 0.0, 0.2, 1.0])
     return replace(
         _one_miss(size, draw), delays_s=tuple(delay if r == late else 0.0 for r in range(size))
     )
@@ -98,7 +100,8 @@ def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
     """
     setting = SCENARIOS[scenario](size, random.Random(f"{scenario} {size} {seed}"))
     receive, send = PROCESSES.Pipe(False)
-    store = PROCESSES.Process(target=_serve_store, args=(send,), daemon=True)
+    stalls = PROCESSES.RawArray("d", size + 1)
+    store = PROCESSES.Process(target=_serve_store, args=(send, stalls), daemon=True)
     store.start()
     assert store.pid is not None
     try:
@@ -107,15 +110,19 @@ def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
         if scenario in ("elastic restart", "second start"):
             hits = ("a",) * size if scenario == "second start" else setting.choices
             settings.append(Setting(size, hits, attempt=1))
-        attempts = [_attempt(each, port, store.pid, folder) for each in settings]
+        attempts = [_attempt(each, port, store.pid, folder, stalls) for each in settings]
     finally:
         with suppress(ProcessLookupError):
             os.kill(store.pid, signal.SIGKILL)
         store.join()
+    stall_s = max(stalls)
     wrong = [
-        text for each, found in zip(settings, attempts, strict=True) for text in _wrong(each, found)
+        text
+        for each, found in zip(settings, attempts, strict=True)
+        for text in _wrong(each, found, stall_s)
     ]
-    if len(attempts) == 2 and {o["outcome"] for o in attempts[1]} != {"serve a"}:
+    restarted = len(attempts) == 2 and stall_s < STALLED_S
+    if restarted and {o["outcome"] for o in attempts[1]} != {"serve a"}:
         wrong.append("the second start does not serve the plan")
     return {
         "scenario": scenario,
@@ -127,11 +134,12 @@ def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
         "reasons": sorted({o["reason"] for found in attempts for o in found if o["reason"]}),
         "longest_wait_s": max((w for f in attempts for o in f for w in o["waits_s"]), default=0.0),
         "total_wait_s": max((sum(o["waits_s"]) for f in attempts for o in f), default=0.0),
+        "stall_s": stall_s,
         "wrong": wrong,
     }
 
 
-def _wrong(setting: Setting, found: list[dict[str, Any]]) -> list[str]:
+def _wrong(setting: Setting, found: list[dict[str, Any]], stall_s: float) -> list[str]:
     wrong = []
     outcomes = {o["outcome"] for o in found} - {"stopped"}
     if len(outcomes) > 1:
@@ -140,8 +148,12 @@ def _wrong(setting: Setting, found: list[dict[str, Any]]) -> list[str]:
     missing = set(range(setting.size)) - {o["rank"] for o in found} - killed
     if missing:
         wrong.append(f"no outcome of ranks {sorted(missing)}")
-    if any(wait > setting.deadline_s + LATE_S for o in found for wait in o["waits_s"]):
+    # A rank that does not run cannot return in time.
+    most_s = setting.deadline_s + LATE_S + stall_s
+    if any(wait > most_s for o in found for wait in o["waits_s"]):
         wrong.append("a wait past the deadline")
+    if stall_s >= STALLED_S:
+        return wrong
     if not setting.faults and not setting.delays_s and not setting.problems:
         expected = any(setting.choices) or setting.searches
         if any(o["outcome"].startswith("serve") is not expected for o in found):
@@ -159,11 +171,13 @@ def _loses_store(setting: Setting) -> bool:
     )
 
 
-def _attempt(setting: Setting, port: int, store_pid: int, folder: Path) -> list[dict[str, Any]]:
+def _attempt(
+    setting: Setting, port: int, store_pid: int, folder: Path, stalls: Any
+) -> list[dict[str, Any]]:
     end = folder / "end"
     end.unlink(missing_ok=True)
     processes: list[BaseProcess] = [
-        PROCESSES.Process(target=run_rank, args=(rank, setting, port, store_pid, folder))
+        PROCESSES.Process(target=run_rank, args=(rank, setting, port, store_pid, folder, stalls))
         for rank in range(setting.size)
     ]
     for process in processes:
@@ -188,7 +202,8 @@ def _attempt(setting: Setting, port: int, store_pid: int, folder: Path) -> list[
     return [json.loads(path(rank).read_text()) for rank in ranks]
 
 
-def _serve_store(send: Any) -> None:
+def _serve_store(send: Any, stalls: Any) -> None:
+    watch_stalls(stalls, len(stalls) - 1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     send.send(store.port)
     signal.pause()

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from steadytorch.ranks.agreement import Agreement, Ballot, Refusal, UncertainErr
 from steadytorch.ranks.group import Ranks, ranks_of
 
 PLAN = b"plan " * 2000
+DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Setting:
     searches: bool = False
     problems: dict[int, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
-    deadline_s: float = 2.0
+    deadline_s: float = DEADLINE_S
     attempt: int = 0
 
 
@@ -101,8 +103,25 @@ class FaultyStore:
                 self._faults.remove(fault)
 
 
-def run_rank(rank: int, setting: Setting, port: int, store_pid: int, folder: Path) -> None:
+def watch_stalls(stalls: Any, place: int) -> None:
+    """Notes for how long this process did not run at most, in seconds, in its place of an array."""
+
+    def watch() -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(0.01)
+            now = time.monotonic()
+            stalls[place] = max(stalls[place], now - last - 0.01)
+            last = now
+
+    Thread(target=watch, daemon=True).start()
+
+
+def run_rank(
+    rank: int, setting: Setting, port: int, store_pid: int, folder: Path, stalls: Any
+) -> None:
     """Joins the group, takes part in one agreement and writes the outcome to a file."""
+    watch_stalls(stalls, rank)
     raw = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group(
         "gloo",

@@ -56,7 +56,7 @@ def test_a_fault_leaves_one_outcome_in_time(scenario, size, seed, tmp_path):
     [
         (("serve a", "untouched"), (0.1, 0.1), "several outcomes: ['serve a', 'untouched']"),
         (("serve a", "serve b"), (0.1, 0.1), "several outcomes: ['serve a', 'serve b']"),
-        (("serve a", "serve a"), (0.1, 4.1), "a wait past the deadline"),
+        (("serve a", "serve a"), (0.1, 5.1), "a wait past the deadline"),
         (("serve a",), (0.1,), "no outcome of ranks [1]"),
         (("stopped", "stopped"), (0.1, 0.1), "stopped although the store was there"),
         (("untouched", "untouched"), (0.1, 0.1), "expected a plan"),
@@ -68,4 +68,4 @@ def test_the_check_of_a_run_sees_each_failure(outcomes, waits_s, wrong):
         {"rank": rank, "outcome": outcome, "waits_s": [wait]}
         for rank, (outcome, wait) in enumerate(zip(outcomes, waits_s, strict=True))
     ]
-    assert wrong in fault_runs._wrong(setting, found)
+    assert wrong in fault_runs._wrong(setting, found, 0.0)

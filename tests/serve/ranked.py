@@ -1,13 +1,14 @@
 """What each rank of `test_ranks` runs: a training loop under DDP, served by a stored plan.
 
 Started by torchrun with the store, the folder for what it finds, and what rank 1 has: `plan`,
-`no plan`, `another plan`, `another model`, or `is off`.
+`no plan`, `another plan`, `another model`, `is off`, or `killed` for a rank that dies once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import steadytorch as steady
 from steadytorch.tune.session import Session
 
 STEPS = 3
+MANY_STEPS = 200
 
 
 def make_net() -> nn.Module:
@@ -32,10 +34,10 @@ def make_workload() -> steady.Workload:
     return steady.Workload.training(make_net(), torch.ones(2, 3, 8, 8), torch.sum, torch.optim.SGD)
 
 
-def train(model: nn.Module, rank: int) -> torch.Tensor:
+def train(model: nn.Module, rank: int, steps: int) -> torch.Tensor:
     """The weights after some steps on batches of the rank's own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
+    for step in range(steps):
         torch.manual_seed(100 * step + rank)
         optimizer.zero_grad()
         model(torch.randn(2, 3, 8, 8)).square().mean().backward()
@@ -46,7 +48,7 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
 def settings_of(case: str, rank: int, store: str, folder: Path) -> tuple[str, nn.Module]:
     """The store and the network of a rank."""
     net = make_net()
-    if rank != 1 or case == "plan":
+    if rank != 1 or case in ("plan", "killed"):
         return store, net
     if case == "no plan":
         return str(folder / "empty"), net
@@ -88,17 +90,29 @@ def searched_by_one(rank: int, folder: Path) -> None:
 
 
 def main(store: str, folder: Path, case: str) -> None:
-    dist.init_process_group("gloo")
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # Gloo would read the addresses of the run before a restart, as torchrun's store keeps them.
+    kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(attempt, kept),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     rank = dist.get_rank()
     if case == "search":
         searched_by_one(rank, folder)
     mine, net = settings_of(case, rank, store, folder)
     plan = steady.tune(make_workload(), store=mine, mode="replay")
+    if case == "killed" and rank == 1 and attempt == "0":
+        os.kill(os.getpid(), signal.SIGKILL)  # while rank 0 waits for it
     fast = plan.apply(net)
+    steps = MANY_STEPS if case == "killed" else STEPS
     wrapped = DistributedDataParallel(make_net())
-    tuned = train(DistributedDataParallel(fast), rank)
-    untouched = train(DistributedDataParallel(make_net()), rank)
+    tuned = train(DistributedDataParallel(fast), rank, steps)
+    untouched = train(DistributedDataParallel(make_net()), rank, steps)
     found = {
+        "attempt": attempt,
         "id": plan.id,
         "transforms": list(map(str, plan.candidate)),
         "calls": fast.report().calls,

@@ -19,7 +19,7 @@ from steadytorch.results.candidate import TransformSpec
 from steadytorch.serve.plan import Plan
 
 from .plans import make_plan
-from .ranked import STEPS, make_net, make_workload
+from .ranked import MANY_STEPS, STEPS, make_net, make_workload
 
 SCRIPT = Path(__file__).with_name("ranked.py")
 
@@ -52,6 +52,7 @@ def run(store, folder, case):
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment["STEADYTORCH_RANKS_DEADLINE"] = "30"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun += ("--max-restarts=1",) if case == "killed" else ()
     done = subprocess.run(
         [sys.executable, *torchrun, SCRIPT, store.root, folder, case],
         env=environment,
@@ -112,3 +113,15 @@ def test_one_rank_searches_for_all(tmp_path):
     for rank, each in enumerate(found):  # both keep the plan
         (stored,) = Store(tmp_path / f"plans{rank}", second="").entries(Plan)
         assert stored.payload.id == each["id"]
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_torchrun_restarts_a_killed_rank(store, tmp_path):
+    found, _ = run(store, tmp_path, "killed")
+    for each in found:
+        assert each["attempt"] == "1"
+        assert each["calls"] == {"tuned": MANY_STEPS}
+        assert each["weights"] == found[0]["weights"]
+    torch.testing.assert_close(
+        torch.tensor(found[0]["weights"]), torch.tensor(found[0]["untouched"])
+    )
