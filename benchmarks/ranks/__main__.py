@@ -124,7 +124,7 @@ def _kind(outcomes: list[str]) -> str:
 def _table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['runs']} runs, {len(result['wrong'])} wrong",
-        f"{result['stalled']} with a process that did not run for {result['stall_limit_s']:g} s or more; "
+        f"{result['stalled']} with a process stalled for {result['stall_limit_s']:g} s or more; "
         f"without these, the longest wait was {result['past_deadline_s']:.2f} s past the deadline",
         f"{'scenario':<16} ranks runs  longest wait  median total  outcomes",
     ]
