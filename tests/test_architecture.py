@@ -25,6 +25,7 @@ FLOORS = {
     "process": 1,
     "traces": 1,
     "measure": 2,
+    "ranks": 2,
     "ledger": 2,
     "conv": 3,
     "kernels": 3,

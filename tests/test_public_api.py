@@ -57,7 +57,8 @@ SIGNATURES = {
     ),
     "Plan.apply": (
         "(self, model: 'nn.Module', *, alias_outputs: 'bool' = False, "
-        "bundle: 'bool' = False, verify_every: 'int | None' = None) -> 'TunedModule'"
+        "bundle: 'bool' = False, verify_every: 'int | None' = None, "
+        "agree: 'bool' = True, group: 'Any' = None) -> 'TunedModule'"
     ),
     "Plan.batches": (
         "(self, loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
@@ -91,7 +92,8 @@ SIGNATURES = {
         "max_memory: 'str | int | None' = None, background: 'bool' = False, "
         "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
         "verify_every: 'int | None' = None, alias_outputs: 'bool' = False, "
-        "bundle: 'bool' = False, seed: 'int' = 0) -> 'TunedModule'"
+        "bundle: 'bool' = False, seed: 'int' = 0, "
+        "agree: 'bool' = True, group: 'Any' = None) -> 'TunedModule'"
     ),
     "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
     "prefetch": (
@@ -138,7 +140,8 @@ SIGNATURES = {
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
-        "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None) -> 'Plan'"
+        "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None, "
+        "agree: 'bool' = True, group: 'Any' = None) -> 'Plan'"
     ),
 }
 

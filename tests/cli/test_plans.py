@@ -220,6 +220,23 @@ def test_one_plan_is_exported_by_its_id(steady, kept, folder):
     assert "already stored, left unchanged" in again.out
 
 
+def test_plans_are_pushed_once_and_served_from_there(steady, kept, folder):
+    ended = steady("plans", "push", f"file://{folder}/shared", "--store", "plans")
+    assert ended.code == 0
+    added = len(list((folder / "shared").rglob("*.json")))
+    assert added > 0
+    assert f"{added} plan" in ended.out
+    again = steady("plans", "push", f"file://{folder}/shared", kept.mine.id, "--store", "plans")
+    assert "0 plans added, 1 already there" in again.out
+
+
+def test_a_push_that_fails_says_why(steady, kept, folder):
+    (folder / "file").write_text("")
+    ended = steady("plans", "push", f"file://{folder}/file", kept.mine.id, "--store", "plans")
+    assert ended.code == 3
+    assert "cannot be written" in only_line(ended.err)
+
+
 def test_an_export_into_no_folder_is_refused(steady, kept):
     ended = steady("plans", "export", "no/such/file", "--store", "plans")
     assert ended.code == 2

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,38 @@ def test_a_hanging_store_does_not_block_the_exit(key: Key, others: Store) -> Non
     )
     assert done.stdout.startswith("did not answer")
     assert done.stderr == ""
+
+
+# --- the writing role
+
+
+def test_a_pushed_entry_is_found_by_readers(tmp_path: Path, key: Key) -> None:
+    remote = RemoteStore(f"file://{tmp_path}/shared")
+    assert remote.push(key, encoded(key, Payload(1)))
+    assert behind(tmp_path, tmp_path / "shared").get(key, Payload).payload == Payload(1)
+
+
+def test_an_entry_is_never_replaced(tmp_path: Path, key: Key, others: Store) -> None:
+    before = listing(others.root)
+    assert not RemoteStore(str(others.root)).push(key, encoded(key, Payload(2)))
+    assert listing(others.root) == before
+
+
+def test_an_unusable_entry_is_named_and_stays(tmp_path: Path, key: Key, others: Store) -> None:
+    file_in(others, key).write_bytes(b"{}")
+    with pytest.raises(BrokenError, match=rf"has an entry that .*: remove .*{key.digest}.json"):
+        RemoteStore(str(others.root)).push(key, encoded(key, Payload(2)))
+    assert file_in(others, key).read_bytes() == b"{}"
+
+
+def test_of_many_writers_one_wins(tmp_path: Path, key: Key) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        url = f"file://{tmp_path}/shared"
+        added = pool.map(lambda n: RemoteStore(url).push(key, encoded(key, Payload(n))), range(8))
+        assert sum(added) == 1
+
+
+def test_a_store_that_cannot_be_written_says_why(tmp_path: Path, key: Key) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BrokenError, match="cannot be written: "):
+        RemoteStore(str(tmp_path / "file")).push(key, encoded(key, Payload(1)))

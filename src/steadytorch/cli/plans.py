@@ -28,7 +28,7 @@ def plans() -> None:
     ID is the id of a plan, as `steady plans list` shows it, or its first digits.
 
     These commands use the local store. On a miss, steady tune and the library also ask the
-    read-only store at the URL in STEADYTORCH_SECOND_STORE, and copy its plan.
+    store at the URL in STEADYTORCH_SECOND_STORE, and copy its plan.
     """
 
 
@@ -118,6 +118,26 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
     with options.file_for("FILE", path) as target:
         exported = export_plans(target, plan_ids, store)
     render_exported(options.console(False), exported, path)
+
+
+@plans.command("push")
+@click.argument("url", metavar="URL")
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@options.store
+def push(url: str, plan_ids: Sequence[str], store: Path | None) -> None:
+    """Add plans to the second store at URL.
+
+    Adds all plans by default. URL is anything that fsspec opens, as in STEADYTORCH_SECOND_STORE.
+    A plan that is already there stays unchanged.
+    """
+    from steadytorch.report.plans import render_pushed
+    from steadytorch.serve.exchange import push_plans
+
+    pushed = push_plans(url, plan_ids, store)
+    render_pushed(options.console(False), pushed)
+    problems = [f"{each.path}: {each.problem}" for each in pushed if each.problem]
+    if problems:
+        raise UnsupportedError("not pushed: " + "; ".join(problems))
 
 
 @plans.command("import")

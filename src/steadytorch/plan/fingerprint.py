@@ -193,7 +193,7 @@ def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
 
 def differing_fields(old: Key, new: Key) -> list[Difference]:
     """Lists the fields in which two keys differ; entries of mappings are named `ambient.name`."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old), flat(new)
     names = dict.fromkeys((*before, *after))
     pairs = ((name, before.get(name), after.get(name)) for name in names)
     return [Difference(name, was, now) for name, was, now in pairs if was != now]
@@ -227,15 +227,16 @@ def _in_words(difference: Difference) -> str:
     return f"{field} was {old!s:.120}, is {new!s:.120}"
 
 
-def _flat(key: Key) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(key: Key) -> dict[str, Any]:
+    """The fields of a key by name; entries of mappings are named `ambient.name`."""
+    found: dict[str, Any] = {}
     for field, value in msgspec.structs.asdict(key).items():
         if isinstance(value, dict):
             for name, entry in value.items():
-                flat[f"{field}{'' if name.startswith('[') else '.'}{name}"] = entry
+                found[f"{field}{'' if name.startswith('[') else '.'}{name}"] = entry
         else:
-            flat[field] = value
-    return flat
+            found[field] = value
+    return found
 
 
 def _described_inputs(signature: Signature) -> dict[str, str]:

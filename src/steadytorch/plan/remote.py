@@ -1,16 +1,20 @@
-"""A second, read-only plan store behind the local one, at any location that fsspec opens.
+"""A second plan store behind the local one, at any location that fsspec opens.
 
 Ownership cannot protect it: anyone who can write there chooses plans for all readers. Those plans
 must still fit their key and use transforms from the closed list. Size limit, digest, schema and key
-are checked as for local files. Nothing is written, moved or removed there.
+are checked as for local files. Look-ups write, move and remove nothing there. `push` adds entries
+and replaces none, so that a plan under a key never changes for readers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
+
+import msgspec
 
 from steadytorch.plan.files import MAX_BYTES, BrokenError, bounded, clean, decoded, why
 from steadytorch.plan.fingerprint import Key, differing_fields, format_differences
@@ -21,15 +25,16 @@ TIMEOUT_S = 10.0
 _SECRET = re.compile(r"(?<=//)[^/@\s]*@|\?\S*")
 
 P = TypeVar("P")
+T = TypeVar("T")
 
 
 class RemoteStore:
-    """A read-only plan store, with the layout of a local one.
+    """A plan store with the layout of a local one.
 
     Args:
         url: an fsspec URL, such as `s3://bucket/plans`, `https://...`, or a plain path. Packages
             that fsspec needs for the protocol must be installed.
-        timeout_s: timeout of a look-up in seconds.
+        timeout_s: timeout of a look-up or a write in seconds.
 
     Attributes:
         name: the URL without secrets.
@@ -52,30 +57,60 @@ class RemoteStore:
             raise BrokenError(f"holds another key: {clean(format_differences(differing))}")
         return entry.payload
 
+    def push(self, key: Key, data: bytes) -> bool:
+        """Adds an entry, unless the store has a usable one under this key, which stays.
+
+        Args:
+            key: the key of the entry.
+            data: its bytes, as `files.encoded` makes them.
+
+        Returns:
+            Whether the entry was written.
+
+        Raises:
+            BrokenError: it cannot be written; the text gives the reason.
+        """
+        name = f"{key.environment_digest}/{key.digest}.json"
+
+        def write() -> bool:
+            return _write(self._url, name, data)
+
+        if self._within_timeout(write, "written"):
+            return True
+        there = self._fetched(name)
+        try:
+            decoded(there, msgspec.Raw)
+        except BrokenError as fault:
+            raise BrokenError(f"has an entry that {fault}: remove {name} there") from None
+        return False
+
     def _fetched(self, name: str) -> bytes:
         """Reads a file within the timeout; raises `BrokenError` with the reason otherwise."""
+        return self._within_timeout(lambda: _content(self._url, name))
+
+    def _within_timeout(self, work: Callable[[], T], verb: str = "read") -> T:
         if self._given_up is not None:
             raise BrokenError(self._given_up)
-        answers: SimpleQueue[bytes | BaseException] = SimpleQueue()
+        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
         def ask() -> None:
             try:
-                answers.put(_content(self._url, name))
+                answers.put((work(), None))
             except BaseException as error:  # a plug-in of fsspec may raise anything
-                answers.put(error)
+                answers.put((None, error))
 
         try:
             # A daemon, since a thread hanging in a system call must not block the exit.
             Thread(target=ask, name="steadytorch-second-store", daemon=True).start()
-            answer = answers.get(timeout=self._timeout_s)
+            answer, failure = answers.get(timeout=self._timeout_s)
         except RuntimeError as error:  # the system has no more threads
-            raise BrokenError(_reason(error)) from None
+            raise BrokenError(_reason(error, verb)) from None
         except Empty:
             self._given_up = f"did not answer within {self._timeout_s:g} s and is not asked again"
             raise BrokenError(self._given_up) from None
-        if isinstance(answer, bytes):
+        if failure is None:
             return answer
-        raise answer if isinstance(answer, BrokenError) else BrokenError(_reason(answer))
+        raise failure if isinstance(failure, BrokenError) else BrokenError(_reason(failure, verb))
 
 
 def _content(url: str, name: str) -> bytes:
@@ -86,11 +121,28 @@ def _content(url: str, name: str) -> bytes:
         return bounded(file.read, MAX_BYTES)
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, FileNotFoundError):
+def _write(url: str, name: str, data: bytes) -> bool:
+    """Creates a file; False if it exists."""
+    from fsspec.core import url_to_fs
+
+    files, root = url_to_fs(url)
+    path = f"{root.rstrip('/')}/{name}"
+    if files.exists(path):
+        return False
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    try:
+        with files.open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:  # another writer was faster
+        return False
+    return True
+
+
+def _reason(error: BaseException, verb: str) -> str:
+    if isinstance(error, FileNotFoundError) and verb == "read":
         return "has no plan for this key"
     said: Any = why(error) if isinstance(error, Exception) else error
-    return f"cannot be read: {_without_secrets(f'{type(error).__name__}: {said}')}"
+    return f"cannot be {verb}: {_without_secrets(f'{type(error).__name__}: {said}')}"
 
 
 def _without_secrets(text: object) -> str:

@@ -20,7 +20,7 @@ from steadytorch.report.text import duration, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 
 if TYPE_CHECKING:
-    from steadytorch.serve.exchange import Imported
+    from steadytorch.serve.exchange import Imported, Pushed
     from steadytorch.tune.reverify import Reverified
 
 
@@ -91,6 +91,13 @@ def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> 
     console.print(Text(f"{counted(len(entries) - len(left_out), 'plan')} in {plain(path)}"))
     for entry in left_out:
         console.print(Text(f"left out: {plain(entry.path)}: {plain(entry.problem)}", "yellow"))
+
+
+def render_pushed(console: Console, pushed: Sequence[Pushed]) -> None:
+    """Prints how many plans were added, and how many stayed as they were."""
+    added = sum(each.added for each in pushed)
+    stayed = sum(each.problem is None for each in pushed) - added
+    console.print(Text(f"{counted(added, 'plan')} added, {stayed} already there"))
 
 
 def render_imported(console: Console, imported: Sequence[Imported]) -> None:

@@ -81,6 +81,8 @@ class Resolution:
         again: polled on later untouched calls; True resolves again.
         prebuilt: compiled code that the `compile` transform loads instead of compiling.
         for_all: whether this resolution holds for all inputs, for `RECONSIDERED_S` seconds.
+        confirm: called once before the executor serves, with the reason if it could not be built;
+            returns why it must not serve, or None.
     """
 
     candidate: Candidate | None
@@ -90,6 +92,7 @@ class Resolution:
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
     for_all: bool = False
+    confirm: Callable[[str | None], str | None] | None = None
 
 
 Resolver = Callable[[CallContext], Resolution]

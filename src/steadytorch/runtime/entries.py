@@ -303,11 +303,33 @@ class Entries:
     def _build(
         self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        confirm = entry.resolution.confirm or (lambda problem: problem)
+        try:
+            executor = self._built(entry, candidate, args, kwargs)
+        except BaseException as error:  # interrupted
+            confirm(type(error).__name__)
+            raise
+        if executor is None:
+            confirm(entry.reason)
+            return
+        if (reason := confirm(None)) is not None:
+            entry.reason = reason
+            entry.executor = entry.outdated = entry.begin = None
+            executor.close()
+            return
+        self.is_built = True
+        # Set last: other threads already hold this entry.
+        entry.call, entry.reason = executor.call, None
+
+    def _built(
+        self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Executor | None:
+        """Builds an executor with its checks; None if it cannot serve, as `entry.reason` says."""
         if not self.is_built:
             self.weights.remember()
         elif self.weights.changed():  # `remember` would hide the change from the other entries
             entry.reason = STALE
-            return
+            return None
         try:
             executor = build(
                 *(self._model, args, kwargs, candidate),
@@ -319,15 +341,13 @@ class Entries:
             kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)
             entry.reason = KEEPS_STATE if kept else NOT_APPLIED
             self.warn(NOT_APPLIED, one_line(error))
-            return
-        self.is_built = True
+            return None
         entry.executor, entry.is_replay = executor, executor.static is not None
         entry.outdated = self._outdated(executor)
         entry.lends = holds_containers((*args, *kwargs.values()))
         entry.begin = None if entry.outdated is None else self.weights.begin
         entry.probation, entry.check = self._probations(executor, entry, candidate, args, kwargs)
-        # Set last: other threads already hold this entry.
-        entry.call, entry.reason = executor.call, None
+        return executor
 
     def _probations(
         self,

@@ -26,6 +26,7 @@ from torch.compiler import is_compiling
 
 from steadytorch.errors import PlanError, one_line
 from steadytorch.native.host import load
+from steadytorch.ranks.agreement import UncertainError
 from steadytorch.runtime import settings
 from steadytorch.runtime.buckets import VERIFYING, Fitted
 from steadytorch.runtime.dispatch import (
@@ -211,6 +212,8 @@ class TunedModule(ModuleProxy):
             return self._missed(SWITCHED, args, kwargs)
         try:
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
+        except UncertainError:  # serving untouched could differ from the other ranks
+            raise
         except Exception as error:
             return self._serve_without_key(error, args, kwargs)
         if entry.resolution.for_all and not self._entries.is_built:

@@ -26,6 +26,7 @@ from steadytorch.plan.files import (
     write_whole,
 )
 from steadytorch.plan.fingerprint import Difference, Key, differing_fields, in_environment
+from steadytorch.plan.remote import RemoteStore
 from steadytorch.plan.store import Found, Store, Stored
 from steadytorch.serve.plan import Plan
 
@@ -51,6 +52,20 @@ class Imported(NamedTuple):
     plan: Plan
     kept: bool
     misfit: tuple[Difference, ...]
+
+
+class Pushed(NamedTuple):
+    """The result of pushing one plan.
+
+    Attributes:
+        path: its file in the local store.
+        added: whether it was written; False if the second store already had a plan under its key.
+        problem: why it could not be pushed, or None.
+    """
+
+    path: Path
+    added: bool
+    problem: str | None
 
 
 def export_plans(
@@ -83,6 +98,34 @@ def export_plans(
     head = msgspec.json.encode(_Head(len(found), SCHEMA), order="sorted")
     _write(Path(path), b"".join(line + b"\n" for line in (head, *found.values())))
     return entries
+
+
+def push_plans(
+    url: str, ids: Sequence[str] = (), store: str | os.PathLike[str] | None = None
+) -> list[Pushed]:
+    """Adds stored plans to a second store; plans already there stay.
+
+    Args:
+        url: an fsspec URL, as in `STEADYTORCH_SECOND_STORE`.
+        ids: ids of plans, or their first digits; all plans by default.
+        store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
+
+    Raises:
+        PlanError: an id is unknown or ambiguous, or the store has no plans.
+    """
+    opened, remote, made = Store(store, second=""), RemoteStore(url), []
+    entries = [opened.find(each, Plan) for each in ids] if ids else list(opened.entries(Plan))
+    if not entries:
+        raise PlanError(f"no plans to push in {opened.root}: make one with steady tune")
+    for entry in entries:
+        problem, added = entry.problem, False
+        if entry.key is not None:
+            try:
+                added = remote.push(entry.key, encoded(entry.key, entry.payload))
+            except BrokenError as fault:
+                problem = f"{remote.name} {fault}"
+        made.append(Pushed(entry.path, added, problem))
+    return made
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -24,13 +24,15 @@ from steadytorch.plan.fingerprint import (
     trained_fingerprint,
 )
 from steadytorch.plan.record import PlanRecord
+from steadytorch.ranks.group import collective_in, ranks_of
 from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
 from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.module_proxy import Function, as_module
-from steadytorch.runtime.settings import is_switched_off
+from steadytorch.runtime.settings import SWITCH, is_switched_off
 from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
+from steadytorch.serve import agreed
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
@@ -47,6 +49,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         alias_outputs: bool = False,
         bundle: bool = False,
         verify_every: int | None = None,
+        agree: bool = True,
+        group: Any = None,
     ) -> TunedModule:
         """Returns a module that serves this plan, with the call signature of `model`.
 
@@ -66,6 +70,9 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 `compiled.bundle` for what is accepted.
             verify_every: compares every N-th call of a signature with `model`, and demotes the plan
                 if the answers differ. None for no checks.
+            agree: whether the ranks of an initialised process group serve the plan only if all of
+                them can; see `docs/ranks.md`. Call this on every rank then.
+            group: the process group whose ranks agree; None for the default group.
 
         Raises:
             UsageError: `model` is not callable or already tuned, or `verify_every` is not a
@@ -76,13 +83,18 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "apply takes the untouched model, got a tuned one: pass model.__wrapped__; "
                 "optimize(model) serves several plans at once"
             )
-        resolve = partial(self.resolve, bundle=bundle)
+        module, resolve = as_module(model), partial(self.resolve, bundle=bundle)
+        fits: Callable[[nn.Module], str | None] = self._misfit
+        if (ranks := ranks_of(group, agree)) is not None:
+            refusal = agreed.refusal(self, ranks, self._problem(module))
+            fits = partial(_misfit_of_ranks, self, refusal)
+            resolve = partial(agreed.resolve, self, ranks, resolve)
         trains = self.trains is not None
         options = ServingOptions(
             alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
         )
         serving = TrainedModule if trains else TunedModule
-        return serving(as_module(model), resolve, self._misfit, options)
+        return serving(module, resolve, fits, options)
 
     def step(
         self,
@@ -93,6 +105,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         clip: float | None = None,
         accumulate: int = 1,
         scaler: Any = None,
+        agree: bool = True,
+        group: Any = None,
     ) -> TunedStep:
         """The whole training step of this plan: one callable for the caller's loop.
 
@@ -106,6 +120,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             clip: largest norm of all gradients together; None leaves them as they are.
             accumulate: micro-batches per update; each call takes one.
             scaler: a `torch.amp.GradScaler`; None for none.
+            agree: as for `apply`.
+            group: as for `apply`.
 
         Raises:
             UsageError: the plan is for inference, or an argument is wrong.
@@ -114,7 +130,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise UsageError(
                 f"plan {self.id} is for inference and has no step: tune Workload.training(...)"
             )
-        fast = self.apply(model)
+        fast = self.apply(model, agree=agree, group=group)
         assert isinstance(fast, TrainedModule)
         return TunedStep(
             fast,
@@ -173,6 +189,12 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         prebuilt = source(self) if bundle and compiles(self.candidate) else None
         return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
 
+    def _problem(self, model: nn.Module) -> str | None:
+        """Why the plan must not serve on this rank, or None."""
+        if is_switched_off():
+            return f"{SWITCH} is off"
+        return (collective_in(model) if self.candidate else None) or self._misfit(model)
+
     def _misfit(self, model: nn.Module) -> str | None:
         try:
             reason = self._why_not(model)
@@ -215,6 +237,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (differences := differing_fields(self.key, here)):
             return None
         return f"plan {self.id} does not fit here: {format_differences(differences)}"
+
+
+def _misfit_of_ranks(plan: Plan, refusal: str | None, model: nn.Module) -> str | None:
+    return refusal or plan._misfit(model)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -18,6 +19,8 @@ from steadytorch.plan.fingerprint import Key, workload_fingerprint
 from steadytorch.plan.store import Store
 from steadytorch.process.job_queue import JobQueue
 from steadytorch.quantities import parse_bytes, parse_duration
+from steadytorch.ranks.agreement import Refusal
+from steadytorch.ranks.group import Ranks, collective_in, ranks_of
 from steadytorch.runtime.buckets import Buckets
 from steadytorch.runtime.churn import WITHHELD, ChurnGuard
 from steadytorch.runtime.dispatch import NO_PLAN, CallContext, Resolution
@@ -25,6 +28,7 @@ from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.weights import Weights
+from steadytorch.serve import agreed
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms import compiles
 from steadytorch.tune.select import SearchOptions
@@ -60,6 +64,8 @@ def optimize(
     alias_outputs: bool = False,
     bundle: bool = False,
     seed: int = 0,
+    agree: bool = True,
+    group: Any = None,
 ) -> TunedModule:
     """Returns a module that serves `model` with tuned plans: benchmark mode for a whole model.
 
@@ -92,6 +98,10 @@ def optimize(
         bundle: whether to load a plan's stored compiled code, and to store it after a search, in a
             background thread. Loading runs code: see `compiled.bundle` for what is accepted.
         seed: seed of the verification inputs and the block order.
+        agree: whether the ranks of an initialised process group serve a plan only if all of them
+            can; see `docs/ranks.md`. Every rank must then call the module for the same signatures
+            in the same order.
+        group: the process group whose ranks agree; None for the default group.
 
     Returns:
         A module with the call signature, attributes and state of `model`.
@@ -130,7 +140,12 @@ def optimize(
         strict=mode == "strict",
         verify_every=parse_verify_every(verify_every),
     )
-    source = PlanSource(asked, mode, store, background, bundle)
+    ranks = ranks_of(group, agree)
+    if ranks is not None and background and mode == "tune":
+        raise UsageError(
+            "background searches cannot be agreed on by ranks: pass background=False or agree=False"
+        )
+    source = PlanSource(asked, mode, store, background, bundle, ranks)
     return TunedModule(module, source, partial(_why_off, mode=mode), serving)
 
 
@@ -149,6 +164,7 @@ class PlanSource:
         store: folder of the plan store; None for the default one.
         background: whether searches run in a thread.
         bundle: whether plans are served with their bundles.
+        ranks: the ranks that must agree on each plan; None for this process alone.
     """
 
     def __init__(
@@ -158,8 +174,11 @@ class PlanSource:
         store: str | Path | None,
         background: bool,
         bundle: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._bundle = bundle
+        self._bundle, self._ranks = bundle, ranks
+        # Set for good when a rank was missing, so that each new signature does not wait for it.
+        self._absence: str | None = None
         # One store for all signatures: it keeps unwritable plans in memory and warns once.
         self._options, self._mode, self._store = options, mode, Store(store)
         self._guard = ChurnGuard()
@@ -182,8 +201,6 @@ class PlanSource:
         workload = Workload(context.model, context.args, context.kwargs)
         if self._model is None or self._model.is_outdated(workload):
             self._model = _Described(workload)
-        if self._model.objection is not None:
-            return Resolution(None, NO_PLAN, self._model.objection)
         try:
             session = Session(
                 workload,
@@ -196,6 +213,10 @@ class PlanSource:
             )
         except SteadyError as error:
             return Resolution(None, NO_PLAN, str(error))
+        if self._ranks is not None:
+            return self._together(session, self._ranks, self._model.objection)
+        if self._model.objection is not None:
+            return Resolution(None, NO_PLAN, self._model.objection)
         plan, said = session.look_up(explained=False)
         if plan is not None:
             return plan.resolution(self._bundle)
@@ -205,6 +226,45 @@ class PlanSource:
         if self._mode == "replay" and not self._store.has_any(session.key.workload):
             return Resolution(None, NO_PLAN_AT_ALL, reason, for_all=True)
         return Resolution(None, NO_PLAN, reason)
+
+    def _together(self, session: Session, ranks: Ranks, objection: str | None) -> Resolution:
+        """The plan that all ranks serve for these inputs."""
+        if self._absence is not None:
+            return Resolution(None, self._absence)
+        plan = None if objection else session.look_up(explained=False)[0]
+        if objection is None and (plan is None or plan.candidate):
+            objection = collective_in(session.workload.untouched)
+        proposed = agreed.propose(
+            ranks,
+            session.key,
+            plan,
+            Plan,
+            mode=self._mode,
+            problem=objection,
+            violation=Plan.precision_violation,
+            search=partial(self._search_of_leader, session) if self._mode == "tune" else None,
+        )
+        if isinstance(proposed, Refusal):
+            reason = agreed.told(proposed)
+            if proposed.is_absence:
+                self._absence = reason
+            return Resolution(None, reason)
+        chosen = session.adopt(proposed.plan) if proposed.is_new else proposed.plan
+        if chosen.candidate:
+            return replace(chosen.resolution(self._bundle), confirm=proposed.confirm)
+        reason = proposed.confirm(None)
+        return chosen.resolution(self._bundle) if reason is None else Resolution(None, reason)
+
+    def _search_of_leader(self, session: Session) -> Plan | str:
+        if self._guard.observe(session.key.digest) is not None:
+            return f"{WITHHELD}: {self._guard.why}"
+        try:
+            result = session.search()
+        except SteadyError as error:
+            return f"{FAILED}: {error}"
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return session.keep(result)
 
     def _why_missed(self, key: Key) -> str:
         return str(self._store.nearest(key))

@@ -21,12 +21,17 @@ from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
+from steadytorch.plan.record import Evidence, Speedup
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
+from steadytorch.ranks.agreement import Refusal
+from steadytorch.ranks.group import Ranks, collective_in, ranks_of
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.signature import Signature
+from steadytorch.results.tune import Timing
+from steadytorch.serve import agreed
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.tune.bundle import keep_bundle
@@ -213,17 +218,7 @@ class Session:
             anew: whether to replace a stored plan. Otherwise a plan that another process stored
                 meanwhile is kept and returned, so that concurrent searches share one plan.
         """
-        workload = self.workload
-        plan = Plan(
-            name=workload.name,
-            signature=self._signature,
-            candidate=result.chosen,
-            evidence=result.evidence(),
-            key=self.key,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            version=__version__,
-            trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
-        )
+        plan = self._plan(result.chosen, result.evidence())
         if anew:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
@@ -232,9 +227,43 @@ class Session:
             return there
         return _located(plan, self._store.put(self.key, plan))
 
+    def adopt(self, plan: Plan) -> Plan:
+        """Stores a plan that another rank had, in place of this rank's own."""
+        return _located(plan, self._store.put(self.key, plan))
+
+    def untouched(self, reason: str) -> Plan:
+        """A plan to leave the workload untouched. Nothing was measured, so it is not stored."""
+        unmeasured = Timing(self.options.objective, 0.0, None, 0.0, None, 0)
+        evidence = Evidence(
+            baseline=unmeasured,
+            winner=unmeasured,
+            speedup=Speedup(1.0, None, None, "process", "untouched", 0),
+            break_even_calls=None,
+            regime="not measured",
+            reference="not measured",
+            trials=(),
+            not_applicable={},
+            not_tried={"all": reason},
+            search_s=0.0,
+        )
+        return self._plan((), evidence)
+
     def keep_bundle(self, plan: Plan) -> str | None:
         """Builds the plan's bundle; returns None or why it failed. See `bundle.keep_bundle`."""
         return keep_bundle(plan, self.workload, self._device)
+
+    def _plan(self, candidate: Candidate, evidence: Evidence) -> Plan:
+        workload = self.workload
+        return Plan(
+            name=workload.name,
+            signature=self._signature,
+            candidate=candidate,
+            evidence=evidence,
+            key=self.key,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            version=__version__,
+            trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
+        )
 
     def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
         available: list[TransformSpec] = []
@@ -304,6 +333,8 @@ def tune(
     seed: int = 0,
     bundle: bool = False,
     watcher: ProgressListener | None = None,
+    agree: bool = True,
+    group: Any = None,
 ) -> Plan:
     """Finds, verifies and stores the fastest steady plan for a workload.
 
@@ -322,12 +353,16 @@ def tune(
         bundle: whether to store the plan's compiled code beside it. It is loaded only with
             `bundle=True` in `optimize` or `apply`.
         watcher: receives the progress of the search.
+        agree: whether the ranks of an initialised process group get one plan, found or searched
+            by one of them; see `docs/ranks.md`. Call this on every rank then.
+        group: the process group whose ranks agree; None for the default group.
 
     Returns:
-        The plan. Its candidate is empty if nothing beat the untouched workload.
+        The plan. Its candidate is empty if nothing beat the untouched workload, or if ranks did
+        not agree; then `evidence.not_tried` has the reason.
 
     Raises:
-        PlanError: mode is `strict` and no plan is stored.
+        PlanError: mode is `strict` and no plan is stored, or ranks did not agree.
         UsageError: an argument is wrong, the untouched workload fails, or the budget is too small.
         KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
@@ -342,7 +377,11 @@ def tune(
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r:.60}: choose one of {', '.join(MODES)}")
     session = Session(workload_of(workload), options, device, store)
-    plan = _found_or_searched(session, mode, watcher)
+    ranks = ranks_of(group, agree)
+    if ranks is None:
+        plan = _found_or_searched(session, mode, watcher)
+    else:
+        plan = _agreed(session, mode, watcher, ranks)
     if bundle:
         session.keep_bundle(plan)
     return plan
@@ -359,3 +398,34 @@ def _found_or_searched(session: Session, mode: str, watcher: ProgressListener | 
     if result.interrupted:
         raise KeyboardInterrupt
     return session.keep(result, anew=mode == "tune")
+
+
+def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks) -> Plan:
+    """One plan on all ranks; the leader searches if none has a plan."""
+    plan = None if mode == "tune" else session.look_up()[0]
+
+    def search() -> Plan:
+        result = session.search(watcher)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return session.keep(result, anew=mode == "tune")
+
+    proposed = agreed.propose(
+        ranks,
+        session.key,
+        plan,
+        Plan,
+        mode=mode,
+        problem=collective_in(session.workload.untouched),
+        violation=Plan.precision_violation,
+        search=None if mode == "strict" else search,
+    )
+    reason = proposed if isinstance(proposed, Refusal) else proposed.confirm(None)
+    if isinstance(reason, Refusal):
+        reason = agreed.told(reason)
+    if reason is not None:
+        if mode == "strict":
+            raise PlanError(f"no plan for {session.workload.name}: {reason}")
+        return session.untouched(reason)
+    assert isinstance(proposed, agreed.Proposed)
+    return session.adopt(proposed.plan) if proposed.is_new else proposed.plan

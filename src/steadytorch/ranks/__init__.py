@@ -1,0 +1,1 @@
+"""Ranks of one job agree on a plan, through the job's own store."""
