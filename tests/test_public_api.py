@@ -36,6 +36,7 @@ NAMES = [
     "reverify",
     "summarize",
     "tune",
+    "watch",
 ]
 
 SIGNATURES = {
@@ -140,6 +141,7 @@ SIGNATURES = {
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
         "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None) -> 'Plan'"
     ),
+    "watch": ("(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None) -> 'Watch[T]'"),
 }
 
 EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanError": 2}
