@@ -47,6 +47,7 @@ FLOORS = {
     "report": 12,
     "watching": 13,
     "cli": 14,
+    "integrations": 14,
     "__init__": 14,
     "__main__": 14,
 }
