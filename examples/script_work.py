@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-def train(every: int, steps: int = 150) -> float:
+def train(every: int, steps: int = 60) -> float:
     """Trains a small network; reports after every so many steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -34,7 +34,7 @@ def train(every: int, steps: int = 150) -> float:
 
 def report(loss: torch.Tensor) -> float:
     """Writes and reads back a report of the loss."""
-    lines = [{"line": line, "loss": loss.item()} for line in range(2000)]
+    lines = [{"line": line, "loss": loss.item()} for line in range(10_000)]
     return json.loads(json.dumps(lines))[0]["loss"]
 
 
@@ -43,7 +43,7 @@ def slow() -> None:
 
 
 def mended() -> None:
-    train(every=150)
+    train(every=60)
 
 
 if __name__ == "__main__":

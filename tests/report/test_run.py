@@ -29,9 +29,12 @@ def test_summary_fits_thirty_lines_of_eighty_columns(fields):
 
 def test_longest_texts_still_fit():
     full = watched()
-    long = [msgspec.structs.replace(f, title="t " * 200, fix="f " * 200) for f in full.findings]
+    words = {"title": "t " * 200, "fix": "f " * 200, "evidence": ("e " * 200,)}
+    long = [msgspec.structs.replace(full.findings[0], information=False, **words)] * 5
     slow = [msgspec.structs.replace(s, what=("w " * 300,)) for s in full.slowest]
-    lines = text_of(watched(findings=tuple(long), slowest=tuple(slow))).splitlines()
+    ended = {"failed": "f " * 200, "interrupted": True}
+    result = watched(findings=tuple(long), slowest=tuple(slow), **ended)
+    lines = text_of(result).splitlines()
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 80
 

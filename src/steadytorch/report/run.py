@@ -24,7 +24,7 @@ from steadytorch.results.watched import Watched
 
 WIDTH = 80
 MOST_FINDINGS = 3
-MOST_SLOW = 3
+MOST_SLOW = 2
 _MOST_SLICES = 5
 _LEAST_SHARE = 0.005
 _MODEL = ("forward", "backward", "optimizer", "evaluation")
@@ -47,12 +47,13 @@ def render_run(console: Console, name: str, result: Watched) -> None:
     _slices(console, result)
     shown = [each for each in result.findings if not each.information][:MOST_FINDINGS]
     console.print(Text("Findings, by recoverable time" if shown else "No findings", "bold"))
+    fix_lines = 1 if len(shown) == MOST_FINDINGS else 2
     for number, finding in enumerate(shown, 1):
         print_indented(console, Text(plain(f"{number}. {finding.title}"), "yellow"), 2, 2)
         detail = evidence(finding)
         if detail:
             print_indented(console, Text(plain(detail)), 5, 1)
-        print_indented(console, Text(plain(f"fix: {finding.fix}")), 5, 2)
+        print_indented(console, Text(plain(f"fix: {finding.fix}")), 5, fix_lines)
     lines = list(slow_steps(result))
     if lines:
         console.print(Text("Slow steps", "bold"))
@@ -73,7 +74,7 @@ def headline(result: Watched) -> Iterator[str]:
     """Number and time of the steps, memory and the cost of watching, a line each."""
     if result.failed is not None:
         yield f"ended by {plain(result.failed)}"
-    if result.interrupted:
+    elif result.interrupted:
         yield "interrupted; the steps so far:"
     measured = result.measured
     if measured is None:

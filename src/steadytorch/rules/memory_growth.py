@@ -11,10 +11,10 @@ from steadytorch.findings.samples import samples_of, unrecorded
 NAME = "memory-growth"
 PARTS = 8
 """Parts of the run that must all grow: one order in 40,000 by chance."""
-LEAST_RISE = 0.05
+LEAST_RISE = 0.1
 """Minimum growth over the run, as a share of the memory at its start."""
-LEAST_BYTES = 32 << 20
-"""Minimum growth over the run: allocators and caches settle by some MiB."""
+LEAST_BYTES = 64 << 20
+"""Minimum growth over the run: 38 MiB were seen where a script only saved checkpoints."""
 
 
 def rule(case: Case) -> Verdict:
