@@ -46,9 +46,11 @@ FLOORS = {
     "explain": 10,
     "tune": 11,
     "report": 12,
-    "cli": 13,
-    "__init__": 13,
-    "__main__": 13,
+    "watching": 13,
+    "cli": 14,
+    "integrations": 14,
+    "__init__": 14,
+    "__main__": 14,
 }
 OTHERS = {"benchmarks", "gpu", "examples", "torture"}
 """Folders of tests that mirror no room."""

@@ -36,6 +36,7 @@ NAMES = [
     "reverify",
     "summarize",
     "tune",
+    "watch",
 ]
 
 SIGNATURES = {
@@ -143,6 +144,7 @@ SIGNATURES = {
         "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None, "
         "agree: 'bool' = True, group: 'Any' = None) -> 'Plan'"
     ),
+    "watch": ("(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None) -> 'Watch[T]'"),
 }
 
 EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanError": 2}

@@ -31,6 +31,7 @@ _EXPORTS = {
     "reverify": "tune.reverify",
     "summarize": "measure.measurement",
     "tune": "tune.session",
+    "watch": "watching.watch",
 }
 
 __all__ = [  # noqa: RUF022 - the version first, then the names in order
@@ -58,6 +59,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "reverify",
     "summarize",
     "tune",
+    "watch",
 ]
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify
     from steadytorch.tune.session import tune
+    from steadytorch.watching.watch import watch
     from steadytorch.workload.loading import load_workload
     from steadytorch.workload.workload import Workload
 

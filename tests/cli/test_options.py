@@ -45,6 +45,13 @@ COMMANDS = {
         JSON,
         QUIET,
     ],
+    "run": [
+        ("-m", "text", None),
+        JSON,
+        ("--html", "file", None),
+        QUIET,
+        ("[SCRIPT] [ARGS]...", "text", None),
+    ],
     "explain": [
         ("WORKLOAD|TRACE", "text", None),
         *SHAPING,

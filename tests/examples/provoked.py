@@ -23,10 +23,12 @@ ON_CPU = (
     "idle-ramp",
     "input-pipeline",
     "memory-bound",
+    "memory-growth",
     "recompilation",
     "single-tensor-optimizer",
     "unfused-optimizer",
 )
+IN_SCRIPT = ("script-work",)
 ON_GPU = (
     "autotuning-in-loop",
     "clock-throttled",

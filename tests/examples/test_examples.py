@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+import steadytorch as steady
 from steadytorch.rules import REGISTRY
 
 from . import provoked
@@ -42,7 +43,7 @@ def huge_pages_by_itself() -> bool:
 def test_examples_are_of_the_findings_and_of_training():
     names = {path.stem.replace("_", "-") for path in provoked.EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.startswith("train-")} == set(REGISTRY)
-    assert sorted(provoked.ON_CPU + provoked.ON_GPU) == sorted(REGISTRY)
+    assert sorted(provoked.ON_CPU + provoked.ON_GPU + provoked.IN_SCRIPT) == sorted(REGISTRY)
 
 
 @pytest.mark.parametrize("finding", REGISTRY)
@@ -51,7 +52,12 @@ def test_every_example_makes_a_slow_and_a_mended_workload(finding):
     assert callable(module.slow)
     assert callable(module.mended)
     assert module.__doc__.startswith(f"Provokes {finding}")
-    assert f"steady explain examples/{provoked.path_of(finding).name}:slow" in module.__doc__
+    name = provoked.path_of(finding).name
+    in_script = finding in provoked.IN_SCRIPT
+    told = (
+        f"steady run examples/{name} slow" if in_script else f"steady explain examples/{name}:slow"
+    )
+    assert told in module.__doc__
 
 
 @pytest.mark.parametrize("finding", REGISTRY)
@@ -118,3 +124,14 @@ def test_the_mended_workload_does_not_have_it(others, finding):
     if not as_expected and disturbed(finding, others):
         pytest.skip(f"other programs had {others():.0%} of the cores")
     assert as_expected, provoked.format_findings(result)
+
+
+@pytest.mark.parametrize("finding", provoked.IN_SCRIPT)
+def test_the_slow_script_provokes_its_finding_and_the_mended_does_not(finding):
+    module, found = provoked.module_of(finding), {}
+    for which in (module.slow, module.mended):
+        with steady.watch() as seen:
+            which()
+        found[which] = [each.id for each in seen.result.findings]
+    assert finding in found[module.slow]
+    assert finding not in found[module.mended]

@@ -21,6 +21,7 @@ from .explained import FULL, explained
 from .measured import DEVICE, MS, compared, measured, process, series
 from .test_conv import layer, trained
 from .test_conv import report as conv_report
+from .watched import watched
 
 GPU = DeviceFacts(device="cuda", name="NVIDIA H200", compute_capability="9.0", torch="2.13.0")
 SLOW = {i: 5 * MS for i in range(900, 910)}
@@ -47,6 +48,10 @@ def _measured(*processes, facts=FACTS, **fields):
 def _compared(gate=False, **fields):
     found = compared(gate_failed=gate, **fields)
     return to_json(found, found.workload, FACTS)
+
+
+def _watched(**fields):
+    return to_json(watched(**fields), "train.py", FACTS)
 
 
 def _searched(kept=None, trains=False, **fields):
@@ -115,6 +120,9 @@ DOCUMENTS = {
     "conv": to_json(conv_report(layer()), "net", GPU),
     "conv, nothing": to_json(conv_report(), "net", GPU),
     "conv, a training step": to_json(trained(), "net", GPU),
+    "run": _watched(),
+    "run, no steps": _watched(measured=None, slices_ns={}, findings=(), slowest=(), lines=()),
+    "run, cut short": _watched(failed="it [broke]", interrupted=True, remarks=("slow",)),
     "doctor": _checked(FACTS, Snapshot(device="cpu", load_average_1m=0.5)),
     "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"})),
 }

@@ -45,6 +45,8 @@ IDS = (
     "bias-before-batch-norm",
     "idle-ramp",
     "queue-full",
+    "script-work",
+    "memory-growth",
 )
 CITED = re.compile(
     r"NVIDIA|CUDA|CUPTI|NVML|PyTorch|torch\.|Kineto|tb_plugin|HolisticTrace|TraceLens|Python|Linux|Roofline"

@@ -165,7 +165,9 @@ def one_process(
         latency=latency,
         set_up=set_up,
         resolved=period.resolved,
-        host=_host(np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording),
+        host=host_block(
+            np.median(period.host_ns or period.durations_ns), period.overhead_ns, recording
+        ),
         device=_device(recording, period.clock_difference) if on_gpu else None,
         unknown=recording.unknown,
         complete=last.failed is None and not last.stopped,
@@ -226,14 +228,18 @@ def _unrecorded(
         latency=None,
         set_up=set_up,
         resolved=False,
-        host=_host(np.median(durations_ns), None, nothing),
+        host=host_block(np.median(durations_ns), None, nothing),
         device=None,
         unknown=dict.fromkeys((*COUNTERS, *LEVELS), "the workload failed and left no recording"),
         complete=False,
     )
 
 
-def _host(enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording) -> HostBlock:
+def host_block(
+    enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording
+) -> HostBlock:
+    """The host during a recording, with the time to enqueue an iteration and the probe's cost."""
+
     def rise(column: tuple[int, ...] | None) -> int | None:
         return column[-1] - column[0] if column else None
 

@@ -25,6 +25,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COMMANDS = {
     "demo": "explain and tune a bundled ResNet-50; downloads nothing",
     "measure": "measure how fast and how steady a workload runs",
+    "run": "run a script unchanged; say where its time goes",
     "explain": "find where time and variability go, and the fix",
     "compare": "compare two workloads or saved results; CI gates",
     "tune": "find, verify and store the fastest plan for a workload",

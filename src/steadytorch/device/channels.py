@@ -104,6 +104,29 @@ class RunQueue:
         return {} if self._run_ns else {"wait_ns": reason}
 
 
+class ResidentMemory:
+    """Resident memory of this process.
+
+    Args:
+        stack: closes the file.
+        root: root of the file system to read.
+    """
+
+    fields = ("resident_bytes",)
+
+    def __init__(self, stack: ExitStack, root: Path = host.ROOT) -> None:
+        self._file = _open(root / "proc/self/statm", stack)
+        self._page = os.sysconf("SC_PAGE_SIZE")
+
+    def read(self) -> Sequence[int]:
+        """Resident bytes."""
+        return (int(os.pread(self._file, 80, 0).split()[1]) * self._page,)
+
+    def doubts(self) -> dict[str, str]:
+        """Nothing: a process always has resident memory."""
+        return {}
+
+
 class CpuTimes:
     """Stolen CPU time and disk wait (iowait), summed over all cores.
 
@@ -272,6 +295,7 @@ def open_channels(
         (ProcessUsage.fields, ProcessUsage),
         (RunQueue.fields, lambda: RunQueue(thread_id, stack, root)),
         (CpuTimes.fields, lambda: CpuTimes(stack, root)),
+        (ResidentMemory.fields, lambda: ResidentMemory(stack, root)),
         (Compilations.fields, Compilations),
     ]
     if kind == "cuda":

@@ -23,7 +23,13 @@ COUNTERS = (
 )
 """Channels that only increase, counted from the first tick of the recording."""
 
-LEVELS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
+LEVELS = (
+    "sm_clock_mhz",
+    "power_milliwatts",
+    "clock_event_mask",
+    "other_gpu_processes",
+    "resident_bytes",
+)
 """Channels that hold the current state at each tick."""
 
 READ_EVERY = {
@@ -35,6 +41,7 @@ READ_EVERY = {
     "power_milliwatts": 3,
     "clock_event_mask": 3,
     "other_gpu_processes": 10,
+    "resident_bytes": 3,
 }
 """Ticks between reads of the slower channels, which take turns; all others are read at every tick.
 
@@ -73,6 +80,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         power_milliwatts: power draw of the whole GPU.
         clock_event_mask: active clock limits, as bits; see `REASON_BITS` and `reasons`.
         other_gpu_processes: number of other processes with a compute context on the GPU.
+        resident_bytes: resident memory of the process.
         allocator_retries: times PyTorch's allocator emptied its cache to serve a request.
         allocator_device_calls: segments allocated from or freed to the driver.
         compilations: frames that torch.compile began to compile, including recompilations.
@@ -102,6 +110,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     power_milliwatts: Column = None
     clock_event_mask: Column = None
     other_gpu_processes: Column = None
+    resident_bytes: Column = None
     allocator_retries: Column = None
     allocator_device_calls: Column = None
     compilations: Column = None

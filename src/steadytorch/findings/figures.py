@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from steadytorch.findings.finding import Case
+import numpy as np
 
+from steadytorch.findings.finding import Case
+from steadytorch.findings.watched_steps import WatchedSteps
+
+MOST_LINES = 3
 _UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
 
 
@@ -30,3 +34,16 @@ def variance_of(case: Case, name: str) -> float | None:
     """Share of a slice in the variance of the profiled steps; None if there are no shares."""
     shares = case.variance.shares if case.variance else None
     return shares.get(name) if shares else None
+
+
+def evidence_of(steps: WatchedSteps, name: str) -> tuple[str, ...]:
+    """Lines of the user's code seen in a slice; then its mean, median and longest time."""
+    mine = steps.slices_ns[name]
+    return (
+        *(
+            f"{where}: {percent(part)} of it"
+            for where, part in steps.lines.get(name, ())[:MOST_LINES]
+        ),
+        f"{duration(float(mine.mean()))} a step on average, median "
+        f"{duration(float(np.median(mine)))}, longest {duration(float(mine.max()))}",
+    )

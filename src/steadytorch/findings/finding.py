@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from steadytorch.bench.measure import ProcessMeasurement
     from steadytorch.bench.series import Series
     from steadytorch.device.facts import DeviceFacts
+    from steadytorch.findings.watched_steps import WatchedSteps
     from steadytorch.ledger.ledger import Ledger
     from steadytorch.ledger.variability import VarianceShares
     from steadytorch.rates.device_rates import Rates
@@ -44,6 +45,7 @@ class Case:
         facts: facts of the device that ran it.
         rates: measured limits of this device; None if not measured.
         notes: other observations of the capture, by name: see `capture`.
+        watched: the steps of a script; None for a workload or a trace.
     """
 
     trace: Trace | None = None
@@ -55,6 +57,7 @@ class Case:
     facts: DeviceFacts | None = None
     rates: Rates | None = None
     notes: dict[str, object] | None = None
+    watched: WatchedSteps | None = None
 
 
 Verdict = Sequence[Finding] | Abstention

@@ -29,8 +29,8 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
     The page is complete, fetches nothing and works without JavaScript.
 
     Args:
-        result: a file that `--json` of measure, explain, tune, compare, conv or doctor wrote; at
-            most 256 MiB.
+        result: a file that `--json` of measure, run, explain, tune, compare, conv or doctor
+            wrote; at most 256 MiB.
         output: the page, which is overwritten; None for the result's name with the ending `.html`.
 
     Returns:

@@ -41,8 +41,16 @@ _NAMES = {
     "cpu_python": "Python, framework",
     "cpu_profiler": "the profiler",
     "unknown": "unknown",
+    "input_wait": "waiting for data",
+    "copies": "copies",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "synchronisation": "synchronisation",
+    "evaluation": "evaluation",
+    "rest": "the script's own code",
 }
-_SLICE = re.compile(r"\b(?:gpu|idle|cpu)_[a-z_]+\b")
+_SLICE = re.compile(r"\b(?:(?:gpu|idle|cpu)_[a-z_]+|input_wait)\b")
 
 
 def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICES) -> None:

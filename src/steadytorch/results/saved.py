@@ -21,6 +21,7 @@ from steadytorch.results.explain import Explanation
 from steadytorch.results.machine import CheckUp, DeviceFacts
 from steadytorch.results.measure import MeasureResult
 from steadytorch.results.tune import Replayed, Searched, TuneReport
+from steadytorch.results.watched import Watched
 
 SCHEMA = 1
 """Version of the JSON format."""
@@ -33,6 +34,7 @@ FORMS: dict[str, Any] = {
     "doctor": CheckUp,
     "explain": Explanation,
     "measure": MeasureResult,
+    "run": Watched,
     "tune": TuneReport,
 }
 """Kind of result to its struct."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from steadytorch.findings.figures import duration, percent, variance_of
+from steadytorch.findings.figures import duration, evidence_of, percent, variance_of
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import by_prefetch, step_ns
 from steadytorch.findings.host_calls import tally
+from steadytorch.findings.watched_steps import WatchedSteps
 from steadytorch.traces.evidence import RANGES, Evidence, by_name, evidence
 
 NAME = "input-pipeline"
@@ -22,6 +23,8 @@ def rule(case: Case) -> Verdict:
     Only waiting that keeps the GPU idle counts: a loader that works while the GPU does costs
     nothing. Source: "Performance Tuning Guide", PyTorch tutorials, on workers and pinned memory.
     """
+    if case.watched is not None:
+        return _in_script(case.watched)
     if case.trace is None or case.ledger is None:
         why = "no steps were profiled: waiting for data cannot be seen"
         return Abstention(NAME, why, _RECAPTURE)
@@ -58,6 +61,29 @@ def rule(case: Case) -> Verdict:
             check="profile the training loop again and run `steady explain TRACE`",
             false_alarm="the trace covers only the first batch of an epoch, which waits for "
             "workers to start.",
+        ),
+    )
+
+
+def _in_script(steps: WatchedSteps) -> Verdict:
+    if not steps.counts("input_wait", LEAST_SHARE):
+        return ()
+    share, wait_ns = steps.share("input_wait"), round(steps.mean("input_wait"))
+    return (
+        Finding(
+            id=NAME,
+            source="synchronisation",
+            title=f"input pipeline: the script waits for data for {percent(share)} of the time, "
+            f"{duration(wait_ns)} a step",
+            evidence=evidence_of(steps, "input_wait"),
+            slices=("input_wait",),
+            cost_ns=wait_ns,
+            recoverable_ns=(0, wait_ns),
+            variance_share=steps.variance_share("input_wait"),
+            confidence="high",
+            fix=_FIX_SINGLE,
+            check="run `steady run SCRIPT` again",
+            false_alarm="the host is ahead of the GPU, which still computes while the host waits.",
         ),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steadytorch.report.pages import compare, conv, doctor, explain, measure, tune
+from steadytorch.report.pages import compare, conv, doctor, explain, measure, run, tune
 from steadytorch.results.saved import Saved
 
 KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
@@ -19,5 +19,6 @@ KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
     "compare": compare.contents,
     "conv": conv.contents,
     "doctor": doctor.contents,
+    "run": run.contents,
 }
 """Kind of result to the variables of its template."""

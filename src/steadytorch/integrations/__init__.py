@@ -1,0 +1,1 @@
+"""Callbacks for trainers; importing one imports its package, importing steadytorch none."""

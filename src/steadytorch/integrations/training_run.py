@@ -1,0 +1,62 @@
+"""A watch of one training run, for callbacks of trainers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from steadytorch.errors import UsageError
+from steadytorch.results.watched import Watched
+from steadytorch.watching.watch import Watch
+
+
+class TrainingRun:
+    """Watches the run of a trainer; the latest result is kept.
+
+    Args:
+        quiet: whether to print no summary on standard error.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._watch: Watch[Any] | None = None
+        self._running = False
+
+    @property
+    def result(self) -> Watched:
+        """Where time and variability of the latest run went.
+
+        Raises:
+            UsageError: the callback was never called, or the run goes on.
+        """
+        if self._watch is None:
+            raise UsageError(
+                "the trainer has not called this callback: pass it in callbacks=[...] and train"
+            )
+        return self._watch.result
+
+    def begin(self) -> None:
+        """Start watching, after ending a run that failed without notice."""
+        self.end(None, prints=False)
+        self._watch = Watch(live=False)
+        self._watch.start()
+        self._running = True
+
+    def end(self, error: BaseException | None, *, prints: bool) -> None:
+        """Stop watching; print the summary.
+
+        Args:
+            error: the exception that ended the run.
+            prints: whether this process speaks for all ranks.
+        """
+        if self._watch is None or not self._running:
+            return
+        self._running = False
+        self._watch.stop(error)
+        if prints and not self._quiet and sys.stderr is not None:
+            from rich.console import Console
+
+            from steadytorch.report.run import WIDTH, render_run
+
+            console = Console(file=sys.stderr, width=WIDTH, highlight=False)
+            render_run(console, "of the trainer", self._watch.result)

@@ -1,0 +1,71 @@
+"""The page of a watched script: steps over time, slices, findings, slow steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steadytorch.report import run
+from steadytorch.report.explain import by_reason
+from steadytorch.report.ledger import in_words, slice_label
+from steadytorch.report.pages.series import histogram, timeline
+from steadytorch.report.plots import BLUE, Table, table
+from steadytorch.report.text import duration, share
+from steadytorch.results.saved import Saved
+from steadytorch.results.watched import Watched
+
+
+def contents(saved: Saved) -> dict[str, Any]:
+    """The variables of the template."""
+    document: Watched = saved.result
+    measured = document.measured
+    shown = list(run.headline(document))
+    return {
+        "title": saved.head.workload,
+        "headline": shown[0],
+        "details": shown[1:],
+        "samples": measured and timeline([measured], ["steps"], {"steps": BLUE}, "Steps over time"),
+        "histogram": measured
+        and histogram(measured, measured.median_ns, measured.median_ci_ns, "Distribution"),
+        "slices": _slices(document),
+        "slow": _slow(document),
+        "lines": _lines(document),
+        "untold": _untold(document),
+        "advice": list(run.advice(document)),
+    }
+
+
+def _slices(document: Watched) -> Table:
+    shares = document.variance_shares or {}
+    rows = [
+        (
+            slice_label(name),
+            duration(mean),
+            part,
+            f"{100 * shares[name]:.1f} %" if name in shares else None,
+        )
+        for name, mean, part in run.slices(document)
+    ]
+    note = "Host time. The slices of a step add up to it; so do the shares of the variance."
+    return table(["slice", "mean", "of a step", "of the variance"], rows, note=note)
+
+
+def _slow(document: Watched) -> Table:
+    rows = [
+        (step.index, duration(step.total_ns), duration(step.over_median_ns), in_words(text))
+        for step in document.slowest
+        for text in ["; ".join(step.what) or "no cause seen"]
+    ]
+    return table(["step", "time", "over the median", "what differed"], rows, (3,))
+
+
+def _lines(document: Watched) -> Table:
+    rows = [(slice_label(line.slice), line.where, share(line.share, 1)) for line in document.lines]
+    return table(["slice", "line", "of the samples"], rows, (0, 1), "Seen by sampling.")
+
+
+def _untold(document: Watched) -> Table:
+    rows = [
+        (", ".join(rules), in_words(why), recapture)
+        for (why, recapture), rules in by_reason(document.abstained).items()
+    ]
+    return table(["rules", "missing", "how to capture it"], rows, (0, 1, 2))

@@ -1,0 +1,1 @@
+"""Watching the steps of code that runs anyway: scripts, loops and trainers."""

@@ -1,0 +1,166 @@
+"""Cuts the running time of one thread into steps, and each step into slices.
+
+Only the standard library is imported here: the clock starts before a script imports anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+SLICES = (
+    "input_wait",
+    "copies",
+    "forward",
+    "backward",
+    "optimizer",
+    "synchronisation",
+    "evaluation",
+    "rest",
+)
+"""Slices of a watched step, in host time; they add up to the step.
+
+- `input_wait`: a loader prepared the next batch, or was waited for.
+- `copies`: `.to()` and `.cuda()` of tensors, on a machine with a GPU.
+- `forward`: calls of modules with gradients enabled.
+- `backward`: the autograd engine ran.
+- `optimizer`: the optimizer's step.
+- `synchronisation`: `.item()`, `.cpu()` and the like, on a machine with a GPU.
+- `evaluation`: calls of modules with gradients disabled.
+- `rest`: everything else, which is the script's own code."""
+INPUT, COPIES, FORWARD, BACKWARD, OPTIMIZER, SYNCHRONISATION, EVALUATION, REST = range(8)
+
+MODULE, LOADER, OPTIMIZING, ITERATION = range(4)
+"""What ends a step, from the weakest sign to the strongest."""
+UNITS = ("model calls", "batches", "optimizer steps", "iterations")
+"""Names of the steps, by what ends them."""
+MOST_STEPS = 1_000_000
+"""Steps kept: 72 MB. Later ones are counted, not timed."""
+
+
+class StepClock:
+    """Times steps and their slices in the thread that made it; calls of other threads are ignored.
+
+    Attributes:
+        phase: the current slice, as an index into `SLICES`.
+        unit: what ends a step, as an index into `UNITS`.
+        steps: number of finished steps of that unit.
+        discarded: steps of a weaker unit, found before a stronger one appeared.
+        untimed: steps after the first `MOST_STEPS`.
+        events: transitions so far, for the cost of watching.
+        checks: module calls so far, nested ones included, for the same.
+        starts_ns: start of each step on `time.perf_counter_ns`.
+        durations_ns: duration of each step.
+        slices_ns: time of each slice, one array per entry of `SLICES`.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], int] = time.perf_counter_ns,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.phase, self.unit = REST, MODULE
+        self.discarded = self.untimed = self.events = self.checks = 0
+        self.starts_ns, self.durations_ns = array("q"), array("q")
+        self.slices_ns = [array("q") for _ in SLICES]
+        self._now, self._on_first_step = now, on_first_step
+        self._thread = threading.get_ident()
+        self._outer: list[int] = []
+        self._totals = [0] * len(SLICES)
+        self._mark = now()
+        self._began: int | None = None
+        self._leader: object = None
+        self._seen: set[object] = set()
+        self._told = False
+
+    @property
+    def steps(self) -> int:
+        """Number of finished steps that were timed."""
+        return len(self.durations_ns)
+
+    def begin(self, phase: int) -> bool:
+        """Enter a slice; False where another slice owns the time, or in another thread.
+
+        The optimizer's slice may hold others, since some trainers run the step in its closure.
+        """
+        if self.phase != REST and (self.phase != OPTIMIZER or phase == OPTIMIZER):
+            return False
+        if threading.get_ident() != self._thread:
+            return False
+        self._charge()
+        self._outer.append(self.phase)
+        self.phase = phase
+        return True
+
+    def end(self) -> None:
+        """Leave the slice that the last successful `begin` entered."""
+        self._charge()
+        self.phase = self._outer.pop() if self._outer else REST
+
+    def reset(self) -> None:
+        """Leave all slices, after an exception that skipped their ends."""
+        self._charge()
+        self.phase = REST
+        self._outer.clear()
+
+    def pause(self) -> None:
+        """Begin the next step at the next boundary, not here: an epoch of batches has ended."""
+        self._began = None
+
+    def ignore(self) -> None:
+        """Ignore all threads from now on, as in a forked child."""
+        self._thread = 0
+
+    def boundary(self, unit: int, who: object) -> None:
+        """End a step here.
+
+        The first thing that ends a step leads. Others end none, unless they come round twice
+        without the leader: a second optimizer in each step is part of the step.
+
+        Args:
+            unit: what ends the step, such as `OPTIMIZING`; weaker signs than one seen are ignored.
+            who: identity of the optimizer, module or loader.
+        """
+        if unit < self.unit or threading.get_ident() != self._thread:
+            return
+        if unit > self.unit:
+            self._promote(unit)
+        if who != self._leader and self._leader is not None and who not in self._seen:
+            self._seen.add(who)
+            return
+        self._leader = who
+        self._seen.clear()
+        self._charge()
+        self._finish()
+
+    def _promote(self, unit: int) -> None:
+        self.discarded += self.steps
+        for column in (self.starts_ns, self.durations_ns, *self.slices_ns):
+            del column[:]
+        self.unit, self._leader, self._began = unit, None, None
+        self._seen.clear()
+
+    def _finish(self) -> None:
+        if self._began is not None:
+            if self.steps < MOST_STEPS:
+                self.starts_ns.append(self._began)
+                self.durations_ns.append(self._mark - self._began)
+                for column, total in zip(self.slices_ns, self._totals, strict=True):
+                    column.append(total)
+            else:
+                self.untimed += 1
+        elif not self._told:
+            self._told = True
+            self._on_first_step()
+            self._mark = self._now()
+        self._began = self._mark
+        self._totals = [0] * len(SLICES)
+
+    def _charge(self) -> None:
+        """Charge the time since the last transition to the current slice."""
+        now = self._now()
+        self._totals[self.phase] += now - self._mark
+        self._mark = now
+        self.events += 1

@@ -1,0 +1,198 @@
+"""Makes the result of a watch from what its recorders saw, with the statistics of measurements."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from steadytorch.bench.measure import host_block
+from steadytorch.bench.series import Series
+from steadytorch.device.facts import load_facts
+from steadytorch.errors import one_line
+from steadytorch.findings.figures import duration
+from steadytorch.findings.finding import Case
+from steadytorch.findings.watched_steps import WatchedSteps
+from steadytorch.ledger.variability import FEWEST, TOLD
+from steadytorch.measure.variability import UNATTRIBUTED
+from steadytorch.results.explain import SlowStep
+from steadytorch.results.measure import Measurement
+from steadytorch.results.watched import LineShare, Watched
+from steadytorch.rules import findings
+from steadytorch.watching.clock import SLICES, UNITS, StepClock
+from steadytorch.watching.probes import probe_cost
+
+if TYPE_CHECKING:
+    from steadytorch.device.recording import Recording
+    from steadytorch.watching.stacks import StackSampler
+
+MOST_SLOW = 50
+MOST_LINES = 20
+_LEAST_LINE = 0.01
+
+
+def outcome(
+    clock: StepClock,
+    sampler: StackSampler | None,
+    recording: Recording | None,
+    *,
+    elapsed_ns: int,
+    error: BaseException | None = None,
+) -> Watched:
+    """Make the result of a watch.
+
+    Args:
+        clock: its steps.
+        sampler: the lines seen; None if no step ended.
+        recording: telemetry of the steps; None likewise.
+        elapsed_ns: time from start to end of the watch.
+        error: the exception that ended the watched code.
+    """
+    known: dict[str, Any] = {
+        "unit": UNITS[clock.unit],
+        "environment": load_facts("cpu" if recording is None else recording.device),
+        "elapsed_s": elapsed_ns * 1e-9,
+        "failed": _failure(error),
+        "interrupted": isinstance(error, KeyboardInterrupt),
+        "peak_memory_bytes": _peak_memory(),
+    }
+    if not clock.steps or sampler is None or recording is None:
+        return Watched(**known)
+    seen = _Seen(clock, sampler)
+    cost = probe_cost()
+    spent = cost.of(clock) + sampler.cpu_ns
+    overhead = spent / sum(clock.durations_ns) + recording.cpu_share
+    series = Series(
+        durations_ns=clock.durations_ns.tolist(),
+        stretches=_stretches(seen.starts, seen.durations),
+        host_ns=[],
+        overhead_ns=overhead * float(np.median(seen.durations)),
+        group=1,
+        resolved=False,
+        recording=recording,
+    )
+    measured = series.summary("period")
+    steady = seen.steady(measured.warmup_dropped)
+    found, abstained = findings(Case(series=series, watched=steady))
+    varied = float(np.ptp(steady.totals_ns)) > 0 and len(steady.totals_ns) >= FEWEST
+    shares = {name: steady.variance_share(name) or 0.0 for name in SLICES} if varied else None
+    return Watched(
+        **known,
+        measured=measured,
+        starts_ns=tuple(clock.starts_ns),
+        slices_ns={
+            name: tuple(column) for name, column in zip(SLICES, clock.slices_ns, strict=True)
+        },
+        variance_shares=shares,
+        why_no_variance_shares=None if varied else f"{len(steady.totals_ns)} steps, or all equal",
+        slowest=tuple(seen.slow(measured)),
+        lines=tuple(seen.lines()),
+        findings=found,
+        abstained=abstained,
+        host=host_block(np.median(seen.durations), series.overhead_ns, recording),
+        overhead_share=overhead,
+        remarks=tuple(_remarks(clock)),
+    )
+
+
+def _stretches(starts: np.ndarray, durations: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of steps without a break between them, as (start, count)."""
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + durations[:-1]) + 1
+    bounds = [0, *breaks.tolist(), len(starts)]
+    return [(int(starts[first]), after - first) for first, after in itertools.pairwise(bounds)]
+
+
+class _Seen:
+    """Steps joined with the lines that were sampled in them."""
+
+    def __init__(self, clock: StepClock, sampler: StackSampler) -> None:
+        self.starts = np.asarray(clock.starts_ns, dtype=np.int64)
+        self.durations = np.asarray(clock.durations_ns, dtype=np.int64)
+        self._slices = [np.asarray(column, dtype=np.float64) for column in clock.slices_ns]
+        self._names = sampler.names
+        count = len(sampler.places)  # the arrays grow in this order
+        at = np.asarray(sampler.at_ns[:count], dtype=np.int64)
+        step = np.searchsorted(self.starts, at, side="right") - 1
+        inside = (step >= 0) & (at < (self.starts + self.durations)[step.clip(min=0)])
+        self._step = step[inside]
+        self._phase = np.asarray(sampler.phases[:count], dtype=np.int64)[inside]
+        self._place = np.asarray(sampler.places, dtype=np.int64)[inside]
+
+    def steady(self, first: int) -> WatchedSteps:
+        """The steps after the warm-up."""
+        late = self._step >= first
+        lines = {}
+        for place, name in enumerate(SLICES):
+            here = self._place[late & (self._phase == place)]
+            counts = Counter(here[here >= 0].tolist()).most_common(MOST_LINES)
+            lines[name] = tuple((self._names[line], n / len(here)) for line, n in counts)
+        slices: dict[str, np.ndarray] = dict(
+            zip(SLICES, (column[first:] for column in self._slices), strict=True)
+        )
+        return WatchedSteps(slices, lines)
+
+    def lines(self) -> list[LineShare]:
+        """The lines seen most, over all steps."""
+        counts = Counter(zip(self._phase.tolist(), self._place.tolist(), strict=True))
+        return [
+            LineShare(SLICES[phase], self._names[place], count / len(self._step))
+            for (phase, place), count in counts.most_common(MOST_LINES)
+            if place >= 0 and count >= _LEAST_LINE * len(self._step)
+        ]
+
+    def slow(self, measured: Measurement) -> list[SlowStep]:
+        """The slow outliers, slowest first, with their causes."""
+        slow = [each for each in measured.outliers if each.sample_ns > measured.median_ns]
+        slow.sort(key=lambda each: -each.sample_ns)
+        found = []
+        for each in slow[:MOST_SLOW]:
+            excess = each.sample_ns - measured.median_ns
+            what = [] if each.cause == UNATTRIBUTED else [each.cause]
+            what += self._differences(each.index, excess)
+            name = f"step {each.index}"
+            found.append(SlowStep(each.index, name, each.sample_ns, round(excess), tuple(what)))
+        return found
+
+    def _differences(self, step: int, excess: float) -> list[str]:
+        """The slices that took longer than usual in a step, and the line seen most in each."""
+        told = []
+        for place, column in enumerate(self._slices):
+            usual = float(np.median(column))
+            over = float(column[step]) - usual
+            if over < TOLD * excess:
+                continue
+            here = self._place[(self._step == step) & (self._phase == place)]
+            counts = Counter(here[here >= 0].tolist()).most_common(1)
+            line = f" ({self._names[counts[0][0]]})" if counts else ""
+            text = f"{SLICES[place]} {duration(float(column[step]))}, usually {duration(usual)}"
+            told.append((over, text + line))
+        return [text for _, text in sorted(told, reverse=True)]
+
+
+def _failure(error: BaseException | None) -> str | None:
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return None
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"exit code {error.code}"
+    return one_line(error)
+
+
+def _peak_memory() -> int | None:
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _remarks(clock: StepClock) -> list[str]:
+    told = []
+    if clock.untimed:
+        told.append(f"{clock.untimed:,} later steps were not timed: a watch keeps {clock.steps:,}.")
+    return told

@@ -1,0 +1,335 @@
+"""Probes in PyTorch that tell a `StepClock` what runs.
+
+The code of three functions of PyTorch is replaced in place and put back. The functions stay the
+same objects, so that nothing else notices: torch.compile recognises the module call by identity.
+Replaced code carries the name of PyTorch's file, so that torch.compile skips it as before.
+"""
+
+# ruff: noqa: F821 - replaced code finds the globals of PyTorch's modules
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from steadytorch.watching.clock import (
+    BACKWARD,
+    COPIES,
+    EVALUATION,
+    FORWARD,
+    INPUT,
+    ITERATION,
+    LOADER,
+    MODULE,
+    OPTIMIZER,
+    OPTIMIZING,
+    REST,
+    SYNCHRONISATION,
+    StepClock,
+)
+
+if TYPE_CHECKING:  # globals of the code that the probes replace
+    torch: Any
+    __steadytorch_begin__: Callable[[Any], bool]
+    __steadytorch_call__: Callable[..., Any]
+    __steadytorch_end__: Callable[[Any], None]
+
+_BEGIN, _END = "__steadytorch_begin__", "__steadytorch_end__"
+_REPEATS, _CALLS = 10, 300
+_COPIES = ("to", "cuda", "copy_")
+_WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
+
+
+def _module_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not __steadytorch_begin__(self):
+        if self._compiled_call_impl is not None:
+            return self._compiled_call_impl(*args, **kwargs)
+        return self._call_impl(*args, **kwargs)
+    try:
+        if self._compiled_call_impl is not None:
+            return self._compiled_call_impl(*args, **kwargs)
+        return self._call_impl(*args, **kwargs)
+    finally:
+        __steadytorch_end__(self)
+
+
+def _next_batch(self: Any) -> Any:
+    if not __steadytorch_begin__(self):
+        return __steadytorch_call__(self)
+    try:
+        return __steadytorch_call__(self)
+    finally:
+        __steadytorch_end__(self)
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    if not __steadytorch_begin__(None):
+        return __steadytorch_call__(*args, **kwargs)
+    try:
+        return __steadytorch_call__(*args, **kwargs)
+    finally:
+        __steadytorch_end__(None)
+
+
+class Probes:
+    """Probes in PyTorch while installed; `remove` leaves PyTorch as it was.
+
+    Args:
+        clock: receives the events.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._undo: list[Callable[[], None]] = []
+        self._stepping: object = None
+
+    def install(self) -> None:
+        """Install the probes; PyTorch must be imported."""
+        import torch
+        from torch.autograd import graph
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+        from torch.utils.data import dataloader
+
+        if self._undo:
+            return
+        call: Any = torch.nn.Module.__call__
+        _hide_from_compiler(call.__code__.co_filename)
+        self._swap(call, _module_call, *self._module(torch))
+        following: Any = dataloader._BaseDataLoaderIter.__next__
+        self._swap(following, _next_batch, *self._loader(), keep=True)
+        self._swap(graph._engine_run_backward, _run_backward, *self._backward(), keep=True)
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(self._after_step)
+        self._undo += [before.remove, after.remove]
+        if torch.cuda.is_available():
+            self.watch_tensors()
+
+    def watch_tensors(self) -> None:
+        """Time copies and waits too; without a GPU there are none."""
+        import torch
+
+        for names, phase in ((_COPIES, COPIES), (_WAITS, SYNCHRONISATION)):
+            for name in names:
+                own = vars(torch.Tensor).get(name)
+                setattr(torch.Tensor, name, self._timed(getattr(torch.Tensor, name), phase))
+                undo = (delattr, name) if own is None else (setattr, name, own)
+                self._undo.append(partial(undo[0], torch.Tensor, *undo[1:]))
+
+    def remove(self) -> None:
+        """Put PyTorch's own code back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _swap(
+        self,
+        function: FunctionType,
+        template: Any,
+        begin: Callable[[Any], bool],
+        end: Callable[[Any], None],
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Replace a function's code by a template's, which finds its helpers among the globals."""
+        original = function.__code__
+        names = {_BEGIN: begin, _END: end}
+        if keep:
+            names["__steadytorch_call__"] = FunctionType(
+                original, function.__globals__, function.__name__, function.__defaults__
+            )
+        own = {name: f"{name}{function.__name__}" for name in names}
+        space = function.__globals__
+        space.update({own[name]: value for name, value in names.items()})
+        function.__code__ = _as_if(template.__code__, original, own)
+
+        def undo() -> None:
+            function.__code__ = original
+            for name in own.values():
+                space.pop(name, None)
+
+        self._undo.append(undo)
+
+    def _module(self, torch: Any) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+        clock, enabled = self._clock, torch.is_grad_enabled
+
+        def begin(module: Any) -> bool:
+            clock.checks += 1
+            if clock.phase != REST and clock.phase != OPTIMIZER:
+                return False
+            return clock.begin(FORWARD if enabled() else EVALUATION)
+
+        def end(module: Any) -> None:
+            clock.end()
+            if clock.unit == MODULE:
+                clock.boundary(MODULE, id(module))
+
+        return begin, end
+
+    def _loader(self) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+        clock = self._clock
+
+        def begin(iterator: Any) -> bool:
+            if clock.phase == REST:
+                clock.boundary(LOADER, "loader")
+            return clock.begin(INPUT)
+
+        def end(iterator: Any) -> None:
+            clock.end()
+            if clock.unit == LOADER and sys.exc_info()[0] is StopIteration:
+                clock.pause()
+
+        return begin, end
+
+    def _backward(self) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+        clock = self._clock
+        return lambda _: clock.begin(BACKWARD), lambda _: clock.end()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        if self._stepping == id(optimizer):  # its last step raised
+            self._clock.reset()
+        if self._clock.begin(OPTIMIZER):
+            self._stepping = id(optimizer)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling() or self._stepping != id(optimizer):
+            return
+        self._stepping = None
+        self._clock.end()
+        self._clock.boundary(OPTIMIZING, id(optimizer))
+
+    def _timed(self, method: Any, phase: int) -> Any:
+        clock = self._clock
+
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not clock.begin(phase):
+                return method(*args, **kwargs)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                clock.end()
+
+        return timed
+
+
+def _as_if(code: CodeType, original: CodeType, names: dict[str, str]) -> CodeType:
+    """The code under the original's name and file, with its globals renamed."""
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_filename=original.co_filename,
+        co_name=original.co_name,
+        co_qualname=original.co_qualname,
+        co_firstlineno=original.co_firstlineno,
+    )
+
+
+def _hide_from_compiler(file: str) -> None:
+    """Give the code that runs inside a step the name of a file that torch.compile skips.
+
+    torch.compile would otherwise compile the probes' frames where a graph breaks.
+    """
+    for function in (*vars(StepClock).values(), *vars(Probes).values()):
+        if isinstance(function, FunctionType):
+            function.__code__ = _moved(function.__code__, file)
+
+
+def _moved(code: CodeType, file: str) -> CodeType:
+    inner = (_moved(c, file) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=file, co_consts=tuple(inner))
+
+
+@dataclass(frozen=True)
+class ProbeCost:
+    """Time that the probes add, in ns: to a call within another, and to one that is timed."""
+
+    nested_ns: float
+    timed_ns: float
+
+    def of(self, clock: StepClock) -> float:
+        """Time that the probes of a clock took, in ns."""
+        return clock.events / 2 * self.timed_ns + clock.checks * self.nested_ns
+
+
+def probe_cost() -> ProbeCost:
+    """Measure the cost of the probes on an empty module; none may be installed."""
+    import torch
+
+    clock, module = StepClock(), torch.nn.Identity()
+    clock.boundary(ITERATION, None)
+    probes = Probes(clock)
+    plain = _call_ns(module)
+    probes.install()
+    try:
+        clock.begin(FORWARD)
+        nested = _call_ns(module)
+        clock.end()
+        timed = _call_ns(module)
+    finally:
+        probes.remove()
+    return ProbeCost(max(0.0, nested - plain), max(0.0, timed - plain))
+
+
+def _call_ns(call: Callable[[None], Any]) -> float:
+    """Least time of a call over several repetitions, in ns."""
+    found = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter_ns()
+        for _ in range(_CALLS):
+            call(None)
+        found.append(time.perf_counter_ns() - began)
+    return min(found) / _CALLS
+
+
+class OnImport:
+    """Calls a function once PyTorch has been imported, however the script imports it.
+
+    Args:
+        do: what to call.
+    """
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def install(self) -> None:
+        """Wait for the import; call at once if it has happened."""
+        if "torch" in sys.modules:
+            self._do()
+        else:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        """Stop waiting."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec that the other finders give, with a loader that reports back."""
+        if name != "torch":
+            return None
+        self.remove()
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            run, do = loader.exec_module, self._do
+
+            def exec_module(module: Any) -> None:
+                del loader.exec_module
+                run(module)
+                do()
+
+            loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,108 @@
+"""Samples where the watched thread is: the line of the user's code, many times a second."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from array import array
+from pathlib import Path
+from types import FrameType
+
+from steadytorch.watching.clock import StepClock
+
+INTERVAL_S = 0.05
+MAX_CPU_SHARE = 0.001
+"""Maximum CPU use, as a share of one core; costlier samples become rarer."""
+MOST_SAMPLES = 65_536
+"""When full, every second sample is dropped and the interval doubles."""
+DEEPEST = 200
+"""Most frames searched for a line of the user's."""
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+
+
+class StackSampler:
+    """Samples the thread that made it, from a thread of its own.
+
+    Attributes:
+        at_ns: time of each sample on `time.perf_counter_ns`.
+        phases: slice at that time, as an index into `clock.SLICES`.
+        places: index into `names`, or -1 where no line is the user's.
+        names: lines, as `train.py:57 main, in save`.
+        cpu_ns: CPU time spent.
+    """
+
+    def __init__(self, clock: StepClock, interval_s: float = INTERVAL_S) -> None:
+        self.at_ns, self.phases, self.places = array("q"), array("b"), array("l")
+        self.names: list[str] = []
+        self.cpu_ns = 0
+        self._clock, self._interval_s = clock, interval_s
+        self._watched = threading.get_ident()
+        self._known: dict[tuple[str, int, str], int] = {}
+        self._users: dict[str, bool] = {}
+        self._stop = threading.Lock()
+
+    def start(self) -> None:
+        """Start sampling."""
+        self._stop.acquire()
+        self._thread = threading.Thread(target=self._run, name="steadytorch-stacks", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling."""
+        self._stop.release()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        began_ns, pause_s = time.perf_counter_ns(), self._interval_s
+        while not self._stop.acquire(timeout=pause_s):
+            phase, now = self._clock.phase, time.perf_counter_ns()
+            place = self._place(sys._current_frames().get(self._watched))
+            self.at_ns.append(now)
+            self.phases.append(phase)
+            self.places.append(place)
+            if len(self.at_ns) >= MOST_SAMPLES:
+                self.at_ns, self.phases = self.at_ns[::2], self.phases[::2]
+                self.places = self.places[::2]
+                self._interval_s *= 2
+            self.cpu_ns = time.thread_time_ns()
+            due_ns = self.cpu_ns / MAX_CPU_SHARE - (time.perf_counter_ns() - began_ns)
+            pause_s = max(self._interval_s, due_ns * 1e-9)
+
+    def _place(self, frame: FrameType | None) -> int:
+        called = ""
+        for _ in range(DEEPEST):
+            if frame is None:
+                return -1
+            file = frame.f_code.co_filename
+            if self._is_users(file):
+                key = (file, frame.f_lineno, called)
+                if key not in self._known:
+                    self._known[key] = len(self.names)
+                    self.names.append(_named(frame, called))
+                return self._known[key]
+            called = frame.f_code.co_name
+            frame = frame.f_back
+        return -1
+
+    def _is_users(self, file: str) -> bool:
+        known = self._users.get(file)
+        if known is None:
+            known = self._users[file] = is_users(file)
+        return known
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither of Python, nor of an installed package, nor of this room."""
+    return not (
+        file.startswith(("<", _OURS, *_LIBRARIES)) or "site-packages" in file or "torch/nn" in file
+    ) or file.startswith("<ipython-input")
+
+
+def _named(frame: FrameType, called: str) -> str:
+    code = frame.f_code
+    inner = f", in {called}" if called else ""
+    within = "" if code.co_name == "<module>" else f" {code.co_name}"
+    return f"{Path(code.co_filename).name}:{frame.f_lineno}{within}{inner}"

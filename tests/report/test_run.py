@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from io import StringIO
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from steadytorch.report.run import WIDTH, as_html, render_run
+from steadytorch.results.watched import Watched
+
+from .watched import watched
+
+
+def text_of(result: Watched) -> str:
+    console = Console(file=StringIO(), width=WIDTH, highlight=False)
+    render_run(console, "train.py", result)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"failed": "ValueError: boom " * 20, "interrupted": True}, {"findings": ()}]
+)
+def test_summary_fits_thirty_lines_of_eighty_columns(fields):
+    lines = text_of(watched(**fields)).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 80
+
+
+def test_longest_texts_still_fit():
+    full = watched()
+    words = {"title": "t " * 200, "fix": "f " * 200, "evidence": ("e " * 200,)}
+    long = [msgspec.structs.replace(full.findings[0], information=False, **words)] * 5
+    slow = [msgspec.structs.replace(s, what=("w " * 300,)) for s in full.slowest]
+    ended = {"failed": "f " * 200, "interrupted": True}
+    result = watched(findings=tuple(long), slowest=tuple(slow), **ended)
+    lines = text_of(result).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 80
+
+
+def test_summary_names_steps_overhead_slices_and_slow_steps():
+    text = text_of(watched())
+    assert "1,000 optimizer steps" in text
+    assert "overhead of watching 0.20 %" in text
+    assert "the script's own code" in text
+    assert "step 900" in text
+    assert "a.py:3 main" in text
+
+
+def test_script_without_steps_says_so():
+    text = text_of(watched(measured=None, slices_ns={}, slowest=(), findings=()))
+    assert "no steps found" in text
+
+
+def test_notebook_text_is_escaped():
+    assert "<b>" not in as_html("<b>", watched(failed="<b>x</b>"))
+
+
+def test_slices_of_a_step_add_up():
+    result = watched()
+    total = sum(result.mean_slices_ns().values())
+    assert total == pytest.approx(sum(result.measured.samples_ns) / 1000)
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Watched) == result

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+
+from steadytorch.findings.finding import Abstention, Case
+from steadytorch.findings.watched_steps import WatchedSteps
+from steadytorch.rules import input_pipeline
+from steadytorch.rules.script_work import NAME, rule
+from steadytorch.watching.clock import SLICES
+
+from ..findings.cases import MS, the
+
+
+def watched(lines=None, **times):
+    slices = {name: np.full(100, 0.0) for name in SLICES}
+    slices["forward"] += 10 * MS
+    for name, value in times.items():
+        slices[name] = slices[name] + value
+    return Case(watched=WatchedSteps(slices, lines or {}))
+
+
+def test_a_tenth_of_the_time_is_reported_with_its_line():
+    found = the(rule(watched(rest=2 * MS, lines={"rest": (("train.py:3 main", 0.8),)})))
+    assert found.id == NAME
+    assert found.cost_ns == 2 * MS
+    assert "mostly train.py:3 main" in found.title
+    assert found.evidence[0] == "train.py:3 main: 80 % of it"
+
+
+def test_rare_long_pauses_are_reported_by_their_variance():
+    pauses = np.zeros(100)
+    pauses[::50] = 30 * MS
+    found = the(rule(watched(rest=pauses)))
+    assert found.variance_share > 0.9
+
+
+def test_the_usual_rest_is_not():
+    assert rule(watched(rest=0.5 * MS)) == ()
+    uneven = np.random.default_rng(0).normal(MS, 0.1 * MS, 100)
+    assert rule(watched(forward=uneven, rest=0.5 * MS)) == ()
+
+
+def test_without_a_script_it_abstains():
+    assert isinstance(rule(Case()), Abstention)
+
+
+def test_waiting_for_data_is_the_input_pipeline():
+    case = watched(input_wait=3 * MS)
+    assert rule(case) == ()
+    assert the(input_pipeline.rule(case)).cost_ns == 3 * MS
+    assert input_pipeline.rule(watched(input_wait=0.1 * MS)) == ()
