@@ -31,6 +31,7 @@ FLOORS = {
     "rates": 3,
     "plan": 4,
     "rewrite": 4,
+    "backends": 5,
     "graphs": 5,
     "compiled": 5,
     "transforms": 6,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from steadytorch.ambient import ambient
+from steadytorch.compiled.artefact import beside
 from steadytorch.compiled.bundle import source
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
@@ -31,7 +32,7 @@ from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.settings import is_switched_off
 from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
-from steadytorch.transforms import compiles
+from steadytorch.transforms import compiles, engines
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
 from steadytorch.workload.workload import Workload
@@ -171,7 +172,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def resolution(self, bundle: bool = False) -> Resolution:
         """The resolution for the plan's inputs, with its compiled code if `bundle`."""
         prebuilt = source(self) if bundle and compiles(self.candidate) else None
-        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
+        shelf = beside(self.path) if engines(self.candidate) else None
+        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt, shelf=shelf)
 
     def _misfit(self, model: nn.Module) -> str | None:
         try:

@@ -27,6 +27,8 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.linear_patches import LinearPatches
+from steadytorch.transforms.onnxruntime import OnnxRuntime
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.transforms.optimizer import OptimizerStep
 from steadytorch.transforms.prefetch import Prefetch
 from steadytorch.transforms.step_graph import StepGraph
@@ -41,6 +43,7 @@ __all__ = [
     "compiles",
     "conflict",
     "create",
+    "engines",
     "names",
     "order",
     "parse",
@@ -50,6 +53,8 @@ __all__ = [
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 REGISTRY: tuple[type[Transform], ...] = (
+    OpenVino,
+    OnnxRuntime,
     FoldBatchNorm,
     FusedKernels,
     CastWeights,
@@ -157,11 +162,15 @@ def conflict(candidate: Candidate, workload: Workload | None = None) -> str | No
         UsageError: the registry does not know a spec.
     """
     owners: dict[str, str] = {}
+    given = [spec.name for spec in candidate]
     for spec in candidate:
-        for claim in create(spec).claims:
+        transform = create(spec)
+        for claim in transform.claims:
             if owners.setdefault(claim, spec.name) != spec.name:
                 return f"{owners[claim]} and {spec.name} both control {claim}"
-    given = [spec.name for spec in candidate]
+        others = [name for name in given if not (name == spec.name or _kind(name).of_loader)]
+        if transform.engine and others:
+            return f"{spec.name} runs the whole model, without {others[0]}"
     for name in given:
         if given.count(name) > 1:
             return f"{name} is listed twice"
@@ -181,6 +190,11 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
 def compiles(candidate: Candidate) -> bool:
     """Whether a compiler takes part; transforms that are not in the registry do not count."""
     return any(spec.name in _POSITIONS and _kind(spec.name).compiles for spec in candidate)
+
+
+def engines(candidate: Candidate) -> tuple[str, ...]:
+    """The engines beyond PyTorch among these transforms, by name."""
+    return tuple(s.name for s in candidate if s.name in _POSITIONS and _kind(s.name).engine)
 
 
 def all_variants(facts: DeviceFacts) -> list[Transform]:

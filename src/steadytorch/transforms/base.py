@@ -74,6 +74,10 @@ class Transform(ABC):
     name: ClassVar[str]
     of_step: ClassVar[bool] = False
     """Whether it changes the training step around the model, which `plan.step` runs."""
+    of_loader: ClassVar[bool] = False
+    """Whether it changes only where batches come from."""
+    engine: ClassVar[bool] = False
+    """Whether it runs the whole model outside PyTorch: it combines with no transform of a model."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
     compiles: ClassVar[bool] = False

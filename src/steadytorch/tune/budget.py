@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch
 
+from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.tune.select import BlockShape
 from steadytorch.tune.trial import LiveTrial
 
@@ -27,6 +28,8 @@ _COMPILE_CUDA_S = 13.0
 Twice this value kept every compiled candidate, and so the fastest, out of budgets of 36 and 55 s.
 The cost: a compilation that misses its deadline delays the other candidates of its round."""
 _AUTOTUNE_S = 150.0
+_CONVERT_S = 12.0
+"""For engines: ResNet-50 took 6 to 14 s on two cores."""
 _PLAIN_S = 2.0
 _MOST_RESERVED = 0.4
 
@@ -112,17 +115,23 @@ class Budget:
         return self.remaining() - self.reserve_s()
 
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
-        """Expected set-up seconds: the longest seen with the same compiler options, or a guess."""
-        compiled = [spec for spec in candidate if spec.name == "compile"]
+        """Expected set-up seconds: the longest seen with the same compiler or engine, or a guess.
+
+        Options of an engine do not count, because its variants share one conversion.
+        """
+        compiled, converted = _compiled(candidate), transforms.engines(candidate)
         seen = [
             trial.set_up.setup_s
             for trial in trials
             if trial.set_up is not None
-            and [spec for spec in trial.candidate if spec.name == "compile"] == compiled
+            and _compiled(trial.candidate) == compiled
+            and transforms.engines(trial.candidate) == converted
         ]
         start_s = _START_S + self.screening_s(2 * [self.shape.iteration_ns])
         if seen:
             return start_s + max(seen)
+        if converted:
+            return start_s + _CONVERT_S
         heavy = any(dict(spec.parameters).get("mode") == "max-autotune" for spec in compiled)
         return start_s + (_AUTOTUNE_S if heavy else self._compile_s if compiled else _PLAIN_S)
 
@@ -131,3 +140,7 @@ class Budget:
         known = list(trials)
         expected_s = max((self.expected_setup_s(c, known) for c in candidates), default=0.0)
         return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))
+
+
+def _compiled(candidate: Candidate) -> list[TransformSpec]:
+    return [spec for spec in candidate if spec.name == "compile"]

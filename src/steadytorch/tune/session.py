@@ -17,6 +17,7 @@ import torch
 
 from steadytorch import __version__, transforms
 from steadytorch.bench.bench_worker import save_payload
+from steadytorch.compiled import artefact
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.native import host
@@ -98,6 +99,7 @@ class Session:
             fingerprint=fingerprint,
         )
         self._store = store if isinstance(store, Store) else Store(store)
+        self._converted: artefact.Held | None = None
 
     def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
         """The stored plan, or None and the reason for the miss.
@@ -168,6 +170,7 @@ class Session:
                 choose_stem=partial(self._stem, directory),
                 began=began,
             ).run()
+            self._converted = artefact.held(directory, transforms.engines(result.chosen))
             if not result.interrupted:
                 with suppress(KeyboardInterrupt):  # the result is complete
                     if reserved_s:
@@ -224,6 +227,13 @@ class Session:
             version=__version__,
             trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
         )
+        kept = self._stored(plan, anew)
+        converted, self._converted = self._converted, None
+        if converted is not None and kept.candidate == result.chosen:
+            converted.keep_beside(kept.path)
+        return kept
+
+    def _stored(self, plan: Plan, anew: bool) -> Plan:
         if anew:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
