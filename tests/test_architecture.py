@@ -35,6 +35,7 @@ FLOORS = {
     "graphs": 5,
     "compiled": 5,
     "transforms": 6,
+    "plugins": 7,
     "runtime": 7,
     "bench": 7,
     "doctor": 8,

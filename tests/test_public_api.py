@@ -77,7 +77,7 @@ SIGNATURES = {
         "store: 'Store | str | Path | None' = None, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'ConvReport'"
     ),
-    "doctor": "(device: 'str' = 'auto') -> 'CheckUp'",
+    "doctor": "(device: 'str' = 'auto', plugins: 'bool' = False) -> 'CheckUp'",
     "explain": (
         "(subject: 'Workload | tuple[Any, Any] | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "

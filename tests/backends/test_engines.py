@@ -53,6 +53,9 @@ def onnxruntime_run(workload):
 
 
 RUNS = {"openvino": openvino_run, "onnxruntime": onnxruntime_run}
+BOTH = pytest.mark.parametrize(
+    "name", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.slow)]
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -72,7 +75,7 @@ def test_integers_unused_inputs_and_several_results(name):
     assert torch.equal(found[2].bool(), large)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@BOTH
 def test_results_of_earlier_calls_stay(name):
     workload = tokens()
     run = RUNS[name](workload)
@@ -83,7 +86,7 @@ def test_results_of_earlier_calls_stay(name):
     assert torch.equal(first, before)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@BOTH
 def test_weights_are_those_of_conversion(name):
     """Nothing is shared with the model: part of the weights would follow it, part would not."""
     workload = tokens()
@@ -95,7 +98,7 @@ def test_weights_are_those_of_conversion(name):
     assert torch.equal(run(list(workload.inputs))[0], before)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@BOTH
 def test_a_model_that_writes_to_its_buffers_is_refused(name):
     with pytest.raises(UnsupportedError, match="writes to its"):
         RUNS[name](Workload(Counts().eval(), torch.ones(2)))

@@ -68,17 +68,18 @@ def drawn_plan(random: Random, transforms: list[Any], compiles: bool) -> Candida
     compilers = [t for t in transforms if t.name == "compile"]
     others = [t for t in transforms if t.name != "compile"]
     while True:
-        some = random.sample(others, random.choice((1, 1, 2, 3)))
+        some = random.sample(others, min(len(others), random.choice((1, 1, 2, 3))))
         some += [random.choice(compilers[:2])] if compiles else []
         plan = order([t.spec for t in some])
         if not conflict(plan):
             return plan
 
 
-def drawn(seed: int, compiles: bool = False) -> Draw:
-    """The combination of a seed."""
+def drawn(seed: int, compiles: bool = False, engines: bool = False) -> Draw:
+    """The combination of a seed; with `engines`, an engine alone."""
     random, facts = Random(seed), load_facts(DEVICE)
-    transforms = [t for t in all_variants(facts) if t.name != "prefetch" and not t.of_step]
+    of_model = [t for t in all_variants(facts) if not (t.of_loader or t.of_step)]
+    transforms = [t for t in of_model if t.engine is engines]
     plan = drawn_plan(random, transforms, compiles)
     ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
     count = random.randint(1, MOST_ACTIONS)
@@ -167,11 +168,11 @@ def _applies(draw: Draw) -> bool:
     )
 
 
-def check(seeds: range, compiles: bool = False) -> None:
+def check(seeds: range, compiles: bool = False, engines: bool = False) -> None:
     """Goes through the combinations of these seeds; fails with those that differ."""
     faults, served = [], Counter[str]()
     for seed in seeds:
-        draw = drawn(seed, compiles)
+        draw = drawn(seed, compiles, engines)
         fault, hits = run(draw)
         if fault is not None:
             faults.append(f"{draw}\n    {fault}")
@@ -202,6 +203,14 @@ def test_combinations(first):
 @pytest.mark.parametrize("first", range(100_000, 100_000 + COMPILED, 10))
 def test_combinations_that_compile(first):
     check(range(first, first + 10), compiles=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(DEVICE != "cpu", reason="engines run on a CPU")
+def test_engines():
+    check(range(200_000, 200_010), engines=True)
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
 
+PRECISIONS = ("same", "tf32", "fp16", "bf16")
+"""Precision classes, the lowest last."""
+
 
 class Risk(StrEnum):
     """What a transform may change besides speed."""
@@ -80,6 +83,8 @@ class Transform(ABC):
     """Whether it runs the whole model outside PyTorch: it combines with no transform of a model."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
+    before: ClassVar[str] = "compile"
+    """For plug-ins: the transform of the project that it is applied before."""
     compiles: ClassVar[bool] = False
     records: ClassVar[bool] = False
     process_wide: ClassVar[bool] = True

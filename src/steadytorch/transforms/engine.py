@@ -17,6 +17,7 @@ from steadytorch.backends.exported import Exported, Form, export
 from steadytorch.compiled import artefact
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import SteadyError, UnsupportedError, one_line
+from steadytorch.results.candidate import NOT_INSTALLED
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import (
     INFERENCE_ONLY,
@@ -80,11 +81,6 @@ class Engine(Transform):
         inputs = tensors_of((workload.inputs, dict(workload.kwargs)))
         return decide(
             (facts.device != "cpu", "for workloads on a CPU only"),
-            (
-                bool(missing),
-                f"needs {self.engine_title}, which is not installed: pip install "
-                f"'steadytorch[{self.extra}]'",
-            ),
             (workload.is_training, INFERENCE_ONLY),
             (module is None, PLAIN_CALLABLE),
             (module is not None and module.training, "needs a model in evaluation mode"),
@@ -93,6 +89,11 @@ class Engine(Transform):
             (any(t.layout != torch.strided for t in inputs), "an input is sparse"),
             steered(workload),
             *self.objections(workload),
+            # Last, so that it is given only where installing them would help.
+            (
+                bool(missing),
+                f"needs {self.engine_title}, {NOT_INSTALLED} 'steadytorch[{self.extra}]'",
+            ),
         )
 
     @contextmanager

@@ -19,7 +19,7 @@ from steadytorch import __version__, transforms
 from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import artefact
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
-from steadytorch.errors import PlanError, UsageError
+from steadytorch.errors import PlanError, UsageError, one_line
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.store import Found, Store
@@ -29,7 +29,9 @@ from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.signature import Signature
 from steadytorch.serve.plan import Plan
+from steadytorch.transforms import plugins
 from steadytorch.transforms.base import NotApplicable
+from steadytorch.transforms.plugin_worker import admit
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
@@ -249,13 +251,20 @@ class Session:
     def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
         available: list[TransformSpec] = []
         refused: dict[str, str] = {}
+        admit()
         for transform in transforms.all_variants(self.facts):
-            answer = transform.applies_to(self.workload, self.facts)
+            try:
+                answer = transform.applies_to(self.workload, self.facts)
+            except Exception as error:  # of a plug-in, which costs its own candidates only
+                if transform.name in transforms.names():
+                    raise
+                answer = NotApplicable(f"its own check failed: {one_line(error)}")
             if isinstance(answer, NotApplicable):
                 refused[str(transform.spec)] = answer.reason
             else:
                 available.append(transform.spec)
-        return available, refused
+        told = {name: f"plug-in refused: {why}" for name, why in plugins.refused().items()}
+        return available, refused | told
 
     def _slots(self) -> int:
         """Number of set-ups that may overlap: one per core, at most eight."""
