@@ -45,6 +45,7 @@ __all__ = [
     "conflict",
     "create",
     "engines",
+    "libraries",
     "names",
     "order",
     "parse",
@@ -204,6 +205,21 @@ def compiles(candidate: Candidate) -> bool:
 def engines(candidate: Candidate) -> tuple[str, ...]:
     """The engines beyond PyTorch among these transforms, by name."""
     return tuple(kind.name for kind in _known(candidate) if kind.engine)
+
+
+def libraries(candidate: Candidate) -> dict[str, str]:
+    """Versions of the libraries beside PyTorch that a candidate runs on; plug-ins count too.
+
+    Raises:
+        PackageNotFoundError: one is not installed.
+        UsageError: the registry does not know one of the transforms.
+    """
+    found: dict[str, str] = {}
+    for spec in candidate:
+        found |= create(spec).libraries()
+        if spec.name not in _POSITIONS:
+            found |= plugins.version(spec.name)
+    return found
 
 
 def all_variants(facts: DeviceFacts) -> list[Transform]:

@@ -107,6 +107,16 @@ class Transform(ABC):
         """Resources that no other transform of the same candidate may claim."""
         return ()
 
+    def libraries(self) -> dict[str, str]:
+        """Versions of libraries beside PyTorch that it runs on, by distribution.
+
+        A plan serves only with these versions.
+
+        Raises:
+            PackageNotFoundError: one is not installed.
+        """
+        return {}
+
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
         """The parameter values worth trying on this device, the most promising first."""

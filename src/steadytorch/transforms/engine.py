@@ -59,10 +59,6 @@ class Engine(Transform):
     extra: ClassVar[str]
 
     @abstractmethod
-    def libraries(self) -> dict[str, str]:
-        """Versions of the libraries that write and read the converted model, by name."""
-
-    @abstractmethod
     def convert(self, exported: Exported) -> Mapping[str, Any]:
         """Converts an exported model; returns parts by name, each a buffer of bytes."""
 

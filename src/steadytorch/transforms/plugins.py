@@ -37,6 +37,12 @@ def distribution(name: str) -> str:
     return "unknown" if held is None else f"{held.name} {held.version}"
 
 
+def version(name: str) -> dict[str, str]:
+    """The version of the distribution that offers a plug-in, by its name; empty if unknown."""
+    held = found()[name].dist
+    return {} if held is None else {held.name: held.version}
+
+
 def refuse(name: str, reason: str) -> None:
     """Refuses a plug-in for the rest of this process."""
     _refused[name] = reason

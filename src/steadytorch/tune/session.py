@@ -112,7 +112,7 @@ class Session:
         found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
             plan = _located(found.payload, found.path)
-            violation = plan.precision_violation()
+            violation = plan.violation()
             return (None, violation) if violation else (plan, "")
         return None, str(found)
 
@@ -228,6 +228,7 @@ class Session:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             version=__version__,
             trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
+            libraries=transforms.libraries(result.chosen),
         )
         kept = self._stored(plan, anew)
         converted, self._converted = self._converted, None
@@ -240,7 +241,7 @@ class Session:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        if there.precision_violation() is None:
+        if there.violation() is None:
             return there
         return _located(plan, self._store.put(self.key, plan))
 
