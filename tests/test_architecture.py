@@ -51,7 +51,7 @@ FLOORS = {
     "__init__": 13,
     "__main__": 13,
 }
-OTHERS = {"benchmarks", "gpu", "examples", "torture"}
+OTHERS = {"benchmarks", "gpu", "examples", "plugins", "torture"}
 """Folders of tests that mirror no room."""
 # The version stands in the package itself, and importing it imports nothing else.
 VERSION = ("steadytorch", "__version__")
