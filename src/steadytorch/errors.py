@@ -31,14 +31,7 @@ class PlanError(SteadyError):
 
 
 class TraceError(UsageError):
-    """A trace could not be read: missing, truncated, malformed, or not from PyTorch's profiler.
-
-    `offset` is the byte of the error in the decompressed JSON text; None without a single position.
-    """
-
-    def __init__(self, message: str, offset: int | None = None) -> None:
-        super().__init__(message)
-        self.offset = offset
+    """A trace could not be read: missing, truncated, malformed, or not from PyTorch's profiler."""
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

@@ -68,7 +68,7 @@ class Step:
 
 
 def _series(handler, step, *, metric="period", seconds=0.05, group=1, iteration_ns=1000):
-    handler._step, handler._group, handler._iteration_ns = step, group, iteration_ns
+    handler.step, handler.group, handler.iteration_ns = step, group, iteration_ns
     return msgspec.convert(handler.series(metric, seconds), Series)
 
 
@@ -236,7 +236,7 @@ def test_outliers_are_put_down_to_the_clock_that_was_counted_over_them():
 
 def test_what_was_timed_before_warming_up_failed_is_kept(loaded):
     step = Step(fails_at=4)  # it takes this many calls however long they are
-    loaded._workload = loaded._workload.with_model(step)
+    loaded.workload = loaded.workload.with_model(step)
     with pytest.raises(RuntimeError, match="the data ended"):
         loaded.set_up([])
     broken = msgspec.convert(loaded.broken_off(), BrokenOff)
@@ -246,7 +246,7 @@ def test_what_was_timed_before_warming_up_failed_is_kept(loaded):
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_workload_that_fails_at_once_leaves_nothing(loaded, call):
-    loaded._workload = loaded._workload.with_model(Step(fails_at=call))
+    loaded.workload = loaded.workload.with_model(Step(fails_at=call))
     with pytest.raises(RuntimeError, match="the data ended"):
         loaded.set_up([])
     assert loaded.broken_off() is None
@@ -287,7 +287,7 @@ def fed(tmp_path):
 
 def test_each_step_takes_the_next_batch(fed):
     fed.set_up([])
-    found = [fed._step().item() for _ in range(4)]
+    found = [fed.step().item() for _ in range(4)]
     assert sorted(found[:3]) == [-2.0, -1.0, 0.0]
     assert found[3] == found[0]
 
@@ -298,7 +298,7 @@ def test_the_loader_of_a_transform_is_the_one_that_is_timed(fed, monkeypatch):
     monkeypatch.setattr(Prefetched, "__iter__", lambda self: begun.append(self) or own(self))
     fed.set_up([{"name": "prefetch", "parameters": []}])
     assert begun
-    assert {fed._step().item() for _ in range(3)} == {-2.0, -1.0, 0.0}
+    assert {fed.step().item() for _ in range(3)} == {-2.0, -1.0, 0.0}
 
 
 def test_a_loader_that_cannot_travel_is_named(tmp_path):
@@ -333,10 +333,10 @@ def training(tmp_path):
 
 def test_each_block_of_training_begins_at_the_weights_that_came(training):
     training.set_up([])
-    training._group, ends = 1, []
+    training.group, ends = 1, []
     for _ in range(3):
         training.block("latency", 1)
-        ends.append({n: t.clone() for n, t in training._workload.model.state_dict().items()})
+        ends.append({n: t.clone() for n, t in training.workload.model.state_dict().items()})
     assert ends[0]["2.weight"].isfinite().all()
     assert all(torch.equal(ends[0][n], end[n]) for end in ends for n in end)
 
@@ -344,9 +344,9 @@ def test_each_block_of_training_begins_at_the_weights_that_came(training):
 def test_weights_that_overflowed_are_finite_again_in_the_next_block(training):
     training.set_up([])
     for _ in range(200):
-        training._step()
-    weights = training._workload.model[2].weight
+        training.step()
+    weights = training.workload.model[2].weight
     assert not weights.isfinite().all()
-    training._group = 1
+    training.group = 1
     training.block("latency", 1)
     assert weights.isfinite().all()

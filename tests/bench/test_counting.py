@@ -119,8 +119,8 @@ def handler(gpu, tmp_path):
     save_payload(Workload(nn.Linear(8, 8).eval(), torch.randn(2, 8)), tmp_path)
     made = WorkloadHandler(tmp_path)
     made.load("cpu", transforms.ambient())
-    made._sampler, made._step = Sampler(), lambda: None
-    made._iteration_ns = COUNTED_FROM_NS
+    made.sampler, made.step = Sampler(), lambda: None
+    made.iteration_ns = COUNTED_FROM_NS
     yield made
     made.close()
 
@@ -156,7 +156,7 @@ def test_a_stretch_that_raised_has_no_clock(handler):
 
     handler.counts_cycles = True
     # The timing overhead is measured without the workload.
-    handler._step = step
+    handler.step = step
     found = taken(handler, "period")
     assert found.failed == "ValueError: no more"
     assert len(found.clocks_mhz) == len(found.durations_ns) == 30

@@ -1,5 +1,4 @@
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from steadytorch.device.recording import (
     mask_of,
     reasons,
 )
-from steadytorch.errors import UsageError
 
 
 @given(st.integers(min_value=0, max_value=2**40))
@@ -41,16 +39,6 @@ def _recording():
     )
 
 
-def test_a_recording_survives_json():
-    assert Recording.from_json(_recording().to_json()) == _recording()
-
-
 def test_a_recording_survives_msgpack_and_plain_types():
     packed = msgspec.msgpack.encode(msgspec.to_builtins(_recording()))
     assert msgspec.convert(msgspec.msgpack.decode(packed), Recording) == _recording()
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "", b"\xff"])
-def test_a_broken_recording_is_misuse(text):
-    with pytest.raises(UsageError, match="not a recording"):
-        Recording.from_json(text)

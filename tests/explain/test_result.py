@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import json
-
-import pytest
+import msgspec
 
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.errors import UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.results.explain import (
     Abstention,
@@ -35,9 +32,7 @@ FULL = Explanation(
     environment=DeviceFacts(device="cuda", name="H200"),
     regime="launch-bound",
     steps=(
-        StepTime(
-            2, 1000, {"gpu_kernel": 300, "idle_launch": 700}, {"kernel": 300, "cpu_exec": 700}
-        ),
+        StepTime(2, 1000, {"gpu_kernel": 300, "idle_launch": 700}),
         StepTime(3, 2000, {"gpu_kernel": 300, "idle_launch": 1700}),
     ),
     gpu=GpuTotals(600, 2400, 3000),
@@ -62,16 +57,15 @@ FULL = Explanation(
 
 
 def test_an_explanation_survives_json():
-    assert Explanation.from_json(FULL.to_json()) == FULL
+    assert msgspec.json.decode(msgspec.json.encode(FULL), type=Explanation) == FULL
 
 
 def test_the_promised_fields_are_there():
-    found = json.loads(FULL.to_json())
+    found = msgspec.json.decode(msgspec.json.encode(FULL))
     assert found["steps"][0] == {
         "index": 2,
         "total_ns": 1000,
         "slices_ns": {"gpu_kernel": 300, "idle_launch": 700},
-        "host_columns_ns": {"kernel": 300, "cpu_exec": 700},
     }
     assert found["gpu"] == {"busy_ns": 600, "idle_ns": 2400, "total_ns": 3000}
     assert sum(found["variance_shares"].values()) == 1
@@ -92,9 +86,3 @@ def test_mean_slices_add_up_to_the_mean_step():
 def test_without_steps_there_is_no_time():
     bare = Explanation(source="x", environment=DeviceFacts(device="cpu"), regime="unclassified")
     assert (bare.step_ns, bare.mean_slices_ns()) == (0, {})
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"source": 1}', b"\xff", "[" * 100_000])
-def test_what_is_no_explanation_is_a_usage_error(text):
-    with pytest.raises(UsageError, match="not an explanation"):
-        Explanation.from_json(text)

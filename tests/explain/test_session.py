@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from steadytorch.errors import UsageError
 from steadytorch.explain import capture as capturing
 from steadytorch.explain import session
 from steadytorch.explain.session import explain
-from steadytorch.ledger.ledger import CPU_SLICES, HOST_COLUMNS
+from steadytorch.ledger.ledger import CPU_SLICES
 from steadytorch.rates.regime import REGIMES
 from steadytorch.results.explain import Explanation
 from steadytorch.results.machine import DeviceFacts
@@ -87,7 +88,8 @@ def test_findings_come_by_what_they_recover(tiny):
 
 
 def test_the_whole_survives_json(tiny):
-    assert Explanation.from_json(tiny.to_json()).to_json() == tiny.to_json()
+    text = msgspec.json.encode(tiny)
+    assert msgspec.json.encode(msgspec.json.decode(text, type=Explanation)) == text
 
 
 @pytest.mark.slow
@@ -151,14 +153,6 @@ def test_a_trace_file_is_explained_without_a_run(own_trace):
     assert len(found.steps) == 3
     assert (found.measured, found.distortion, found.notes) == (None, None, {})
     assert "cpu-contention" in {abstention.rule for abstention in found.abstained}
-
-
-def test_steps_on_a_gpu_are_cut_both_ways_and_its_use_is_told():
-    found = explain(Path(__file__).parent / "data" / "h200_launch_bound.json.gz")
-    for step in found.steps:
-        assert step.host_columns_ns.keys() == set(HOST_COLUMNS)
-        assert sum(step.host_columns_ns.values()) == step.total_ns
-    assert 0 < found.utilisation.gpu_percent < 60
 
 
 def test_a_trace_is_read_without_pytorch(own_trace):

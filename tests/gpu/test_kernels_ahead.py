@@ -40,7 +40,7 @@ def made(monkeypatch, tmp_path):
 
     def clear():
         for room in (depthwise_room, pointwise_room):
-            room._prepared.cache_clear()
+            room.prepared.cache_clear()
         for name in OWN:
             getattr(separable_programs, name).device_caches.clear()
         torch.compiler.reset()

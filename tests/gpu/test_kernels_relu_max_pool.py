@@ -199,8 +199,9 @@ def test_the_transform_is_recorded_in_a_graph():
 def operated(monkeypatch):
     """How often the operator itself was called, rather than its program alone."""
     count = []
-    call = relu_max_pool._OPERATOR
-    monkeypatch.setattr(relu_max_pool, "_OPERATOR", lambda *given: count.append(1) or call(*given))
+    operator = relu_max_pool.OPERATOR
+    call = operator.overload
+    monkeypatch.setattr(operator, "overload", lambda *given: count.append(1) or call(*given))
     return count
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 
+import msgspec
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ def test_every_channel_of_a_real_gpu_has_values_or_a_reason():
         column = getattr(seen, channel)
         assert (column is None) == (channel in seen.unknown)
         assert column is None or len(column) == len(seen.at_ns)
-    assert Recording.from_json(seen.to_json()) == seen
+    assert msgspec.json.decode(msgspec.json.encode(seen), type=Recording) == seen
 
 
 def test_a_busy_gpu_has_a_clock_and_a_draw():

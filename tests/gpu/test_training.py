@@ -133,7 +133,7 @@ def test_candidates_that_train_are_accepted(referred, facts, candidate):
     handler = TuningHandler(folder)
     handler.load("cuda", ambient())
     for spec in candidate:
-        answer = create(spec).applies_to(handler._workload, facts)
+        answer = create(spec).applies_to(handler.workload, facts)
         if isinstance(answer, NotApplicable):
             pytest.skip(f"{spec}: {answer.reason}")
     handler.set_up(msgspec.to_builtins(candidate))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -107,6 +108,15 @@ def test_calls_that_wait_are_told_with_their_line_and_others_are_passed_on(modes
     assert 'warnings.warn("called' in found[0]
     assert found[0].endswith("keep the value on the GPU, and read it outside of the step")
     assert modes == ["warn", 7]
+
+
+def test_calls_of_other_threads_that_wait_are_not_the_steps(modes):
+    said = "called a synchronizing CUDA operation (Triggered"
+    with synchronisations() as found:
+        thread = threading.Thread(target=warnings.warn, args=(said,))
+        thread.start()
+        thread.join()
+    assert not found
 
 
 def test_the_mode_is_put_back_where_the_step_raises(modes):

@@ -569,3 +569,19 @@ def test_an_exception_while_recording_leaves_no_gradients(accumulate):
     assert step.replays >= 8
     right = train(plain, data)
     assert_same((step, net, inner, torch.stack(losses)), (plain, net2, inner2, right))
+
+
+@pytest.mark.parametrize(("scope", "accumulate"), [(UPDATE, 1), (STEP, 2)])
+def test_a_backward_that_cannot_be_recorded_leaves_updates_recorded(scope, accumulate):
+    def loss(output, target):
+        if len(target) == 3:
+            output.sum().item()
+        return functional.cross_entropy(output, target)
+
+    data = [*batches(8), *batches(8, size=3), *batches(4)]
+    one, other = both(data, scope=scope, loss=loss, accumulate=accumulate)
+    step = one[0]
+    assert step.update_reason is None
+    assert any("not permitted" in reason for reason in reasons(step))
+    assert step.replays >= 8
+    assert_same(one, other)

@@ -66,7 +66,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     separable = (pointwise_conv, depthwise_conv, small_channel_conv, activated_linear)
     operators = (relu_max_pool, bias_add_relu, conv_relu_max_pool, *separable)
     for module in operators:
-        module._prepared.cache_clear()
+        module.prepared.cache_clear()
     yield
     for module in operators:
-        module._prepared.cache_clear()
+        module.prepared.cache_clear()

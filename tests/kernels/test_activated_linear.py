@@ -149,7 +149,7 @@ def test_for_what_it_is_not_made_there_is_no_program(change):
 def test_for_more_elements_than_offsets_reach_there_is_no_program():
     shapes = (torch.Size((2**22, 512)), torch.Size((2, 512)))
     given = (None, "gelu", torch.float16, torch.device("cpu"))
-    assert room._prepared(*shapes, *given) is None
+    assert room.prepared(*shapes, *given) is None
 
 
 def test_sizes_that_do_not_fit_are_refused_in_pytorchs_words():

@@ -86,7 +86,7 @@ def driver(monkeypatch, tmp_path):
 
     def clear():
         for module in MODULES:
-            module._prepared.cache_clear()
+            module.prepared.cache_clear()
         for file in (programs, separable_programs):
             for program in vars(file).values():
                 getattr(program, "device_caches", {}).clear()
@@ -205,8 +205,8 @@ def test_what_is_traced_is_compiled_once_for_the_very_call(call, driver, made):
     module, tensors, rest, count = call
     with FakeTensorMode():
         given = (*tensors(), *rest)
-        assert module._OPERATOR(*given).device.type == "cuda"
-        module._OPERATOR(*given)
+        assert module.OPERATOR.overload(*given).device.type == "cuda"
+        module.OPERATOR.overload(*given)
         fused = module.program_for(*given)
     settle()
     assert [thread is threading.main_thread() for _, thread in made] == [False]

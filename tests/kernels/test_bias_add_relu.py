@@ -30,7 +30,7 @@ def eager(x, other, bias):
 def fused(x, other, bias):
     """The launcher itself, on any device."""
     shape = None if bias is None else bias.shape
-    return room._prepared(x.shape, room.is_channels_last(x), shape, x.dtype, x.device)(
+    return room.prepared(x.shape, room.is_channels_last(x), shape, x.dtype, x.device)(
         x, other, bias
     )
 

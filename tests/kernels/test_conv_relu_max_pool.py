@@ -63,7 +63,7 @@ def program(x, weight, bias, stride, padding, pool_padding, ceil_mode, config="s
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     pooling = ((3, 3), (2, 2), (pool_padding, pool_padding), ceil_mode, config)
     precision = room._precision(x.dtype)
-    return room._prepared(*like, bias is not None, precision, stride, padding, *pooling)
+    return room.prepared(*like, bias is not None, precision, stride, padding, *pooling)
 
 
 def fused(x, weight, bias, *sizes, **options):

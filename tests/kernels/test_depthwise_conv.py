@@ -60,7 +60,7 @@ def program(x, weight, bias, stride, padding, dilation, activation=""):
     """The launcher for these on any device, or None."""
     like = (x.shape, room.is_channels_last(x), weight.shape, weight.stride())
     sizes = (stride, padding, dilation, activation)
-    return room._prepared(*like, bias is not None, x.dtype, x.device, *sizes)
+    return room.prepared(*like, bias is not None, x.dtype, x.device, *sizes)
 
 
 def near(tensors, *sizes):
@@ -82,7 +82,7 @@ def tiles(monkeypatch):
     """Returns a function that forces a tile, regardless of the rule."""
 
     def choose(*tile):
-        room._prepared.cache_clear()
+        room.prepared.cache_clear()
         monkeypatch.setattr(room, "tile_for", lambda *_: DepthwiseTile(*tile))
 
     return choose
@@ -110,7 +110,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("name", ["3x3", "3x3, stride 2", "7x7"])
     def test_cut_up_by_the_rule(self, name, monkeypatch):
         monkeypatch.setattr(room, "tile_for", tile_for)
-        room._prepared.cache_clear()
+        room.prepared.cache_clear()
         shape, kernel, *sizes = CASES[name]
         near(operands((1, 20, *shape[2:]), kernel), *sizes)
 

@@ -195,7 +195,7 @@ def test_for_more_elements_than_offsets_reach_there_is_no_program():
     x, weight = ((2**14, 64, 64, 32), (262144, 1, 2048, 64)), ((2, 64, 1, 1), (64, 1, 1, 1))
     shape, kernel = torch.Size(x[0]), torch.Size(weight[0])
     given = (None, "", None, None, torch.float16, torch.device("cpu"))
-    assert room._prepared((shape, x[1]), (kernel, weight[1]), *given) is None
+    assert room.prepared((shape, x[1]), (kernel, weight[1]), *given) is None
 
 
 def test_sizes_that_do_not_fit_are_refused_in_pytorchs_words():

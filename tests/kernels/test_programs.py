@@ -217,7 +217,7 @@ def depthwise(shape, side, stride, element, activation="hardswish"):
     kernel = torch.Size((shape[1], 1, side, side))
     like = (torch.Size(shape), True, kernel, (1, 1, side * shape[1], shape[1]))
     sizes = ((stride, stride), (side // 2, side // 2), (1, 1), activation)
-    fused = room._prepared(*like, True, dtype, torch.device("meta"), *sizes)
+    fused = room.prepared(*like, True, dtype, torch.device("meta"), *sizes)
     constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
     return compiled("depthwise_conv", constants, element, 90, ALIGNED, options), fused.geometry
 
@@ -267,7 +267,7 @@ def thin(shape, outputs, side, stride, last, element="bf16", capability=90):
     )
     like = (x.shape, x.stride(), weight.shape, weight.stride(), True, TYPES[element])
     sizes = ((stride, stride), (side // 2, side // 2), (1, 1), "hardswish")
-    fused = small_channel_conv._prepared(*like, torch.device("meta"), *sizes)
+    fused = small_channel_conv.prepared(*like, torch.device("meta"), *sizes)
     constants, options = {"G": fused.geometry}, {"num_warps": fused.warps}
     found = compiled("thin_conv", constants, element, capability, ALIGNED, options)
     return found, fused.geometry

@@ -41,7 +41,7 @@ def random(shape, dtype=torch.float32, layout="first", seed=0):
 
 def fused(x, *window):
     """The launcher itself, on any device."""
-    found = relu_max_pool._prepared(
+    found = relu_max_pool.prepared(
         x.shape, relu_max_pool.is_channels_last(x), x.dtype, x.device, *window
     )
     return None if found is None else found(x)

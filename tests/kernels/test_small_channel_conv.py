@@ -56,7 +56,7 @@ def program(x, weight, bias, stride, padding, dilation, activation=""):
     """The launcher for these on any device, or None."""
     like = (x.shape, x.stride(), weight.shape, weight.stride())
     sizes = (stride, padding, dilation, activation)
-    return room._prepared(*like, bias is not None, x.dtype, x.device, *sizes)
+    return room.prepared(*like, bias is not None, x.dtype, x.device, *sizes)
 
 
 def near(tensors, *sizes):

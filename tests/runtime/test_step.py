@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -244,3 +245,10 @@ def test_the_report_says_why_a_compiled_update_runs_eagerly():
     step, _, _ = made(COMPILED)
     step._eager.update.fallback = "it changes"
     assert step.report().optimizer == "compiled, eager: it changes"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied(copied):
+    step, *_ = made()
+    with pytest.raises(TypeError, match="make another step with"):
+        copied(step)

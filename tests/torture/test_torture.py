@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from random import Random
 from typing import Any, NamedTuple
 
@@ -15,15 +14,13 @@ import pytest
 import torch
 
 from steadytorch.device.facts import load_facts
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.runtime.device_samples import INTERVAL_NS
 from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
-from steadytorch.transforms import all_variants, conflict, order
-from steadytorch.transforms.base import Applicable
+from steadytorch.transforms import all_variants, conflict, create, order
 from steadytorch.transforms.precision import precision_of
-from steadytorch.workload.workload import Workload
 
 from .actions import ACTIONS, CHANGES, NOTHINGS
 from .compare import WAYS, difference, seen
@@ -68,18 +65,21 @@ def drawn_plan(random: Random, transforms: list[Any], compiles: bool) -> Candida
     compilers = [t for t in transforms if t.name == "compile"]
     others = [t for t in transforms if t.name != "compile"]
     while True:
-        some = random.sample(others, min(len(others), random.choice((1, 1, 2, 3))))
+        some = random.sample(others, random.choice((1, 1, 2, 3)))
         some += [random.choice(compilers[:2])] if compiles else []
         plan = order([t.spec for t in some])
         if not conflict(plan):
             return plan
 
 
-def drawn(seed: int, compiles: bool = False, engines: bool = False) -> Draw:
-    """The combination of a seed; with `engines`, an engine alone."""
+def drawn(seed: int, compiles: bool = False) -> Draw:
+    """The combination of a seed, whatever the number of threads in this process."""
     random, facts = Random(seed), load_facts(DEVICE)
-    of_model = [t for t in all_variants(facts) if not (t.of_loader or t.of_step)]
-    transforms = [t for t in of_model if t.engine is engines]
+    # These models call functions of their caller, which engines refuse.
+    left_out = ("prefetch", "threads", "openvino", "onnxruntime")
+    transforms = [t for t in all_variants(facts) if t.name not in left_out and not t.of_step]
+    if DEVICE == "cpu":
+        transforms += [create(TransformSpec("threads", (("count", n),))) for n in (1, 2)]
     plan = drawn_plan(random, transforms, compiles)
     ways = [w for w in WAYS if DEVICE == "cpu" or w != "in a forked child"]
     count = random.randint(1, MOST_ACTIONS)
@@ -159,29 +159,18 @@ def run(draw: Draw) -> tuple[str | None, int]:
             each.close()
 
 
-def _applies(draw: Draw) -> bool:
-    facts = load_facts(DEVICE)
-    workload = Workload(_model(draw, Caller()), (_input(draw, 0), WRITES[draw.write][0]()))
-    by_spec = {t.spec: t for t in all_variants(facts)}
-    return all(
-        isinstance(by_spec[spec].applies_to(workload, facts), Applicable) for spec in draw.candidate
-    )
-
-
-def check(seeds: range, compiles: bool = False, engines: bool = False) -> None:
+def check(seeds: range, compiles: bool = False) -> None:
     """Goes through the combinations of these seeds; fails with those that differ."""
-    faults, served = [], Counter[str]()
+    faults, served = [], 0
     for seed in seeds:
-        draw = drawn(seed, compiles, engines)
+        draw = drawn(seed, compiles)
         fault, hits = run(draw)
         if fault is not None:
             faults.append(f"{draw}\n    {fault}")
-        if _applies(draw):
-            served["applies"] += 1
-            served["served"] += hits > 0
-    print(f"{len(seeds)} combinations, {dict(served)}")
+        served += hits > 0
+    print(f"{len(seeds)} combinations, {served} served tuned")
     assert not faults, f"{len(faults)} of {len(seeds)} differ:\n" + "\n".join(faults)
-    assert served["served"] >= 0.5 * served["applies"], "too few were served tuned"
+    assert served >= (0.1 if compiles else 0.4) * len(seeds), "too few were served tuned"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -206,19 +195,12 @@ def test_combinations_that_compile(first):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(DEVICE != "cpu", reason="engines run on a CPU")
-def test_engines():
-    check(range(200_000, 200_010), engines=True)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif("TORTURE_SEED" not in os.environ, reason="TORTURE_SEED names one combination")
 def test_one():
     seed = int(os.environ["TORTURE_SEED"])
-    check(range(seed, seed + 1), compiles=seed >= 100_000)
+    fault, _ = run(drawn(seed, compiles=seed >= 100_000))
+    assert fault is None, fault
 
 
 def test_every_change_is_a_change():

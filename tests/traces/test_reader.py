@@ -57,8 +57,8 @@ def test_columns_of_each_kind_of_event():
     assert (events.bytes[copy], events.stream[copy], events.device[copy]) == (64, 8, 0)
     assert (events.bytes[fill], events.device[fill]) == (32, 1)
     assert read.threads[events.thread[waited]] == ("0", "7")
-    assert read.details_of(waited)["cuda_sync_kind"] == "Stream Sync"
-    assert read.details_of(row_of(read, "sgemm"))["grid"] == [198, 1, 1]
+    assert read.details[read.events.details[waited]]["cuda_sync_kind"] == "Stream Sync"
+    assert read.details[read.events.details[row_of(read, "sgemm")]]["grid"] == [198, 1, 1]
     assert read.inputs_of(row_of(read, "aten::mm")) == {
         "dims": [[8, 16], [16, 4]],
         "types": ["float", "float"],

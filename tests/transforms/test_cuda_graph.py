@@ -88,6 +88,13 @@ def test_the_reason_is_the_error_that_came_first():
     assert first_cause(caught.value) == "operation not permitted when stream is capturing"
 
 
+def test_the_first_cause_is_of_the_recording_and_not_of_the_caller():
+    around, error = KeyError("the caller's"), ValueError("of the recording")
+    error.__context__ = around
+    assert first_cause(error, around) == "of the recording"
+    assert first_cause(error) == '"the caller\'s"'
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_as_before_after_recording(enabled):
     import gc

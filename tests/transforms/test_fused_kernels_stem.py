@@ -10,7 +10,7 @@ from torch import nn
 from steadytorch.conv import timing
 from steadytorch.conv.module import engine_convolutions
 from steadytorch.errors import UsageError
-from steadytorch.kernels.conv_relu_max_pool import _eager
+from steadytorch.kernels.conv_relu_max_pool import OPERATOR
 from steadytorch.kernels.stem import CONFIGS
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import create
@@ -106,10 +106,10 @@ def test_a_stored_configuration_is_replayed_and_none_is_timed(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", timed)
     monkeypatch.setattr(timing, "take_rounds", timed)
-    made, used = residual(), []
+    made, used, found = residual(), [], OPERATOR.overload
     monkeypatch.setattr(
-        "steadytorch.kernels.conv_relu_max_pool._OPERATOR",
-        lambda *given: used.append(given[-1]) or _eager(*given),
+        "steadytorch.kernels.conv_relu_max_pool.OPERATOR.overload",
+        lambda *given: used.append(given[-1]) or found(*given),
     )
     with create(spec).applied(made) as fused:
         for _ in range(3):

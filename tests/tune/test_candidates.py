@@ -5,11 +5,10 @@ from hypothesis import strategies as st
 
 from steadytorch import transforms
 from steadytorch.findings.finding import Finding
-from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.candidate import TransformSpec, describe
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.candidates import (
     CandidateSource,
-    describe,
     stem_of,
     suggested_by,
     with_stem_config,

@@ -123,7 +123,7 @@ def test_another_worker_finds_it_in_order_and_lets_go_of_it(kept, handler, packa
 def test_another_worker_sees_what_it_answers_wrongly(kept, tmp_path, handler):
     candidate = msgspec.to_builtins(kept.plan.candidate)
     made = msgspec.to_builtins(_made(kept))
-    handler._workload.model[0].weight.mul_(1.01)
+    handler.workload.model[0].weight.mul_(1.01)
     answer = handler.check_package(candidate, os.fspath(kept.file), made, None)
     assert "output 0 is off by" in answer
 

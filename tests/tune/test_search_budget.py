@@ -18,9 +18,8 @@ from scripted import (
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
-from steadytorch.results.candidate import TransformSpec
+from steadytorch.results.candidate import TransformSpec, describe
 from steadytorch.tune import setup_scheduler
-from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import SearchOptions
 
 

@@ -32,7 +32,7 @@ class Diary(Notes):
         self.states.append((label, state, detail))
 
 
-def _prepared(stage, options=None, watcher=None):
+def prepared(stage, options=None, watcher=None):
     """A scheduler with its baseline set up."""
     scheduler = SetupScheduler(stage, "cpu", {}, options or SearchOptions(), watcher or Notes())
     scheduler.baseline(lambda: 60.0)
@@ -40,7 +40,7 @@ def _prepared(stage, options=None, watcher=None):
 
 
 def _prepare(stage, candidates, slots=2, others=1, **arguments):
-    scheduler = _prepared(stage, **arguments)
+    scheduler = prepared(stage, **arguments)
     return scheduler, scheduler.prepare(candidates, slots, 60.0, others)
 
 
@@ -55,7 +55,7 @@ def test_the_baseline_is_set_up_untouched_and_characterised():
 
 def test_the_process_of_the_reference_does_not_stay():
     stage = Stage()
-    scheduler = _prepared(stage)
+    scheduler = prepared(stage)
     assert [worker.name for worker in stage.workers if worker.alive] == ["trial-1"]
     assert scheduler.reference.repeatable
 
@@ -74,7 +74,7 @@ def test_a_workload_that_cannot_be_profiled_is_tuned_without_findings():
 def test_a_fault_of_the_baseline_is_passed_on(method):
     stage = Stage({(): Act(faults={method: [died()]})})
     with pytest.raises(WorkerFault):
-        _prepared(stage)
+        prepared(stage)
 
 
 def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
@@ -103,7 +103,7 @@ def test_every_candidate_comes_back_ready_to_be_timed():
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_more_than_the_slots_are_under_way_at_once(slots):
     stage = Stage()
-    scheduler = _prepared(stage)
+    scheduler = prepared(stage)
     most = 0
     original = stage.exchange
 
@@ -211,7 +211,7 @@ def no_waiting(monkeypatch):
 
 def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_waiting):
     stage = Stage()
-    scheduler = _prepared(stage)
+    scheduler = prepared(stage)
     scheduler.begin([(EAGER,), (DETERMINISTIC,)], 2, 60.0)
     assert scheduler.begun == ((EAGER,), (DETERMINISTIC,))
     assert scheduler.pump_until(Elsewhere(50, "an answer"), 60.0) == "an answer"
@@ -224,7 +224,7 @@ def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_wa
 
 
 def test_what_waits_for_a_slot_is_begun_too(no_waiting):
-    scheduler = _prepared(Stage())
+    scheduler = prepared(Stage())
     scheduler.begin(SINGLES, 1, 60.0)
     scheduler.pump_until(Elsewhere(1, None), 60.0)
     assert set(scheduler.begun) == set(SINGLES)
@@ -234,12 +234,12 @@ def test_what_waits_for_a_slot_is_begun_too(no_waiting):
 
 def test_what_became_of_that_worker_is_said():
     with pytest.raises(WorkerFault, match="segmentation"):
-        _prepared(Stage()).pump_until(Elsewhere(0, died()), 60.0)
+        prepared(Stage()).pump_until(Elsewhere(0, died()), 60.0)
 
 
 def test_each_has_the_time_that_it_was_begun_with():
     stage, asked = Stage(), {}
-    scheduler = _prepared(stage)
+    scheduler = prepared(stage)
     scheduler.begin([(EAGER,)], 2, 90.0)
     receive = ScriptedWorker.receive
 
@@ -255,7 +255,7 @@ def test_each_has_the_time_that_it_was_begun_with():
 
 def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     stage = Stage()
-    scheduler = _prepared(stage)
+    scheduler = prepared(stage)
     looks = iter([False, True])
     trials = scheduler.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks, True))
     assert [trial.status for trial in trials] == ["rejected", "rejected"]

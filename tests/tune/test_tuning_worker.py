@@ -63,9 +63,9 @@ def test_an_unknown_transform_is_refused(loaded):
 
 def test_a_candidate_is_applied_and_undone(loaded):
     loaded.set_up(EAGER)
-    inputs = loaded._workload.inputs
-    assert not loaded._model(*inputs).requires_grad
-    assert loaded._workload.model(*inputs).requires_grad
+    inputs = loaded.workload.inputs
+    assert not loaded.model(*inputs).requires_grad
+    assert loaded.workload.model(*inputs).requires_grad
 
 
 @pytest.mark.parametrize("ask", ["set_up", "block", "characterise"])
@@ -74,7 +74,7 @@ def test_what_the_model_raises_is_what_the_handler_raises(loaded, ask):
         raise MemoryError("no room")
 
     if ask == "set_up":
-        loaded._workload = loaded._workload.with_model(broken)
+        loaded.workload = loaded.workload.with_model(broken)
         ask_for = {"candidate": []}
     else:
         loaded.set_up([])
@@ -95,7 +95,7 @@ def test_a_block_holds_as_many_times_as_were_asked_for(loaded, metric):
 
 def _stepping(handler, step, group, iteration_ns):
     """Has the handler time another step than the one it has set up."""
-    handler._step, handler._group, handler._iteration_ns = step, group, iteration_ns
+    handler.step, handler.group, handler.iteration_ns = step, group, iteration_ns
 
 
 def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
@@ -146,7 +146,7 @@ def test_weights_that_changed_on_the_way_are_noticed(loaded):
     reference = msgspec.convert(loaded.reference(3), Reference)
     loaded.set_up([])
     with torch.no_grad():
-        loaded._workload.model[2].bias += 0.5
+        loaded.workload.model[2].bias += 0.5
     found = msgspec.convert(loaded.verify(), Verification)
     assert "relative error" in decide(found, reference, "same", None)
 
@@ -168,7 +168,7 @@ def test_operations_of_a_step_are_those_that_pytorch_counts(loaded):
 def _assert_counted(handler):
     explained = msgspec.convert(handler.explained(0.5), Explained)
     with FlopCounterMode(display=False) as counter:
-        handler._step()
+        handler.step()
     assert explained.product_flops == counter.get_total_flops() > 0
 
 
@@ -186,7 +186,7 @@ def test_a_regime_needs_operations_and_a_rate(loaded, monkeypatch, flops):
 
 def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
     found = msgspec.convert(loaded.explained(0.5), Explained).findings
-    assert (loaded._directory / TRACE_FILE).stat().st_size > 1000
+    assert (loaded.directory / TRACE_FILE).stat().st_size > 1000
     for finding in found:
         assert set(finding.transforms) <= set(transforms.names())
         assert not finding.information
@@ -208,14 +208,14 @@ def test_what_bounds_a_workload_with_a_loader_is_asked_of_the_computation(model,
             return super().__iter__()
 
     handler = TuningHandler(tmp_path)
-    handler._workload = Workload.from_loader(model, Watched([torch.randn(2, 8)]))
-    handler._sampler = sampler.sampler_for("cpu")
+    handler.workload = Workload.from_loader(model, Watched([torch.randn(2, 8)]))
+    handler.sampler = sampler.sampler_for("cpu")
     handler.set_up([])
     before = Watched.begun
     found = msgspec.convert(handler.characterise(None), Character)
     assert (Watched.begun, found.host_share) == (before, 0.0)
-    handler._step()
-    handler._step()
+    handler.step()
+    handler.step()
     assert Watched.begun > before
     handler.close()
 

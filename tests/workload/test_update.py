@@ -14,6 +14,7 @@ from steadytorch.workload.update import (
     FUSED,
     MOST_COMPILED,
     OWN,
+    GroupRates,
     Update,
     hyper_parameters,
     merged,
@@ -135,10 +136,24 @@ def test_rates_on_the_device_stand_for_the_numbers():
         made = torch.optim.SGD(model.parameters(), lr=0.25)
         model(x).square().sum().backward()
         update = Update(made, FUSED)
-        update(update.own_rates() if from_tensor else None)
+        update(GroupRates(update.optimizer).tensors if from_tensor else None)
         results.append(model.state_dict())
         assert made.param_groups[0]["lr"] == 0.25
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_rates_are_written_where_they_changed_alone():
+    made = torch.optim.SGD(
+        [{"params": nn.Linear(2, 2).parameters(), "lr": lr} for lr in (0.25, 0.5)]
+    )
+    rates = GroupRates(made)
+    versions = [rate._version for rate in rates.tensors]
+    made.param_groups[1]["lr"] = 0.125
+    assert [float(rate) for rate in rates.refreshed()] == [0.25, 0.125]
+    assert [rate._version for rate in rates.tensors] == [versions[0], versions[1] + 1]
+    made.load_state_dict(made.state_dict())  # replaces the list of groups
+    made.param_groups[0]["lr"] = 1.0
+    assert [float(rate) for rate in rates.refreshed()] == [1.0, 0.125]
 
 
 @pytest.mark.parametrize(("implementation", "merge"), [(FOREACH, False), (FOREACH, True)])
@@ -172,7 +187,7 @@ def test_a_learning_rate_may_be_a_tensor(kind, implementation, shape):
     model(torch.ones(1, 2)).sum().backward()
     Update(made, implementation)()
     assert not torch.equal(before, model.weight)
-    assert [rate.shape for rate in Update(made).own_rates()] == [()]
+    assert [rate.shape for rate in GroupRates(made).tensors] == [()]
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])

@@ -20,7 +20,7 @@ from steadytorch.bench.ramp import DISCARD, ramp
 from steadytorch.bench.series import Series
 from steadytorch.compiled import artefact
 from steadytorch.device.recorder import Recorder
-from steadytorch.errors import SteadyError, UsageError
+from steadytorch.errors import SteadyError, UsageError, one_line
 from steadytorch.measure.overhead import probe_overhead
 from steadytorch.measure.sampler import (
     Sampler,
@@ -70,7 +70,7 @@ def save_payload(workload: Workload, directory: Path) -> None:
     except Exception as error:
         held = "contents" if workload.feed is None else "contents, including the loader,"
         raise UsageError(
-            f"{workload.name} cannot be sent to a worker process ({_one_line(error)}): make its "
+            f"{workload.name} cannot be sent to a worker process ({one_line(error)}): make its "
             f"{held} picklable"
         ) from error
 
@@ -95,19 +95,19 @@ class _Keeping:
     """
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self.kept: list[int] = []
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._sampler.periods(step, count)
+        return self.sampler.periods(step, count)
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
-        found = self._sampler.latencies(step, count)
+        found = self.sampler.latencies(step, count)
         self.kept.extend(found.tolist())
         return found
 
     def clock_difference(self) -> float | None:
-        return self._sampler.clock_difference()
+        return self.sampler.clock_difference()
 
 
 @contextmanager
@@ -124,17 +124,26 @@ class WorkloadHandler:
 
     Args:
         directory: folder with the payload.
+
+    Attributes:
+        directory: as given.
+        workload: the workload, once loaded.
+        sampler: times steps on the workload's device.
+        model: the model with the candidate applied, once set up.
+        step: one iteration with the candidate applied.
+        group: number of steps that are timed together.
+        iteration_ns: duration of a step, in ns.
     """
 
     counts_cycles = False
     """Whether to count GPU clock cycles while periods are timed."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._context: AbstractContextManager[Workload] | None = None
-        self._workload: Workload
-        self._sampler: Sampler
-        self._group, self._iteration_ns = 1, 0
+        self.workload: Workload
+        self.sampler: Sampler
+        self.group, self.iteration_ns = 1, 0
         self._broken_off: BrokenOff | None = None
         self._start: Start
 
@@ -143,9 +152,9 @@ class WorkloadHandler:
         transforms.set_ambient(ambient)
         if torch.device(device).index is not None:
             torch.cuda.set_device(device)
-        self._workload = with_optimizer(serialization.load(self._directory / PAYLOAD).to(device))
-        self._start = Start(self._workload)
-        self._sampler = sampler_for(self._workload.device.type)
+        self.workload = with_optimizer(serialization.load(self.directory / PAYLOAD).to(device))
+        self._start = Start(self.workload)
+        self.sampler = sampler_for(self.workload.device.type)
 
     @own_errors()
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
@@ -153,22 +162,22 @@ class WorkloadHandler:
         specs = msgspec.convert(candidate, list[TransformSpec])
         self._precision = precision_of(tuple(specs))
         start = time.perf_counter()
-        self._context = applied_in_order([transforms.create(s) for s in specs], self._workload)
-        with artefact.supplied(artefact.within(self._directory)):
+        self._context = applied_in_order([transforms.create(s) for s in specs], self.workload)
+        with artefact.supplied(artefact.within(self.directory)):
             applied = self._context.__enter__()
         # Time with the caller's inputs, so that conversions by transforms are timed too.
-        self._model = applied.model
-        own = {"inputs": self._workload.inputs, "kwargs": self._workload.kwargs}
-        self._step = replace(applied, **own).step_function()
-        self._sampler.latencies(self._step, 1)
+        self.model = applied.model
+        own = {"inputs": self.workload.inputs, "kwargs": self.workload.kwargs}
+        self.step = replace(applied, **own).step_function()
+        self.sampler.latencies(self.step, 1)
         setup_s = time.perf_counter() - start
-        timer = _Keeping(self._sampler)
+        timer = _Keeping(self.sampler)
         try:
-            warmed = warm_up(self._step, timer)
+            warmed = warm_up(self.step, timer)
         except StepError as error:
             self._broken_off = self._kept(timer.kept, setup_s, error)
             raise
-        self._group, self._iteration_ns = warmed.group, warmed.iteration_ns
+        self.group, self.iteration_ns = warmed.group, warmed.iteration_ns
         return msgspec.to_builtins(SetUp(setup_s, warmed, self._peak_memory()))
 
     @own_errors()
@@ -177,10 +186,10 @@ class WorkloadHandler:
         # Restart training in each block. Endless steps on one batch make weights overflow or
         # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
         self._start.restore()
-        in_training = self._workload.is_training
-        before = DISCARD if in_training else ramp(self._iteration_ns * self._group)
+        in_training = self.workload.is_training
+        before = DISCARD if in_training else ramp(self.iteration_ns * self.group)
         times = self._time(metric, before + count)[0][before:].tolist()
-        self._iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
+        self.iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
         return times
 
     def broken_off(self) -> dict[str, Any] | None:
@@ -195,11 +204,11 @@ class WorkloadHandler:
             durations_ns=latencies,
             stretches=[],
             host_ns=[],
-            overhead_ns=probe_overhead(self._sampler, 200),
+            overhead_ns=probe_overhead(self.sampler, 200),
             group=1,
             resolved=False,
             recording=None,
-            failed=_one_line(error.__cause__),
+            failed=one_line(error.__cause__ or error),
         )
         return BrokenOff(SetUp(setup_s, warmed, self._peak_memory()), series)
 
@@ -219,7 +228,7 @@ class WorkloadHandler:
 
         # Collect the garbage of loading first: 0.1 s that would otherwise fall into a step.
         gc.collect()
-        overhead_ns = probe_overhead(self._sampler, 200) / self._group
+        overhead_ns = probe_overhead(self.sampler, 200) / self.group
         durations: list[int] = []
         host: list[int] = []
         stretches: list[tuple[int, int]] = []
@@ -227,11 +236,11 @@ class WorkloadHandler:
         gaps: list[int] = []
         failed, ended, stopped, spent = None, False, False, 0.0
         counts = metric == "period" and self.counts_cycles
-        given = (self._sampler, self._workload.device, self._iteration_ns * self._group)
+        given = (self.sampler, self.workload.device, self.iteration_ns * self.group)
         with (
             counting(*given) if counts else nullcontext() as why,
-            Recorder(str(self._workload.device)) as recorder,
-            (self._directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
+            Recorder(str(self.workload.device)) as recorder,
+            (self.directory / TAKEN.format(metric=metric)).open("wb", buffering=0) as kept,
         ):
             start = time.perf_counter_ns()
             while failed is None and not (ended or stopped) and (not durations or spent < seconds):
@@ -240,23 +249,23 @@ class WorkloadHandler:
                 kept.write(taken.astype(np.int64).tobytes())
                 durations.extend(taken.tolist())
                 host.extend(enqueued.tolist())
-                counted, apart = counted_of(self._sampler, len(taken))
+                counted, apart = counted_of(self.sampler, len(taken))
                 clocks.extend(counted)
                 gaps.extend(apart)
                 spent = (time.perf_counter_ns() - start) * 1e-9
                 ended = not whole and _resolved(durations, spent / seconds)
-                stopped = (self._directory / STOP).exists()
+                stopped = (self.directory / STOP).exists()
         series = Series(
             durations_ns=durations,
             stretches=stretches,
             host_ns=host if metric == "period" else [],
             overhead_ns=overhead_ns,
-            group=self._group,
+            group=self.group,
             resolved=ended,
             recording=msgspec.to_builtins(noted(recorder.recording, why)),
             failed=failed,
             stopped=stopped,
-            clock_difference=self._sampler.clock_difference(),
+            clock_difference=self.sampler.clock_difference(),
             clocks_mhz=clocks if np.isfinite(clocks).any() else None,
             gaps_ns=gaps if any(gaps) else None,
         )
@@ -267,17 +276,17 @@ class WorkloadHandler:
     ) -> tuple[int, np.ndarray, np.ndarray, str | None]:
         """The next stretch of a series: start, times, host times, and the error that ended it."""
         # Mean, not median: a few long samples may take most of the time.
-        expected_ns = float(np.mean(durations)) if durations else float(self._iteration_ns)
-        count = _next_count(len(durations), expected_ns * self._group, seconds_left)
+        expected_ns = float(np.mean(durations)) if durations else float(self.iteration_ns)
+        count = _next_count(len(durations), expected_ns * self.group, seconds_left)
         # The device's queue is empty after each break; discard the periods that fill it.
-        before = DISCARD if metric == "period" and self._workload.device.type == "cuda" else 0
+        before = DISCARD if metric == "period" and self.workload.device.type == "cuda" else 0
         began, failed = time.perf_counter_ns(), None
         try:
             times, host = self._time(metric, before + count)
         except StepError as error:
-            times, host = error.durations_ns // self._group, error.host_ns // self._group
-            failed = _one_line(error.__cause__)
-        began += int(times[:before].sum()) * self._group
+            times, host = error.durations_ns // self.group, error.host_ns // self.group
+            failed = one_line(error.__cause__ or error)
+        began += int(times[:before].sum()) * self.group
         return began, times[before:], host[before:], failed
 
     def close(self) -> None:
@@ -286,15 +295,15 @@ class WorkloadHandler:
             self._context.__exit__(None, None, None)
 
     def _time(self, metric: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-        step = grouped(self._step, self._group)
+        step = grouped(self.step, self.group)
         if metric == "latency":
-            times = self._sampler.latencies(step, count)
-            return times // self._group, times
-        times, host = self._sampler.periods(step, count)
-        return times // self._group, host // self._group
+            times = self.sampler.latencies(step, count)
+            return times // self.group, times
+        times, host = self.sampler.periods(step, count)
+        return times // self.group, host // self.group
 
     def _peak_memory(self) -> int:
-        if self._workload.device.type == "cuda":
+        if self.workload.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -320,8 +329,3 @@ def _resolved(durations: list[int], share_spent: float) -> bool:
         return False
     narrow = (interval[1] - interval[0]) / 2 <= RESOLVED * float(np.median(samples))
     return narrow and steady_part(samples).steady
-
-
-def _one_line(error: BaseException | None) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")[:300]

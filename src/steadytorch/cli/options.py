@@ -191,7 +191,7 @@ def silent(message: str) -> None:
 
 
 def console(quiet: bool) -> Console:
-    """Makes a command's console. Without a terminal, output is plain and 100 columns wide."""
+    """Makes a command's console. Without a terminal, output is plain and 80 columns wide."""
     from rich.console import Console
 
     class Patient(Console):
@@ -205,7 +205,7 @@ def console(quiet: bool) -> Console:
 
     made = Patient(quiet=quiet, highlight=False)
     if not made.is_terminal:
-        made = Patient(quiet=quiet, highlight=False, width=100)
+        made = Patient(quiet=quiet, highlight=False, width=80)
     return made
 
 

@@ -44,6 +44,7 @@ from steadytorch.plan.files import (
     write_whole,
 )
 from steadytorch.plan.fingerprint import canonical_json
+from steadytorch.results.candidate import describe
 
 if TYPE_CHECKING:
     from steadytorch.compiled.package import Packaged
@@ -209,8 +210,7 @@ def _package_path(plan: PlanRecord) -> Path:
 
 
 def _head(plan: PlanRecord, digest: str) -> _Head:
-    candidate = " + ".join(map(str, plan.candidate))
-    return _Head(candidate, environment(), plan.key.digest, SCHEMA, digest)
+    return _Head(describe(plan.candidate, ""), environment(), plan.key.digest, SCHEMA, digest)
 
 
 def environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from steadytorch.device.nvml import CLOCK_EVENT_REASONS
-from steadytorch.errors import UsageError
 
 REASON_BITS = {name: bit for bit, name in CLOCK_EVENT_REASONS.items()}
 """Bit in `clock_event_mask`, by name of the reason."""
@@ -109,22 +108,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     tick_ns: int = 0
     cpu_share: float = 0.0
     unknown: dict[str, str] = {}
-
-    def to_json(self) -> str:
-        """The recording as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Recording:
-        """Parse the output of `to_json`.
-
-        Raises:
-            UsageError: The text is not JSON or has another structure.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a recording of a device: {error}") from None
 
 
 def reasons(mask: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import psutil
 from steadytorch.device import host
 from steadytorch.device.facts import parse_device
 from steadytorch.device.observe import NotObservable
-from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.errors import UnsupportedError, UsageError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -201,5 +201,4 @@ def _timed_on_gpu(device: str) -> Callable[[Callable[[], object]], float]:
 
 
 def _cannot(what: str, device: str, error: Exception) -> UnsupportedError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return UnsupportedError(f"cannot {what} on {device!r}: {reason[0]}")
+    return UnsupportedError(f"cannot {what} on {device!r}: {first_line(error)}")

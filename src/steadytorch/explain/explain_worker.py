@@ -108,7 +108,7 @@ class ExplainHandler(WorkloadHandler):
             for taken, pause in zip(after, pause_ms, strict=True):
                 time.sleep(1e-3 * pause)
                 taken.append(self._latency())
-            self._sampler.latencies(self._step, _RECOVER)
+            self.sampler.latencies(self.step, _RECOVER)
             steady.append(self._latency())
         return {
             "pause_ms": pause_ms,
@@ -140,23 +140,23 @@ class ExplainHandler(WorkloadHandler):
         return found
 
     def _latency(self) -> int:
-        return int(self._sampler.latencies(self._step, 1)[0])
+        return int(self.sampler.latencies(self.step, 1)[0])
 
     def _profiled(self, count: int) -> Profiled:
-        profile = profile_of(self._workload.device.type)
+        profile = profile_of(self.workload.device.type)
         profile._prepare_trace()
         # The profiler's start-up falls into these steps, which it does not record.
-        self._sampler.periods(self._step, DISCARD)
-        with Recorder(str(self._workload.device)) as recorder, _collections_marked():
+        self.sampler.periods(self.step, DISCARD)
+        with Recorder(str(self.workload.device)) as recorder, _collections_marked():
             profile._start_trace()
             for switch in SWITCHES:
                 torch.autograd._add_metadata_json(switch, "1")
             try:
-                periods, _ = self._sampler.periods(_marked(self._step), SETTLING + count)
+                periods, _ = self.sampler.periods(_marked(self.step), SETTLING + count)
             finally:
                 stopping = time.monotonic()
                 profile.__exit__(None, None, None)
-        path = self._directory / TRACE_FILE
+        path = self.directory / TRACE_FILE
         profile.export_chrome_trace(str(path))
         compiled = recorder.recording.compilations
         return Profiled(

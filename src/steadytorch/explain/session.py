@@ -13,12 +13,11 @@ from steadytorch.device.probes import corrupts_dropout
 from steadytorch.errors import UsageError
 from steadytorch.findings.finding import Case
 from steadytorch.ledger.conditions import Conditions, join
-from steadytorch.ledger.ledger import Ledger, build_ledger, host_columns
+from steadytorch.ledger.ledger import Ledger, build_ledger
 from steadytorch.ledger.variability import variance_shares
 from steadytorch.quantities import parse_duration
 from steadytorch.rates.regime import regime_of
 from steadytorch.rates.roofline import roofline
-from steadytorch.rates.utilisation import utilisation
 from steadytorch.results.explain import Explanation, StepTime
 from steadytorch.rules import findings
 from steadytorch.traces.quality import quality
@@ -184,21 +183,12 @@ def _of_ledger(case: Case) -> dict[str, Any]:
     if case.series is not None and ledger.kind == "cpu":
         remarks = case.trace.notes  # a user of the CPU expects no GPU events
     return {
-        "steps": _steps(case.trace, ledger),
+        "steps": tuple(StepTime(s.index, s.total_ns, s.slices) for s in ledger.steps),
         "marked": ledger.marked,
         "gpu": ledger.gpu,
-        "utilisation": utilisation(case.trace, ledger),
         "problems": judged.problems,
         "remarks": remarks,
     }
-
-
-def _steps(trace: Trace, ledger: Ledger) -> tuple[StepTime, ...]:
-    columns = host_columns(trace, ledger) if ledger.kind == "gpu" else ({},) * len(ledger.steps)
-    return tuple(
-        StepTime(step.index, step.total_ns, step.slices, cut)
-        for step, cut in zip(ledger.steps, columns, strict=True)
-    )
 
 
 def _of_variance(case: Case) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ _SYNCHRONISES = "synchronizing CUDA operation"
 
 @contextmanager
 def synchronisations(watched: bool = True) -> Iterator[list[str]]:
-    """Collects the calls that wait for the GPU, as `file:line` with what to do about them.
+    """Collects calls of this thread that wait for the GPU, as `file:line` with what to do.
 
     Args:
         watched: False to collect nothing.
@@ -32,21 +33,26 @@ def synchronisations(watched: bool = True) -> Iterator[list[str]]:
     if not watched:
         yield found
         return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    before, here = torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    others: list[tuple[Any, ...]] = []
+
+    def noted(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        if _SYNCHRONISES not in str(message):
+            others.append((message, category, filename, lineno))
+        elif threading.get_ident() == here:
+            found.append(_format_wait(filename, lineno))
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = noted
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for warning in caught:
-        if _SYNCHRONISES in str(warning.message):
-            found.append(_format_wait(warning.filename, warning.lineno))
-        elif _PROTOTYPE not in str(warning.message):  # the step's own, for whoever listens
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    for message, category, filename, lineno in others:
+        if _PROTOTYPE not in str(message):  # for whoever listens
+            warnings.warn_explicit(message, category, filename, lineno)
 
 
 def _format_wait(file: str, line: int) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from steadytorch.errors import first_line
+
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -80,20 +82,33 @@ def restore_generator(stream: torch.cuda.Stream) -> None:
     graph.reset()
 
 
-def release_frames(error: BaseException) -> None:
+def release_frames(error: BaseException, around: BaseException | None = None) -> None:
     """Drops what the frames of a failed recording hold: an autograd graph on the recording stream.
 
     PyTorch warns where a later backward pass meets what is left of one.
+
+    Args:
+        error: what the recording raised.
+        around: what was being handled when it began, and is the caller's; None for nothing.
     """
-    held: BaseException | None = error
-    while held is not None:
-        traceback.clear_frames(held.__traceback__)
-        held = held.__context__
+    for each in _contexts(error, around):
+        traceback.clear_frames(each.__traceback__)
     gc.collect()
 
 
-def first_cause(error: BaseException) -> str:
-    """The first line of the error that came first: ending a broken recording raises another."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_cause(error: BaseException, around: BaseException | None = None) -> str:
+    """The first line of the error that came first: ending a broken recording raises another.
+
+    Args:
+        error: what the recording raised.
+        around: what was being handled when it began; None for nothing.
+    """
+    *_, first = _contexts(error, around)
+    return first_line(first)
+
+
+def _contexts(error: BaseException, around: BaseException | None) -> Iterator[BaseException]:
+    held: BaseException | None = error
+    while held is not None and held is not around:
+        yield held
+        held = held.__context__

@@ -36,8 +36,10 @@ from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import (
     FUSED,
     OWN,
+    GroupRates,
     hyper_parameters,
     move_counters,
+    number,
     return_counters,
 )
 
@@ -114,6 +116,7 @@ class CapturedStep:
         self._settings: Settings | None = None
         self._anew = 0
         self._stepped = False
+        self._records_update = False
         self._off: str | None = None
         self.replays, self.graphs = 0, 0
         self.eager: Counter[str] = Counter()
@@ -217,7 +220,7 @@ class CapturedStep:
             self._begin_anew(MOVING)
         if self._fixed is None:
             self._fixed = _Fixed(self.step, self._modules)
-        return self._fixed.refreshed_rates()
+        return self._fixed.rates.refreshed()
 
     def _begin_anew(self, often: str) -> None:
         """Drops all graphs, and records no more where that happens too often."""
@@ -283,12 +286,12 @@ class CapturedStep:
         reason = self._prepared(entry, first)
         if reason is not None:
             return self._eagerly(reason, given)
-        made = False
+        made, around = False, sys.exception()
         try:
             made = self._recorded(entry, given, first, last)
         except Exception as error:
-            reason = self._refused(entry, f"cannot be recorded: {first_cause(error)}")
-            release_frames(error)
+            reason = self._refused(entry, f"cannot be recorded: {first_cause(error, around)}")
+            release_frames(error, around)
         if reason is not None:
             return self._eagerly(reason, given)
         if made and self._check:
@@ -296,9 +299,9 @@ class CapturedStep:
         return self._replayed(entry, given, first, last)
 
     def _refused(self, entry: _Entry, reason: str) -> str:
-        """Gives up on what could not be recorded: the update first, then the signature."""
+        """Gives up on what could not be recorded: the update where it was part of it."""
         self._recover(entry)
-        if self._updates():
+        if self._records_update:
             self._leave_update(reason)
         else:
             entry.refused = reason
@@ -344,7 +347,7 @@ class CapturedStep:
         if fixed.counts:
             self._leave_update("the optimizer counts its steps in Python")
             return self.update_reason
-        fixed.refreshed_rates()
+        fixed.rates.refreshed()
         return None
 
     def _recorded(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> bool:
@@ -381,13 +384,14 @@ class CapturedStep:
         assert entry.static is not None
         assert self._fixed is not None
         (inputs, targets), kwargs = entry.static.args, entry.static.kwargs
-        step, rates = self.step, self._fixed.rates
+        step, rates = self.step, self._fixed.rates.tensors
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         # PyTorch refuses a pool whose last graph is gone.
         if self._pool is None or not any(other.has_graphs() for other in self._entries.values()):
             self._pool = torch.cuda.graph_pool_handle()
         graph, loss = torch.cuda.CUDAGraph(), None
+        self._records_update = update
         turn, norm, state = step.turn, step.norm, self._fixed.state_names()
         held = None if turn == 0 else [p.grad for p in step.parameters()]
         versions = [buffer._version for buffer in self._fixed.buffers]
@@ -667,8 +671,7 @@ class _Fixed:
         self._trains = [tensor.requires_grad for tensor in self.held]
         buffers = [buffer for module in modules for buffer in module.buffers()]
         self.buffers = [buffer for buffer in buffers if not buffer.is_inference()]
-        self.rates = step.update.own_rates()
-        self._numbers: list[Any] = [None] * len(self.rates)
+        self.rates = GroupRates(step.optimizer)
         self._slots: list[tuple[Any, dict[str, Any], str, Tensor]] = []
         self._hyper = self._hyper_now()
         self.counts = False
@@ -767,7 +770,7 @@ class _Fixed:
         groups = self._optimizer.param_groups
         found: list[Any] = [hyper_parameters(group, ("lr",)) for group in groups]
         if self._step.update.merge:  # groups of one rate are recorded as one group
-            rates = [_number(group["lr"]) for group in groups]
+            rates = [number(group["lr"]) for group in groups]
             found.append([rates.index(rate) for rate in rates])
         return found
 
@@ -778,18 +781,6 @@ class _Fixed:
     def remember(self) -> None:
         """Takes the hyper-parameters as they are now for those of the graphs."""
         self._hyper = self._hyper_now()
-
-    def refreshed_rates(self) -> list[Tensor]:
-        """The learning rates, brought to what the groups hold; returns where graphs read them."""
-        for i, group in enumerate(self._optimizer.param_groups):
-            rate = _number(group["lr"])
-            if isinstance(rate, Tensor):
-                self.rates[i].copy_(rate.reshape(()))
-                self._numbers[i] = None
-            elif rate != self._numbers[i]:
-                self.rates[i].fill_(rate)
-                self._numbers[i] = rate
-        return self.rates
 
 
 class _IndescribableError(Exception):
@@ -820,11 +811,6 @@ def _on_current(tensors: Iterable[Tensor]) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
-
-
-def _number(rate: Any) -> Any:
-    """A learning rate as a number where reading it does not wait for the GPU."""
-    return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
 
 
 def _host_random() -> tuple[Any, ...]:

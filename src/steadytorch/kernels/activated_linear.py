@@ -7,16 +7,13 @@ matrix product. Fusion writes it once.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.launch import is_covered, route, traced
-from steadytorch.kernels.operators import recomputed, registered
+from steadytorch.kernels.operators import FusedOperator
 from steadytorch.kernels.pointwise_tile import TYPES, is_within_reach, launch_for
 
 
@@ -40,26 +37,11 @@ def activated_linear(
         KeyError: unknown activation.
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    if has_torch_function(tensors):
-        return handle_torch_function(activated_linear, tensors, x, weight, bias, activation)
-    # Autocast casts the arguments of PyTorch's product, but not of this operator.
-    cast = torch.is_autocast_enabled("cuda")
-    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
-    return run(x, weight, bias, activation)
+    return OPERATOR(activated_linear, x, weight, bias, activation)
 
 
 def _eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return ACTIVATIONS[activation](F.linear(x, weight, bias))
-
-
-def _impl(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    fused = None
-    if is_covered(*(t for t in (x, weight, bias) if t is not None)):
-        fused = program_for(x, weight, bias, activation)
-    if fused is None:
-        return _eager(x, weight, bias, activation)
-    return fused(x, weight, bias)
 
 
 def program_for(
@@ -70,7 +52,7 @@ def program_for(
     if not all(t.device == device and t.is_contiguous() for t in given):
         return None
     shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-    return _prepared(*shapes, activation, x.dtype, device)
+    return prepared(*shapes, activation, x.dtype, device)
 
 
 class PreparedActivatedLinear:
@@ -105,7 +87,7 @@ class PreparedActivatedLinear:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     x: torch.Size,
     weight: torch.Size,
     bias: torch.Size | None,
@@ -124,9 +106,8 @@ def _prepared(
     return PreparedActivatedLinear(full, x[-1], activation, bias is not None, device)
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "activated_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
-    recomputed(_eager),
+    program_for,
+    _eager,
 )

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from steadytorch.kernels.launch import Launch, is_channels_last, is_covered, route, traced
-from steadytorch.kernels.operators import registered
+from steadytorch.kernels.launch import Launch, is_channels_last
+from steadytorch.kernels.operators import FusedOperator
 
 BLOCK = 1024
 """Elements per program: 8 per thread with 4 warps, one 16-byte vector in 16-bit types."""
@@ -30,10 +29,7 @@ def bias_add_relu(x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tenso
     Raises:
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    tensors = (x, other) if bias is None else (x, other, bias)
-    if has_torch_function(tensors):
-        return handle_torch_function(bias_add_relu, tensors, x, other, bias)
-    return route(_impl, _OPERATOR, _eager, *tensors)(x, other, bias)
+    return OPERATOR(bias_add_relu, x, other, bias)
 
 
 def _eager(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,22 +43,14 @@ def _per_channel(bias: torch.Size, x: torch.Size) -> list[int]:
     return [bias.numel(), *[1] * (len(x) - 2)]
 
 
-def _impl(x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
-    fused = program_for(x, other, bias)
-    return _eager(x, other, bias) if fused is None else fused(x, other, bias)
-
-
 def program_for(x: Tensor, other: Tensor, bias: Tensor | None) -> PreparedBiasAddRelu | None:
     """Return the launcher for this call, or None to use PyTorch's operators."""
-    others = (other,) if bias is None else (other, bias)
-    if not is_covered(x, *others) or x.shape != other.shape or x.stride() != other.stride():
-        return None
-    if other.device != x.device:
+    if x.shape != other.shape or x.stride() != other.stride() or other.device != x.device:
         return None
     if bias is not None and not (bias.device == x.device and bias.is_contiguous()):
         return None
     shape = None if bias is None else bias.shape
-    return _prepared(x.shape, is_channels_last(x), shape, x.dtype, x.device)
+    return prepared(x.shape, is_channels_last(x), shape, x.dtype, x.device)
 
 
 class PreparedBiasAddRelu:
@@ -97,7 +85,7 @@ class PreparedBiasAddRelu:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     shape: torch.Size,
     is_last: bool | None,
     bias: torch.Size | None,
@@ -131,9 +119,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return to_x, to_other, to_bias
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "bias_add_relu(Tensor x, Tensor other, Tensor? bias) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
+    program_for,
+    _eager,
     (_setup_context, _backward),
+    is_cast=False,
 )

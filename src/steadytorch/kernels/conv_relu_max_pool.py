@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
-from steadytorch.kernels.launch import Launch, is_covered, route, traced
-from steadytorch.kernels.operators import recomputed, registered
+from steadytorch.kernels.launch import Launch
+from steadytorch.kernels.operators import FusedOperator, pairs
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.stem import (
     MOST_CHANNELS,
@@ -63,17 +62,9 @@ def conv_relu_max_pool2d(
     Raises:
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    tensors = (x, weight) if bias is None else (x, weight, bias)
     pool_stride = kernel_size if pool_stride is None else pool_stride
-    geometry = (stride, padding, kernel_size, pool_stride, pool_padding)
-    if has_torch_function(tensors):
-        given = (x, weight, bias, *geometry, ceil_mode, config)
-        return handle_torch_function(conv_relu_max_pool2d, tensors, *given)
-    sizes: Any = [(g, g) if isinstance(g, int) else g for g in geometry]
-    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
-    cast = torch.is_autocast_enabled("cuda")
-    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
-    return run(x, weight, bias, *sizes, ceil_mode, config)
+    sizes = pairs(stride, padding, kernel_size, pool_stride, pool_padding)
+    return OPERATOR(conv_relu_max_pool2d, x, weight, bias, *sizes, ceil_mode, config)
 
 
 def _eager(
@@ -90,25 +81,6 @@ def _eager(
 ) -> Tensor:
     y = F.conv2d(x, weight, bias, list(stride), list(padding))
     return relu_max_pool2d(y, kernel_size, pool_stride, pool_padding, 1, ceil_mode)
-
-
-def _impl(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    kernel_size: list[int],
-    pool_stride: list[int],
-    pool_padding: list[int],
-    ceil_mode: bool,
-    config: str,
-) -> Tensor:
-    sizes = (stride, padding, kernel_size, pool_stride, pool_padding)
-    fused = program_for(x, weight, bias, *sizes, ceil_mode, config)
-    if fused is None:
-        return _eager(x, weight, bias, *sizes, ceil_mode, config)
-    return fused(x, weight, bias)
 
 
 def program_for(
@@ -128,14 +100,14 @@ def program_for(
     Same arguments as `conv_relu_max_pool2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
-    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+    if any(t.device != x.device for t in others):
         return None
     if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
         return None
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     given = (stride, padding, kernel_size, pool_stride, pool_padding)
     sizes: Any = [tuple(size) for size in given]
-    return _prepared(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
+    return prepared(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
 
 
 def _precision(dtype: torch.dtype) -> str | None:
@@ -186,7 +158,7 @@ class PreparedConvReluMaxPool:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     shape: torch.Size,
     strides: tuple[int, ...],
     kernel: torch.Size,
@@ -241,11 +213,10 @@ def is_stem(
     return pooling and padded and shape[1] <= MOST_CHANNELS and min(kernel[0], *kernel[2:]) > 1
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "conv_relu_max_pool2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] kernel_size, int[] pool_stride, int[] pool_padding, bool ceil_mode, str config) "
     "-> Tensor",
-    _impl,
-    traced(program_for, _eager),
-    recomputed(_eager),
+    program_for,
+    _eager,
 )

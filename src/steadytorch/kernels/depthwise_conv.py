@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
 from steadytorch.kernels.depthwise_tile import CORES, DepthwiseGeometry, Pair, tile_for
 from steadytorch.kernels.launch import (
     Launch,
     is_channels_last,
-    is_covered,
     is_launchable,
-    route,
-    traced,
 )
-from steadytorch.kernels.operators import recomputed, registered
+from steadytorch.kernels.operators import FusedOperator, pairs
 
 MOST_TAPS = 49
 """Maximum taps of a kernel. All are unrolled, so more take long to compile."""
@@ -63,15 +59,8 @@ def depthwise_conv2d(
         KeyError: unknown activation.
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if has_torch_function(tensors):
-        given = (x, weight, bias, stride, padding, dilation, activation)
-        return handle_torch_function(depthwise_conv2d, tensors, *given)
-    sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
-    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
-    cast = torch.is_autocast_enabled("cuda")
-    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
-    return run(x, weight, bias, *sizes, activation)
+    sizes = pairs(stride, padding, dilation)
+    return OPERATOR(depthwise_conv2d, x, weight, bias, *sizes, activation)
 
 
 def channels_innermost(weight: Tensor) -> Tensor:
@@ -102,20 +91,6 @@ def _channels(x: Tensor) -> int:
     return x.shape[-3] if x.dim() > 2 else 1
 
 
-def _impl(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    activation: str,
-) -> Tensor:
-    given = (x, weight, bias, stride, padding, dilation, activation)
-    fused = program_for(*given)
-    return _eager(*given) if fused is None else fused(x, weight, bias)
-
-
 def program_for(
     x: Tensor,
     weight: Tensor,
@@ -130,13 +105,13 @@ def program_for(
     Same arguments as `depthwise_conv2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
-    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+    if any(t.device != x.device for t in others):
         return None
     if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
         return None
     like = (x.shape, is_channels_last(x), weight.shape, weight.stride())
     sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-    return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+    return prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
 class PreparedDepthwiseConv:
@@ -183,7 +158,7 @@ class PreparedDepthwiseConv:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     shape: torch.Size,
     is_last: bool | None,
     kernel: torch.Size,
@@ -233,10 +208,9 @@ def _prepared(
     return PreparedDepthwiseConv(shape[0], geometry, tile.warps, is_innermost, device)
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] dilation, str activation) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
-    recomputed(_eager),
+    program_for,
+    _eager,
 )

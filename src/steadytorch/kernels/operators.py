@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from steadytorch.kernels.launch import Function, is_covered, route, traced
 
 Backward = tuple[Callable[..., None], Callable[..., Any]]
 """The `setup_context` and `backward` functions of an operator."""
 
 _LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
+
+
+class FusedOperator:
+    """An operator with one kernel for the arguments it supports, and PyTorch's steps for others.
+
+    Args:
+        schema: schema in PyTorch's syntax; tensors that may be missing are `Tensor?`.
+        find: makes the launcher for the operator's arguments, all tensors of which are on CUDA;
+            None if the kernel does not support them. The launcher takes the tensors in order.
+        eager: equivalent function of PyTorch operators, with the same arguments.
+        by: the autograd functions; None to recompute `eager`.
+        is_cast: whether autocast casts the arguments of `eager`.
+
+    Attributes:
+        overload: the operator in `torch.ops.steadytorch`.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        find: Callable[..., Any],
+        eager: Function,
+        by: Backward | None = None,
+        is_cast: bool = True,
+    ) -> None:
+        self._find, self._eager, self._is_cast = find, eager, is_cast
+        self.overload = registered(schema, self._run, traced(find, eager), by or recomputed(eager))
+        arguments = enumerate(self.overload._schema.arguments)
+        self._places = [place for place, argument in arguments if "Tensor" in str(argument.type)]
+
+    def __call__(self, public: Function, *given: Any) -> Tensor:
+        """Compute the result of the function `public` for the operator's arguments.
+
+        Raises:
+            KeyError: unknown activation.
+            RuntimeError: PyTorch's operators reject the arguments.
+        """
+        tensors = self._tensors(given)
+        if has_torch_function(tensors):
+            return handle_torch_function(public, tensors, *given)
+        if self._is_cast and torch.is_autocast_enabled("cuda"):
+            return self._eager(*given)  # autocast does not cast the arguments of this operator
+        return route(self._run, self.overload, self._eager, *tensors)(*given)
+
+    def _run(self, *given: Any) -> Tensor:
+        fused = self._find(*given) if is_covered(*self._tensors(given)) else None
+        if fused is None:
+            return self._eager(*given)
+        return fused(*[given[place] for place in self._places])
+
+    def _tensors(self, given: tuple[Any, ...]) -> list[Tensor]:
+        return [given[place] for place in self._places if given[place] is not None]
+
+
+def pairs(*sizes: int | Sequence[int]) -> list[Sequence[int]]:
+    """Sizes as (vertical, horizontal), from one number for both or from a pair."""
+    return [(size, size) if isinstance(size, int) else size for size in sizes]
 
 
 def registered(

@@ -7,16 +7,13 @@ bound by memory or, for a single image, by kernel launches.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.launch import is_covered, route, traced
-from steadytorch.kernels.operators import recomputed, registered
+from steadytorch.kernels.operators import FusedOperator
 from steadytorch.kernels.pointwise_tile import TYPES, is_within_reach, launch_for
 
 
@@ -45,14 +42,7 @@ def pointwise_conv2d(
         KeyError: unknown activation.
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    given = (x, weight, bias, activation, gate, other)
-    tensors = [t for t in (x, weight, bias, gate, other) if t is not None]
-    if has_torch_function(tensors):
-        return handle_torch_function(pointwise_conv2d, tensors, *given)
-    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
-    cast = torch.is_autocast_enabled("cuda")
-    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
-    return run(*given)
+    return OPERATOR(pointwise_conv2d, x, weight, bias, activation, gate, other)
 
 
 def _eager(
@@ -65,22 +55,6 @@ def _eager(
 ) -> Tensor:
     y = ACTIVATIONS[activation](F.conv2d(x if gate is None else x * gate, weight, bias))
     return y if other is None else y + other
-
-
-def _impl(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    gate: Tensor | None,
-    other: Tensor | None,
-) -> Tensor:
-    fused = None
-    if is_covered(*(t for t in (x, weight, bias, gate, other) if t is not None)):
-        fused = program_for(x, weight, bias, activation, gate, other)
-    if fused is None:
-        return _eager(x, weight, bias, activation, gate, other)
-    return fused(x, weight, bias, gate, other)
 
 
 def program_for(
@@ -98,7 +72,7 @@ def program_for(
             return None
     if not ((bias is None or bias.is_contiguous()) and (gate is None or gate.is_contiguous())):
         return None
-    return _prepared(
+    return prepared(
         (x.shape, x.stride()),
         (weight.shape, weight.stride()),
         None if bias is None else bias.shape,
@@ -162,7 +136,7 @@ Place = tuple[torch.Size, tuple[int, ...]]
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     x: Place,
     weight: Place,
     bias: torch.Size | None,
@@ -225,10 +199,9 @@ def _orders(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (image, height * width, width, 1), (image, 1, channels * width, channels)
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "pointwise_conv2d(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? gate, "
     "Tensor? other) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
-    recomputed(_eager),
+    program_for,
+    _eager,
 )

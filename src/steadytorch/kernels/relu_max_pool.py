@@ -14,17 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from steadytorch.kernels.launch import (
     Launch,
     is_channels_last,
-    is_covered,
     is_launchable,
-    route,
-    traced,
 )
-from steadytorch.kernels.operators import registered
+from steadytorch.kernels.operators import FusedOperator, pairs
 
 _BLOCKS = {"last": (1024, 256, 8), "pairs": (1024, 128, 8), "single": (256, 256, 4)}
 """Per access pattern: outputs of a program, maximum contiguous outputs, warps.
@@ -76,16 +72,8 @@ def relu_max_pool2d(
     Raises:
         RuntimeError: PyTorch's pooling rejects the arguments.
     """
-    if has_torch_function_unary(x):
-        window = (kernel_size, stride, padding, dilation, ceil_mode)
-        return handle_torch_function(relu_max_pool2d, (x,), x, *window)
-    stride = kernel_size if stride is None else stride
-    sizes: Any = (_pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation))
-    return route(_impl, _OPERATOR, _eager, x)(x, *sizes, ceil_mode)
-
-
-def _pair(size: int | Sequence[int]) -> Sequence[int]:
-    return (size, size) if isinstance(size, int) else size
+    sizes = pairs(kernel_size, kernel_size if stride is None else stride, padding, dilation)
+    return OPERATOR(relu_max_pool2d, x, *sizes, ceil_mode)
 
 
 def _eager(
@@ -100,19 +88,6 @@ def _eager(
     return F.max_pool2d(x.relu(), *window)
 
 
-def _impl(
-    x: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> Tensor:
-    given = (x, kernel_size, stride, padding, dilation, ceil_mode)
-    fused = program_for(*given)
-    return _eager(*given) if fused is None else fused(x)
-
-
 def program_for(
     x: Tensor,
     kernel_size: Sequence[int],
@@ -125,10 +100,8 @@ def program_for(
 
     Same arguments as `relu_max_pool2d`, with sizes as pairs.
     """
-    if not is_covered(x):
-        return None
     sizes: Any = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
-    return _prepared(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
+    return prepared(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
 
 
 class PreparedReluMaxPool:
@@ -188,7 +161,7 @@ def _stands_in_pairs(window: Window) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     shape: torch.Size,
     is_last: bool | None,
     dtype: torch.dtype,
@@ -277,10 +250,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.aten.threshold_backward(grad, y, 0), *([None] * len(ctx.window))
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "relu_max_pool2d(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
     "bool ceil_mode) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
+    program_for,
+    _eager,
     (_setup_context, _backward),
+    is_cast=False,
 )

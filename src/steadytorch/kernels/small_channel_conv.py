@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
 
 from steadytorch.kernels.activations import ACTIVATIONS
-from steadytorch.kernels.launch import Launch, is_covered, is_launchable, route, traced
-from steadytorch.kernels.operators import recomputed, registered
+from steadytorch.kernels.launch import Launch, is_launchable
+from steadytorch.kernels.operators import FusedOperator, pairs
 from steadytorch.kernels.stem import CORES, MOST_CHANNELS, SHORTEST_PRODUCT, Pair, layouts
 
 MOST_TAPS = 256
@@ -52,15 +51,8 @@ def thin_conv2d(
         KeyError: unknown activation.
         RuntimeError: PyTorch's operators reject the arguments.
     """
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if has_torch_function(tensors):
-        given = (x, weight, bias, stride, padding, dilation, activation)
-        return handle_torch_function(thin_conv2d, tensors, *given)
-    sizes: Any = [(g, g) if isinstance(g, int) else g for g in (stride, padding, dilation)]
-    # Autocast casts the arguments of PyTorch's convolution, but not of this operator.
-    cast = torch.is_autocast_enabled("cuda")
-    run: Any = _eager if cast else route(_impl, _OPERATOR, _eager, *tensors)
-    return run(x, weight, bias, *sizes, activation)
+    sizes = pairs(stride, padding, dilation)
+    return OPERATOR(thin_conv2d, x, weight, bias, *sizes, activation)
 
 
 def is_thin(kernel: Sequence[int]) -> bool:
@@ -87,20 +79,6 @@ def _eager(
     return function(F.conv2d(x, weight, bias, list(stride), list(padding), list(dilation)))
 
 
-def _impl(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    activation: str,
-) -> Tensor:
-    given = (x, weight, bias, stride, padding, dilation, activation)
-    fused = program_for(*given)
-    return _eager(*given) if fused is None else fused(x, weight, bias)
-
-
 def program_for(
     x: Tensor,
     weight: Tensor,
@@ -115,13 +93,13 @@ def program_for(
     Same arguments as `thin_conv2d`, with sizes as pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
-    if not is_covered(x, *others) or any(t.device != x.device for t in others):
+    if any(t.device != x.device for t in others):
         return None
     if bias is not None and not (bias.shape == weight.shape[:1] and bias.is_contiguous()):
         return None
     like = (x.shape, x.stride(), weight.shape, weight.stride())
     sizes: Any = (tuple(stride), tuple(padding), tuple(dilation))
-    return _prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
+    return prepared(*like, bias is not None, x.dtype, x.device, *sizes, activation)
 
 
 class SmallChannelTile(NamedTuple):
@@ -224,7 +202,7 @@ class PreparedSmallChannelConv:
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
+def prepared(
     shape: torch.Size,
     strides: tuple[int, ...],
     kernel: torch.Size,
@@ -270,10 +248,9 @@ def _prepared(
     return PreparedSmallChannelConv(shape[0], SmallChannelGeometry._make(values), device)
 
 
-_OPERATOR = registered(
+OPERATOR = FusedOperator(
     "thin_conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] dilation, str activation) -> Tensor",
-    _impl,
-    traced(program_for, _eager),
-    recomputed(_eager),
+    program_for,
+    _eager,
 )

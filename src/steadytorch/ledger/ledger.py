@@ -15,10 +15,9 @@ from steadytorch.ledger.idle_owners import Owned, own_idle
 from steadytorch.ledger.operator_slices import CPU_SLICES, own_host
 from steadytorch.results.explain import GpuTotals
 from steadytorch.traces.events import Category, Trace
-from steadytorch.traces.evidence import Evidence, evidence
 from steadytorch.traces.intervals import NEVER, Spans, covered_ns, joined, subtract, union
 from steadytorch.traces.kernel_names import communicates
-from steadytorch.traces.steps import CALLS, Step, busiest_device, find_steps, gpu_rows, step_marks
+from steadytorch.traces.steps import Step, busiest_device, find_steps, gpu_rows
 
 ON_GPU_FIRST = ("gpu_kernel", "gpu_memcpy", "gpu_memset", "gpu_communication")
 """Classes of GPU events; the first counts where they overlap."""
@@ -213,39 +212,3 @@ def _notes(trace: Trace, marks: np.ndarray, device: int | None) -> tuple[str, ..
     if device is None:
         notes.append("no GPU events: the ledger is for the operators on the CPU")
     return tuple(notes)
-
-
-HOST_COLUMNS = (*ON_GPU_FIRST, "runtime", "dataloader", "cpu_exec", "other")
-
-
-def host_columns(trace: Trace, ledger: Ledger) -> tuple[dict[str, int], ...]:
-    """Cut the steps as PyTorch's TensorBoard plug-in did, for comparison with its figures.
-
-    Time without GPU work goes to the host's activity on any thread, whether or not the GPU waited
-    for it. `owned` gives the reasons for idle time.
-
-    Returns:
-        For each step, ns by column of `HOST_COLUMNS`; the columns add up to the step.
-    """
-    events = trace.events
-    ranges = events.of(Category.CPU_OP, Category.ANNOTATION)
-    ranges = np.setdiff1d(ranges, step_marks(trace))
-    loading = evidence(trace)[ranges] == Evidence.DATA_WAIT
-    rows = gpu_rows(trace, ledger.device)
-    gpu = gpu_classes(trace, rows)
-    host = {
-        "runtime": events.of(*CALLS),
-        "dataloader": ranges[loading],
-        "cpu_exec": ranges[~loading],
-    }
-    start = np.array([step.start_ns for step in ledger.steps], np.int64)
-    end = np.array([step.end_ns for step in ledger.steps], np.int64)
-    busy = joined(*gpu.values())
-    columns = {name: covered_ns(spans, start, end) for name, spans in gpu.items()}
-    for name, spans in exclusive(host, trace).items():
-        columns[name] = covered_ns(subtract(spans, busy), start, end)
-    columns["other"] = end - start - sum(columns.values())
-    return tuple(
-        {name: int(columns[name][place]) for name in HOST_COLUMNS}
-        for place in range(len(ledger.steps))
-    )

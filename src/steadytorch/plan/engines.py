@@ -20,7 +20,7 @@ from steadytorch.errors import SteadyError
 from steadytorch.plan.files import clean
 from steadytorch.plan.fingerprint import Key, in_environment, make_key
 from steadytorch.plan.store import Store, Stored
-from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.workload.workload import Workload
 
 FOLDER = "engines"
@@ -101,7 +101,7 @@ def keep_engines(
         workload.signature().on(facts.device),
         facts,
         objective=FOLDER,
-        precision=" + ".join(map(str, prefix)),
+        precision=describe(prefix, ""),
         tolerance=None,
         max_memory_bytes=None,
         ambient=ambient(),

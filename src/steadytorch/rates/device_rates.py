@@ -128,7 +128,7 @@ def _path(device: str, facts: DeviceFacts) -> Path | None:
     import torch
 
     threads = torch.get_num_threads() if facts.device == "cpu" else 0
-    said = f"{SCHEMA} {threads} {facts.to_json()}"
+    said = f"{SCHEMA} {threads} {msgspec.json.encode(facts).decode()}"
     digest = hashlib.sha256(said.encode()).hexdigest()[:32]
     folder = cache_folder("rates")
     return None if folder is None else folder / f"{digest}.json"

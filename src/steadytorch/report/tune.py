@@ -22,7 +22,7 @@ from steadytorch.report.text import (
     seconds,
     unit_of,
 )
-from steadytorch.results.candidate import NOT_INSTALLED
+from steadytorch.results.candidate import NOT_INSTALLED, describe
 from steadytorch.results.measure import Measurement
 from steadytorch.results.tune import CandidateResult, Gain, Timing, TuneReport
 
@@ -35,7 +35,7 @@ _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 
 def name_of(candidate: Sequence[object]) -> str:
     """A candidate in one line."""
-    return plain(" + ".join(map(str, candidate))) or "untouched"
+    return plain(describe(candidate))
 
 
 def short_hashes(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -42,3 +43,8 @@ def _shown(value: str | int | bool) -> str:
 
 Candidate = tuple[TransformSpec, ...]
 """An ordered tuple of transforms; the empty one is the untouched workload."""
+
+
+def describe(candidate: Iterable[object], untouched: str = "untouched") -> str:
+    """The transforms of a candidate in one line, or `untouched` for the empty one."""
+    return " + ".join(map(str, candidate)) or untouched

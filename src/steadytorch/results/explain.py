@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from steadytorch.errors import UsageError
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import Measurement
 
@@ -18,14 +17,11 @@ class StepTime(msgspec.Struct, frozen=True):
         index: its number in the trace.
         total_ns: its duration.
         slices_ns: slice to its time; the slices add up to the total.
-        host_columns_ns: the same time, cut as PyTorch's TensorBoard plug-in cuts it (see
-            `host_columns`); empty without a GPU.
     """
 
     index: int
     total_ns: int
     slices_ns: dict[str, int]
-    host_columns_ns: dict[str, int] = {}
 
 
 class GpuTotals(msgspec.Struct, frozen=True):
@@ -40,24 +36,6 @@ class GpuTotals(msgspec.Struct, frozen=True):
     busy_ns: int
     idle_ns: int
     total_ns: int
-
-
-class Utilisation(msgspec.Struct, frozen=True):
-    """Utilisation of one GPU, as PyTorch's TensorBoard plug-in defines it.
-
-    Attributes:
-        gpu_percent: share of the steps' time with a kernel running.
-        sm_efficiency_percent: the same, weighted by min(1, blocks per SM) of the running kernels;
-            None if the trace does not say.
-        achieved_occupancy_percent: mean estimated occupancy of the kernels, by time. Computed from
-            the launch, not measured; None likewise.
-        tensor_core_percent: share of kernel time in kernels whose name says tensor cores.
-    """
-
-    gpu_percent: float
-    sm_efficiency_percent: float | None
-    achieved_occupancy_percent: float | None
-    tensor_core_percent: float
 
 
 class KernelSplit(msgspec.Struct, frozen=True):
@@ -207,7 +185,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         steps: the profiled steps; may be empty.
         marked: whether the trace marks its steps; otherwise all of it is one step.
         gpu: busy and idle time of the GPU over the whole trace; None without GPU events.
-        utilisation: of that GPU; None likewise.
         variance_shares: slice to its share of the variance of the steps, adding up to 1; None if
             unknown.
         why_no_variance_shares: why they are unknown, else None.
@@ -231,7 +208,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepTime, ...] = ()
     marked: bool = True
     gpu: GpuTotals | None = None
-    utilisation: Utilisation | None = None
     variance_shares: dict[str, float] | None = None
     why_no_variance_shares: str | None = None
     kernel_variance: KernelSplit | None = None
@@ -257,19 +233,3 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         names = self.steps[0].slices_ns if self.steps else ()
         total = {name: sum(step.slices_ns.get(name, 0) for step in self.steps) for name in names}
         return {name: value / len(self.steps) for name, value in total.items()}
-
-    def to_json(self) -> str:
-        """The explanation as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Explanation:
-        """Reads the output of `to_json`.
-
-        Raises:
-            UsageError: the text is not JSON, or not an explanation.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise UsageError(f"not an explanation: {error}") from None

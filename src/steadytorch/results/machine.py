@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from steadytorch.errors import UsageError
-
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Hardware and software of a machine, as plain data that opens on any other machine.
@@ -55,22 +53,6 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     os: str | None = None
     unknown: dict[str, str] = {}
 
-    def to_json(self) -> str:
-        """The facts as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> DeviceFacts:
-        """Parse the output of `to_json`.
-
-        Raises:
-            UsageError: The text is not JSON or has another structure.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a record of device facts: {error}") from None
-
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of the machine at one time; a field that could not be observed is None.
@@ -107,22 +89,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     temperature_celsius: int | None = None
     clock_event_reasons: tuple[str, ...] | None = None
     unknown: dict[str, str] = {}
-
-    def to_json(self) -> str:
-        """The snapshot as one JSON object."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Snapshot:
-        """Parse the output of `to_json`.
-
-        Raises:
-            UsageError: The text is not JSON or has another structure.
-        """
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise UsageError(f"not a snapshot of a device: {error}") from None
 
 
 class Observation(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from steadytorch.compiled.artefact import Shelf
 from steadytorch.compiled.prebuilt import Source
 from steadytorch.errors import UnsupportedError
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, describe
 from steadytorch.results.signature import Signature
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.keys import needs_gradient, quick_key
@@ -183,7 +183,7 @@ class Entry:
         candidate, origin = self.resolution.candidate, self.resolution.origin
         return Serving(
             signature=str(self.signature),
-            executor=" + ".join(map(str, candidate or ())) if self.call is not None else None,
+            executor=describe(candidate or (), "") if self.call is not None else None,
             reason=self.reason,
             detail=self.detail,
             hits=self.hits.value(),

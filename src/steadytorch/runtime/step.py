@@ -183,6 +183,12 @@ class TunedStep:
         if self._captured is not None:
             self._captured.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a step belongs to its model, its optimizer and this process: copy or save those, and "
+            "make another step with plan.step"
+        )
+
     def _invalid(self) -> str | None:
         if (off := self._fast.is_off) is not None:
             return off

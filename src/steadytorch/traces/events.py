@@ -90,7 +90,7 @@ class Trace:
         devices: `deviceProperties` as found.
         recorded: recording switches that were on: any of "shapes", "stacks", "memory", "sync".
         source: file name or "capture".
-        notes: repairs and omissions while reading, as sentences.
+        notes: omissions while reading, as sentences.
         irregular: number of irregular events by kind: `zero_timestamp` (omitted), `duration`
             (negative or absurd; set to 0), `malformed` (omitted), `arguments` (kept without them).
     """
@@ -120,8 +120,3 @@ class Trace:
         """Recorded inputs of an operator; None if there are none."""
         index = int(self.events.inputs[row])
         return None if index < 0 else self.inputs[index]
-
-    def details_of(self, row: int) -> dict[str, Any]:
-        """Further arguments of a GPU event; empty if there are none."""
-        index = int(self.events.details[row])
-        return {} if index < 0 else self.details[index]

@@ -201,7 +201,7 @@ def _problems_of_launches(trace: Trace, found: Quality) -> Iterator[tuple[str, t
 
 
 def _notes(trace: Trace, found: Quality) -> Iterator[str]:
-    """Repairs by the reader, missing records, and records that slow the host."""
+    """Omissions by the reader, missing records, and records that slow the host."""
     yield from trace.notes
     events = trace.events
     if not found.gpu_events:

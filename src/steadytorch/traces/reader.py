@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 
 from steadytorch.errors import TraceError
-from steadytorch.traces.byte_blocks import BLOCK, Limits, blocks_of, json_blocks, opened
 from steadytorch.traces.columns import EventTableBuilder
 from steadytorch.traces.decimals import LARGEST_NS
 from steadytorch.traces.events import Category, Events, Trace
-from steadytorch.traces.json_stream import EventStream
+from steadytorch.traces.trace_text import parse, read_text
 
 UNIX_NS = 10**18
 """Later times are unix times (2001 and after); earlier ones count from an event of the machine."""
@@ -34,60 +33,44 @@ _LEFT_OUT = {
 }
 
 
-def read_trace(path: str | os.PathLike[str], limits: Limits | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read the trace in a file, `.json` or gzipped (detected by content).
 
     Args:
-        path: a regular file.
-        limits: limits beyond which a trace is refused; the defaults allow 4 GiB of JSON.
+        path: a regular file with at most 2 GiB of JSON, which is held in memory.
 
     Raises:
-        TraceError: the file is missing, not a regular file, not JSON, cut short, damaged, beyond
-            the limits, or has no event of PyTorch's profiler.
+        TraceError: the file is missing, not a regular file, not JSON, cut short, damaged, too
+            large, or has no event of PyTorch's profiler.
     """
     name = os.path.basename(os.fspath(path))
-    with opened(path) as file:
-        return _read(blocks_of(file), name, limits or Limits())
+    try:
+        return parse_trace(read_text(path), name)
+    except TraceError as error:
+        raise TraceError(f"{name}: {error}") from None
 
 
-def parse_trace(data: bytes, source: str, limits: Limits | None = None) -> Trace:
-    """Read the trace in these bytes, gzipped or not.
+def parse_trace(data: bytes, source: str) -> Trace:
+    """Parse the JSON text of a trace.
 
     Args:
-        data: content of a trace file.
-        source: name for errors and for `Trace.source`.
-        limits: as for `read_trace`.
+        data: the text, UTF-8.
+        source: name for `Trace.source`.
 
     Raises:
-        TraceError: as for `read_trace`.
+        TraceError: not JSON, or it has no event of PyTorch's profiler.
     """
-    blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
-    return _read(blocks, source, limits or Limits())
-
-
-def _read(blocks: Iterator[bytes], source: str, limits: Limits) -> Trace:
-    stream = EventStream(json_blocks(blocks, limits), limits.top_bytes)
+    text = parse(data)
     builder = EventTableBuilder()
-    try:
-        for events in stream:
-            builder.add(events)
-            if builder.rows > limits.events:
-                raise TraceError(
-                    f"more than {limits.events:,} events, the limit: profile fewer steps "
-                    "(torch.profiler.schedule(active=...))"
-                )
-    except TraceError as error:
-        raise TraceError(f"{source}: {error}", error.offset) from None
-    builder.irregular["malformed"] += stream.malformed
-    return _trace(builder, stream, source)
-
-
-def _trace(builder: EventTableBuilder, stream: EventStream, source: str) -> Trace:
+    builder.irregular["malformed"] = len(text.elements)
+    for events in text.events():
+        builder.irregular["malformed"] -= len(events)
+        builder.add(events)
     columns = builder.finish()
     if not (columns["category"] != Category.OTHER).any():
-        raise TraceError(_none_here(source, builder.rows))
+        raise TraceError(_none_here(builder.rows))
     builder.irregular["zero_timestamp"] += _without_missing_times(columns)
-    origin = _from_zero(columns, _value(stream.top, "baseTimeNanoseconds", int) or 0)
+    origin = _from_zero(columns, _value(text.top, "baseTimeNanoseconds", int) or 0)
     irregular = {kind: count for kind, count in builder.irregular.items() if count}
     return Trace(
         events=Events(**columns),
@@ -96,19 +79,19 @@ def _trace(builder: EventTableBuilder, stream: EventStream, source: str) -> Trac
         inputs=tuple(builder.inputs.values),
         details=tuple(builder.details.values),
         origin_ns=origin,
-        devices=tuple(_value(stream.top, "deviceProperties", list[dict[str, Any]]) or ()),
-        recorded=frozenset(builder.recorded.union(_switched_on(stream.top, builder))),
+        devices=tuple(_value(text.top, "deviceProperties", list[dict[str, Any]]) or ()),
+        recorded=frozenset(builder.recorded.union(_switched_on(text.top, builder))),
         source=source,
-        notes=tuple(_notes(irregular, stream.mended)),
+        notes=tuple(_LEFT_OUT[kind].format(f"{count:,}") for kind, count in irregular.items()),
         irregular=irregular,
     )
 
 
-def _none_here(source: str, rows: int) -> str:
+def _none_here(rows: int) -> str:
     what = f"its {rows:,} events come from another tool" if rows else "it holds no events"
     return (
-        f"{source}: not a trace of PyTorch's profiler: {what}; record steps with torch.profiler "
-        "and write them with export_chrome_trace"
+        f"not a trace of PyTorch's profiler: {what}; record steps with torch.profiler and "
+        "write them with export_chrome_trace"
     )
 
 
@@ -154,10 +137,3 @@ def _switched_on(top: Mapping[str, msgspec.Raw], builder: EventTableBuilder) -> 
     for key, what in _SWITCHES.items():
         if _value(top, key, int):
             yield what
-
-
-def _notes(irregular: Mapping[str, int], mended: Mapping[str, int]) -> Iterator[str]:
-    for kind, count in irregular.items():
-        yield _LEFT_OUT[kind].format(f"{count:,}")
-    if mended:
-        yield f"the file was not valid JSON; repaired: {', '.join(mended)}"

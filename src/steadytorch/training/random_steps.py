@@ -92,14 +92,16 @@ def _slope(
     length = float(STEP * found.loss.abs() / square)
     losses = []
     kept = [parameter.detach().clone() for parameter, _ in pairs]
-    for sign in (1, -1):
-        for (parameter, gradient), original in zip(pairs, kept, strict=True):
-            parameter.copy_(original + sign * length * gradient)
-        torch.manual_seed(seed)
-        with torch.enable_grad():
-            losses.append(passes(workload, model, arguments, backward=False).loss)
-    for (parameter, _), original in zip(pairs, kept, strict=True):
-        parameter.copy_(original)
+    try:
+        for sign in (1, -1):
+            for (parameter, gradient), original in zip(pairs, kept, strict=True):
+                parameter.copy_(original + sign * length * gradient)
+            torch.manual_seed(seed)
+            with torch.enable_grad():
+                losses.append(passes(workload, model, arguments, backward=False).loss)
+    finally:
+        for (parameter, _), original in zip(pairs, kept, strict=True):
+            parameter.copy_(original)
     return (losses[0] - losses[1]).float().cpu() / (2 * length * square.cpu())
 
 

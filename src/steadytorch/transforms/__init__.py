@@ -216,7 +216,8 @@ def libraries(candidate: Candidate) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for spec in candidate:
-        found |= create(spec).libraries()
+        if _kind(spec.name).libraries is not Transform.libraries:
+            found |= create(spec).libraries()
         if spec.name not in _POSITIONS:
             found |= plugins.version(spec.name)
     return found

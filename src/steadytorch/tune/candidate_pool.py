@@ -9,10 +9,9 @@ import msgspec
 
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget
-from steadytorch.tune.candidates import describe
 from steadytorch.tune.select import SearchOptions, block_deadline_s, block_statistic
 from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial

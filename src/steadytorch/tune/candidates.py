@@ -21,11 +21,6 @@ _RECORDED = ("launch-bound", "compute-bound")
 """Regimes with recorded searches on GPUs."""
 
 
-def describe(candidate: Candidate) -> str:
-    """The candidate as one line of text, as shown in tables."""
-    return " + ".join(map(str, candidate)) or "untouched"
-
-
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
     """Ids of the findings that one of the candidate's transforms addresses."""
     names = {spec.name for spec in candidate}

@@ -66,9 +66,9 @@ class ConvHandler(WorkloadHandler):
         start = time.perf_counter()
         cudnn = version()  # raises if cuDNN's frontend is unavailable
         specs = msgspec.convert(prefix, list[TransformSpec])
-        device = self._workload.device
-        training = self._workload.is_training
-        found = (_found_in_training if training else _found)(self._workload, specs)
+        device = self.workload.device
+        training = self.workload.is_training
+        found = (_found_in_training if training else _found)(self.workload, specs)
         counts = {problem: len(names) for problem, names in found.problems.items()}
         # Before engines run: a failing engine may leave the device unusable.
         rates = _rates(next(iter(counts), None), str(device))
@@ -77,7 +77,7 @@ class ConvHandler(WorkloadHandler):
         asked = msgspec.structs.replace(
             msgspec.convert(options, ChoiceOptions), cold=cold, padded=not training
         )
-        barred = _beyond_fp16(self._workload, specs) if asked.other_half else set()
+        barred = _beyond_fp16(self.workload, specs) if asked.other_half else set()
         options_of = {
             problem: msgspec.structs.replace(
                 asked, other_half=asked.other_half and problem.key not in barred

@@ -88,14 +88,14 @@ class PackagingHandler(WorkloadHandler):
             How its outputs differ from the untouched model's; "" if they agree.
         """
         specs = tuple(msgspec.convert(candidate, list[TransformSpec]))
-        taken, workload = msgspec.convert(made, Made).taken, self._workload
+        taken, workload = msgspec.convert(made, Made).taken, self.workload
         with supplied(lambda task: Package(file, taken, workload.device, _unfit)):
             self.set_up(candidate)
         given = (workload.inputs, dict(workload.kwargs))
         limit = bound(precision_of(specs), workload.model, given, tolerance)
         with torch.no_grad():
             found, expected = (
-                model(*given[0], **given[1]) for model in (self._model, workload.model)
+                model(*given[0], **given[1]) for model in (self.model, workload.model)
             )
         self._let_go()
         return disagreement(found, expected, limit) or ""
@@ -104,7 +104,7 @@ class PackagingHandler(WorkloadHandler):
         """Frees the package, since workers exit without deleting the files PyTorch unpacked."""
         self.close()
         self._context = None
-        del self._model, self._step
+        del self.model, self.step
         gc.collect()
 
 

@@ -19,12 +19,11 @@ from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.record import Speedup, Trial
 from steadytorch.process.worker import Fault, WorkerFault
-from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.tune.budget import Budget
 from steadytorch.tune.candidate_pool import CandidatePool
 from steadytorch.tune.candidates import (
     CandidateSource,
-    describe,
     engine_prefix,
     stem_of,
     with_stem_config,

@@ -12,9 +12,8 @@ from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import PRECISIONS
-from steadytorch.tune.candidates import describe
 
 OBJECTIVES = ("latency", "p99", "throughput")
 P99_BLOCK = 69

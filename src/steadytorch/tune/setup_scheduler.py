@@ -11,10 +11,10 @@ import torch
 
 from steadytorch.findings.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
-from steadytorch.results.candidate import Candidate
+from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.candidates import describe, suggested_by
+from steadytorch.tune.candidates import suggested_by
 from steadytorch.tune.select import SearchOptions, over_memory
 from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.tuning_worker import Character, Explained

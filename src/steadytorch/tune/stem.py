@@ -39,7 +39,7 @@ class StemHandler(WorkloadHandler):
         specs = msgspec.convert(prefix, list[TransformSpec])
         end = time.perf_counter() + seconds
         with torch.no_grad():
-            return fastest(calls_of(self._workload, specs), lambda: time.perf_counter() > end)
+            return fastest(calls_of(self.workload, specs), lambda: time.perf_counter() > end)
 
 
 class _Stems(TorchFunctionMode):

@@ -66,26 +66,26 @@ class TuningHandler(ExplainHandler):
 
     def reference(self, seed: int) -> dict[str, Any]:
         """Writes the data for all verifications and returns a `Reference`."""
-        if self._workload.is_training:
+        if self.workload.is_training:
             make = reference.make_reference
-            data, summary = make(self._workload, seed, self._start)
+            data, summary = make(self.workload, seed, self._start)
         else:
-            data, summary = make_reference(self._workload, seed)
-        torch.save(data, self._directory / REFERENCE)
+            data, summary = make_reference(self.workload, seed)
+        torch.save(data, self.directory / REFERENCE)
         return msgspec.to_builtins(summary)
 
     def verify(self) -> dict[str, Any]:
         """Compares the applied candidate with the reference and returns a `Verification`."""
-        path = self._directory / REFERENCE
-        if self._workload.is_training:
+        path = self.directory / REFERENCE
+        if self.workload.is_training:
             # Gradients are as large as the weights: map them and load one set at a time.
             data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             found = verify_training(
-                self._model, self._step, self._workload, data, self._start, self._precision
+                self.model, self.step, self.workload, data, self._start, self._precision
             )
         else:
-            data = torch.load(path, map_location=self._workload.device, weights_only=True)
-            found = verify(self._model, self._workload, data)
+            data = torch.load(path, map_location=self.workload.device, weights_only=True)
+            found = verify(self.model, self.workload, data)
         return msgspec.to_builtins(found)
 
     @own_errors()
@@ -97,12 +97,12 @@ class TuningHandler(ExplainHandler):
         Args:
             product_flops: operations of a step; see `Explained`.
         """
-        step = self._step
-        if self._workload.feed is not None:
-            step = replace(self._workload, feed=None).step_function()
-        periods, host = self._sampler.periods(step, 12)
+        step = self.step
+        if self.workload.feed is not None:
+            step = replace(self.workload, feed=None).step_function()
+        periods, host = self.sampler.periods(step, 12)
         period_ns = max(float(np.median(periods)), 1.0)
-        on_host = self._workload.device.type == "cpu"
+        on_host = self.workload.device.type == "cpu"
         host_share = 0.0 if on_host else float(np.median(host)) / period_ns
         matrix_share = self._matrix_share(product_flops, period_ns * 1e-9)
         if host_share >= _LAUNCH_BOUND:
@@ -128,10 +128,10 @@ class TuningHandler(ExplainHandler):
 
         self.set_up([])
         profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)
-        trace = read_trace(self._directory / TRACE_FILE)
-        facts = load_facts(str(self._workload.device))
+        trace = read_trace(self.directory / TRACE_FILE)
+        facts = load_facts(str(self.workload.device))
         ledger = build_ledger(trace)
-        case = Case(trace=trace, ledger=ledger, workload=self._workload, facts=facts)
+        case = Case(trace=trace, ledger=ledger, workload=self.workload, facts=facts)
         found, _ = findings(case)
         wanted = tuple(f for f in found if f.transforms and not f.information)
         flops, steps = product_flops(trace), SETTLING + len(profiled.periods_ns)
@@ -141,7 +141,7 @@ class TuningHandler(ExplainHandler):
         if product_flops is None:
             return None
         try:
-            rate = matrix_rate(str(self._workload.device), self._workload.dtype)
+            rate = matrix_rate(str(self.workload.device), self.workload.dtype)
         except (UnsupportedError, UsageError):  # dtypes without a matrix product
             return None
         return product_flops / period_s / rate

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import nn
 
-from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.errors import UnsupportedError, UsageError, one_line
 from steadytorch.workload.workload import Workload
 
 _TOKENS = 128
@@ -60,15 +60,10 @@ def _library(name: str) -> ModuleType:
         if error.name == root:
             message = f"{root} is not installed: pip install {root}"
         else:
-            message = f"{root} cannot be imported: {_first_line(error)}"
+            message = f"{root} cannot be imported: {one_line(error)}"
         raise UnsupportedError(message) from error
     except Exception as error:  # for example, operators built for another PyTorch
-        raise UnsupportedError(f"{name} cannot be imported: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip(':.')}" if lines else type(error).__name__
+        raise UnsupportedError(f"{name} cannot be imported: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -77,7 +72,7 @@ def _building(spec: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UsageError(f"{spec} cannot be built: {_first_line(error)}; {_FACTORY}") from error
+        raise UsageError(f"{spec} cannot be built: {one_line(error)}; {_FACTORY}") from error
 
 
 def _images(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:

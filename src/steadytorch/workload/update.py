@@ -43,6 +43,7 @@ class Update:
         self.optimizer, self.implementation, self.merge = optimizer, implementation, merge
         self._compiled: Any = None
         self._compiled_for: list[Any] = []
+        self._rates: GroupRates | None = None
 
     def __call__(self, rates: Sequence[Tensor] | None = None) -> None:
         """Takes the optimizer's step.
@@ -58,7 +59,7 @@ class Update:
             move_counters(self.optimizer)
         compiled = self.implementation == COMPILED and not self._changes()
         if compiled and rates is None:
-            rates = self.own_rates()
+            rates = self._own_rates()
         with self._switched(rates):
             if compiled:
                 self._compiled_step()
@@ -73,14 +74,11 @@ class Update:
         with self._switched(None):
             yield
 
-    def own_rates(self) -> list[Tensor]:
-        """The learning rates of the groups as new float32 scalars, each beside its parameters."""
-        return [
-            torch.as_tensor(group["lr"], dtype=torch.float32)
-            .reshape(())
-            .to(device_of(group), copy=True)
-            for group in self.optimizer.param_groups
-        ]
+    def _own_rates(self) -> list[Tensor]:
+        devices = [device_of(group) for group in self.optimizer.param_groups]
+        if self._rates is None or [rate.device for rate in self._rates.tensors] != devices:
+            self._rates = GroupRates(self.optimizer)
+        return self._rates.refreshed()
 
     def _changes(self) -> bool:
         """Whether hyper-parameters besides the learning rate change too often to compile."""
@@ -150,6 +148,44 @@ class Update:
         if captured or implementation == COMPILED:
             wanted["capturable"] = device_of(group).type == "cuda"
         return {key: value for key, value in wanted.items() if key in group}
+
+
+class GroupRates:
+    """The learning rates of an optimizer's groups as float32 scalars, each beside its parameters.
+
+    Args:
+        optimizer: whose groups these are; groups added later need a new object.
+
+    Attributes:
+        tensors: the scalars, as last refreshed.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.tensors = [
+            torch.empty((), dtype=torch.float32, device=device_of(group))
+            for group in optimizer.param_groups
+        ]
+        self._numbers: list[Any] = [None] * len(self.tensors)
+        self.refreshed()
+
+    def refreshed(self) -> list[Tensor]:
+        """The scalars, brought to what the groups hold; numbers are written where they changed."""
+        groups = self._optimizer.param_groups
+        for i, (group, held) in enumerate(zip(groups, self.tensors, strict=True)):
+            rate = number(group["lr"])
+            if isinstance(rate, Tensor):
+                held.copy_(rate.reshape(()))
+                self._numbers[i] = None
+            elif rate != self._numbers[i]:
+                held.fill_(rate)
+                self._numbers[i] = rate
+        return self.tensors
+
+
+def number(rate: Any) -> Any:
+    """A learning rate as a number where reading it does not wait for the GPU."""
+    return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
 
 
 def _begin_momentum(optimizer: Optimizer) -> bool:
