@@ -10,7 +10,7 @@ from steadytorch.conv.timing import Measured
 from steadytorch.device import facts as device_facts
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.tune import engines
-from steadytorch.tune.conv import ConvReport, Layer, _found_in_training
+from steadytorch.tune.conv import ConvReport, Layer, problems_in_training
 
 from .conftest import only_line
 
@@ -62,7 +62,7 @@ def chosen(workload, facts, plans, *, prefix=(), **asked):
             problem.operations,
             problem.traffic_bytes,
         )
-        for problem, names in _found_in_training(workload, prefix).problems.items()
+        for problem, names in problems_in_training(workload, prefix).problems.items()
     ]
     return ConvReport(tuple(layers), "", True, 8e14, 4e12, 91900, 1.0)
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steadytorch.runtime.dispatch import CallCounter, obstacle
 from steadytorch.runtime.module import TunedModule
 
-from .conftest import CANDIDATES
+from .conftest import CANDIDATES, entries_of
 
 X = torch.zeros(2, 3)
 pytestmark = pytest.mark.usefixtures("host_way")
@@ -51,14 +51,14 @@ def served(linear, serving):
     """Serves an executor that answers zeros, so that its answers differ from the model's."""
     tuned = TunedModule(linear, serving(CANDIDATES["inference_mode"], torch.ones(2, 3)))
     tuned(torch.ones(2, 3))
-    next(iter(tuned._found.values())).call = lambda x: torch.zeros(2, 2)
+    entries_of(tuned)[0].call = lambda x: torch.zeros(2, 2)
     assert tuned(torch.ones(2, 3)).sum() == 0
     return tuned
 
 
 @pytest.mark.parametrize("is_replay", [False, True])
 def test_gradients_are_turned_off_for_all_but_replays(served, is_replay):
-    (entry,) = served._found.values()
+    (entry,) = entries_of(served)
     entry.is_replay, entry.call = is_replay, lambda x: torch.is_grad_enabled()
     assert served(torch.ones(2, 3)) is is_replay
     assert torch.is_grad_enabled()
@@ -67,7 +67,7 @@ def test_gradients_are_turned_off_for_all_but_replays(served, is_replay):
 
 
 def test_a_replay_does_not_answer_under_autocast_gradients_or_training(served, linear):
-    (entry,) = served._found.values()
+    (entry,) = entries_of(served)
     entry.is_replay, x = True, torch.ones(2, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(served(x), linear(x))

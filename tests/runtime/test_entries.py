@@ -17,7 +17,7 @@ from steadytorch.runtime.dispatch import Resolution
 from steadytorch.runtime.entries import BUILDING, RESOLVING, TAKEN, ServingOptions
 from steadytorch.runtime.module import TunedModule
 
-from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, other_weights
+from .conftest import CANDIDATES, FROZEN, NO_PLAN, answer, copy_into, entries_of, other_weights
 
 LIVE = (TransformSpec("inference_mode"),)
 FLAGGED = (TransformSpec("cudnn_deterministic"),)
@@ -128,7 +128,7 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
     monkeypatch.setattr(entries, "build", lambda *args: replace(build(*args), static=static))
     tuned = TunedModule(model, Script(Resolution(LIVE)))
     tuned(x)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     assert entry.is_replay is (static is not None)
 
 

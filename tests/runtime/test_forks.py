@@ -18,7 +18,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.transforms.threads import Threads
 from steadytorch.workload.workload import Workload
 
-from .conftest import CANDIDATES, always, answer
+from .conftest import CANDIDATES, always, answer, entries_of
 
 DEADLINE_S = 60
 THREADS = (TransformSpec("threads", (("count", 2),)),)
@@ -87,7 +87,7 @@ def test_refresh_serves_tuned_in_a_child(model, x):
 def test_locks_held_in_the_parent_do_not_block_the_child(model, x, held):
     tuned = TunedModule(model, always(CANDIDATES["channels_last"]))
     tuned(x)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     lock = {
         "turns": settings.TURNS,
         "entries": tuned._entries._lock,

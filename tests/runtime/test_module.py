@@ -8,7 +8,7 @@ from steadytorch.runtime import entries
 from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 
-from .conftest import CANDIDATES, NO_PLAN, answer, replace_executor
+from .conftest import CANDIDATES, NO_PLAN, answer, entries_of, replace_executor
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -21,7 +21,7 @@ def test_outputs_are_those_of_the_model(model, x, serving, name):
 
 def test_the_executor_answers(model, x, tuned):
     expected = tuned(x)
-    entry = next(iter(tuned._found.values()))
+    entry = entries_of(tuned)[0]
     replace_executor(tuned, lambda x, call=entry.call: call(x) * 2)
     assert torch.equal(tuned(x), expected * 2)
 
@@ -176,10 +176,10 @@ def test_inputs_that_never_repeat_do_not_fill_the_memory(flexible, x, serving, m
     tuned = TunedModule(flexible, serving(CANDIDATES["channels_last"], {"left": x}, times=50))
     for times in range(20):
         tuned({"left": x}, times=times)
-    assert len(tuned._found) == 5
+    assert len(entries_of(tuned)) == 5
     tuned({"left": x}, times=50)
     tuned({"left": x}, times=51)
-    assert len(tuned._found) == 5 + 1
+    assert len(entries_of(tuned)) == 5 + 1
     assert tuned.report().calls == {NO_PLAN: 21, "tuned": 1}
 
 

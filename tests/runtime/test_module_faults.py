@@ -33,6 +33,7 @@ from .conftest import (
     always,
     answer,
     copy_into,
+    entries_of,
     replace_executor,
 )
 
@@ -186,7 +187,7 @@ def test_closed_it_serves_untouched(model, x, tuned):
 
 def test_close_frees_the_executor(model, x, tuned):
     tuned(x)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     gone = weakref.ref(entry.call.model)
     del entry
     tuned.close()
@@ -196,7 +197,7 @@ def test_close_frees_the_executor(model, x, tuned):
 
 def test_a_fault_while_closing_does_not_reach_the_caller(model, x, tuned, caplog):
     tuned(x)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     entry.executor = replace(entry.executor, close=lambda: 1 / 0)
     tuned.close()
     assert "not undone cleanly: ZeroDivisionError" in caplog.text

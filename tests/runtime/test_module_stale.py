@@ -16,7 +16,16 @@ from steadytorch.transforms import all_variants, names
 from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload
 
-from .conftest import CANDIDATES, COPYING, FROZEN, always, answer, copy_into, other_weights
+from .conftest import (
+    CANDIDATES,
+    COPYING,
+    FROZEN,
+    always,
+    answer,
+    copy_into,
+    entries_of,
+    other_weights,
+)
 
 
 def _sgd(model, x):
@@ -213,7 +222,7 @@ def test_folded_and_packed_weights_are_never_served_stale(name, change):
     tuned = TunedModule(model, always((TransformSpec(transform, tuple(parameters.items())),)))
     before = answer(model, x)
     torch.testing.assert_close(tuned(x), before)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     assert _fused_into(entry.executor)[name]
     CHANGES[change](model, x)
     expected = answer(copy.deepcopy(model), x)

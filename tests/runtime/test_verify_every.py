@@ -15,7 +15,7 @@ from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.trained import TrainedModule
 
-from .conftest import CANDIDATES, COPYING, Network, always, answer
+from .conftest import CANDIDATES, COPYING, Network, always, answer, entries_of
 
 LAYOUT = (TransformSpec("channels_last"),)
 
@@ -115,7 +115,7 @@ def test_training_steps_are_gone_through_anew(model, x):
         tuned(x).sum().backward()
     assert (tuned.report().checked, tuned.report().hits) == (1, 5)
     assert int(model.norm.num_batches_tracked) == int(before[-1]) + 5
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     object.__setattr__(entry.executor, "call", lambda x: model(x) * 3)
     for _ in range(2):
         tuned(x)
@@ -141,7 +141,7 @@ def test_random_numbers_of_other_threads_are_not_taken_for_the_model_s(model, x,
 def test_without_memory_for_both_answers_the_plan_stays(model, x, monkeypatch, at):
     tuned = checked(model, LAYOUT, 1)
     expected = answer(tuned, x)
-    (entry,) = tuned._found.values()
+    (entry,) = entries_of(tuned)
     call, calls = entry.call, []
 
     def full(*given):

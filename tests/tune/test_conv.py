@@ -21,12 +21,12 @@ from steadytorch.tune import conv
 from steadytorch.tune.conv import (
     ConvReport,
     Layer,
-    _beyond_fp16,
-    _found,
-    _found_in_training,
-    _incumbents,
     choose_and_keep,
     choose_engines,
+    incumbents,
+    keys_beyond_fp16,
+    problems_in,
+    problems_in_training,
 )
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
@@ -41,7 +41,9 @@ def handler(monkeypatch, tmp_path):
 
 
 def test_equal_convolutions_are_one_problem_with_the_names_of_all():
-    found = {problem.epilogue: names for problem, names in _found(workload(), ()).problems.items()}
+    found = {
+        problem.epilogue: names for problem, names in problems_in(workload(), ()).problems.items()
+    }
     assert found == {"bias_relu": ["0"], "bias": ["2", "3"]}
 
 
@@ -62,7 +64,7 @@ def test_a_training_step_poses_gradients_in_the_precision_and_layout_in_force(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = Workload.training(model, given.inputs, torch.Tensor.sum, optimizer)
     before = [p.clone() for p in model.parameters()]
-    found = _found_in_training(training, prefix).problems
+    found = problems_in_training(training, prefix).problems
     assert [(p.operation, p.epilogue, names) for p, names in found.items()] == [
         ("fprop", "bias", ["0"]),
         ("wgrad", "none", ["0"]),
@@ -98,7 +100,7 @@ HALF = parse("fprop/bias/bf16/last/i2x3x8x8/w8x3x3x3/s1x1/p0x0/d1x1/g1")
 )
 def test_an_earlier_choice_counts_where_it_may_be_made_now(choice, other_half, usable):
     options = {HALF: ChoiceOptions(other_half=other_half)}
-    found = _incumbents(options, {HALF.key: choice, "of another network": "eng1"})
+    found = incumbents(options, {HALF.key: choice, "of another network": "eng1"})
     assert found == ({HALF.key: read_choice(choice)} if usable else {})
 
 
@@ -107,8 +109,10 @@ def test_where_values_are_large_fp16_is_no_choice(factor, layers):
     given = workload()
     large = Workload(given.model, factor * given.inputs[0])
     prefix = (TransformSpec("cast_weights", (("dtype", "bf16"),)), TransformSpec("channels_last"))
-    barred = _beyond_fp16(large, prefix)
-    found = {problem.key: len(names) for problem, names in _found(large, prefix).problems.items()}
+    barred = keys_beyond_fp16(large, prefix)
+    found = {
+        problem.key: len(names) for problem, names in problems_in(large, prefix).problems.items()
+    }
     assert sum(found[key] for key in barred) == layers
 
 
@@ -117,7 +121,7 @@ FAULT = "OutOfMemoryError: CUDA out of memory."
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_convolution_that_fails_keeps_pytorchs_own_and_the_others_their_engines(handler, known):
-    failed, well = (problem.key for problem in _found(workload(), ()).problems)
+    failed, well = (problem.key for problem in problems_in(workload(), ()).problems)
     before = {failed: "eng3"} if known else {}
     report = convert(handler.choose([], 60.0, {}, before), ConvReport)
     assert [layer.reason for layer in report.layers] == [FAULT, None]
@@ -132,7 +136,7 @@ def test_where_all_fail_every_one_is_pytorchs_own(handler, monkeypatch):
     monkeypatch.setattr(choose_all, "choose", failing)
     report = convert(handler.choose([], 60.0, {}, {}), ConvReport)
     assert {layer.reason for layer in report.layers} == {"RuntimeError: boom"}
-    keys = [problem.key for problem in _found(workload(), ()).problems]
+    keys = [problem.key for problem in problems_in(workload(), ()).problems]
     assert read_choices(report.choices) == dict.fromkeys(keys, Choice(ATEN))
 
 

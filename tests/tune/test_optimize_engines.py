@@ -13,7 +13,7 @@ from torch import nn
 
 from steadytorch.conv.choices import Choice, write_choices
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.tune.conv import _found
+from steadytorch.tune.conv import problems_in
 from steadytorch.workload.workload import Workload
 
 SERVED = """
@@ -80,7 +80,7 @@ def served_by(way, choices, folder, request):
 
 @pytest.fixture
 def problems():
-    return [problem.key for problem in _found(Workload(*network()), ()).problems]
+    return [problem.key for problem in problems_in(Workload(*network()), ()).problems]
 
 
 @pytest.mark.parametrize("way", ["optimize", "apply"])

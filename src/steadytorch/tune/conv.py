@@ -68,7 +68,7 @@ class ConvHandler(WorkloadHandler):
         specs = msgspec.convert(prefix, list[TransformSpec])
         device = self.workload.device
         training = self.workload.is_training
-        found = (_found_in_training if training else _found)(self.workload, specs)
+        found = (problems_in_training if training else problems_in)(self.workload, specs)
         counts = {problem: len(names) for problem, names in found.problems.items()}
         # Before engines run: a failing engine may leave the device unusable.
         rates = _rates(next(iter(counts), None), str(device))
@@ -77,14 +77,14 @@ class ConvHandler(WorkloadHandler):
         asked = msgspec.structs.replace(
             msgspec.convert(options, ChoiceOptions), cold=cold, padded=not training
         )
-        barred = _beyond_fp16(self.workload, specs) if asked.other_half else set()
+        barred = keys_beyond_fp16(self.workload, specs) if asked.other_half else set()
         options_of = {
             problem: msgspec.structs.replace(
                 asked, other_half=asked.other_half and problem.key not in barred
             )
             for problem in counts
         }
-        before = _incumbents(options_of, incumbent)
+        before = incumbents(options_of, incumbent)
         results = choose_all(options_of, counts, before, device, start + seconds, GRACE * seconds)
         chosen = {key: one.choice for key, one in results.items() if one.choice is not None}
         chosen = chosen or {problem.key: Choice(ATEN) for problem in counts}
@@ -95,7 +95,7 @@ class ConvHandler(WorkloadHandler):
         return msgspec.to_builtins(report)
 
 
-def _incumbents(
+def incumbents(
     options_of: Mapping[ConvProblem, ChoiceOptions], given: Mapping[str, str]
 ) -> dict[str, Choice]:
     """Earlier choices for these problems, by key, that the options still allow."""
@@ -109,14 +109,14 @@ def _incumbents(
     return found
 
 
-def _beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
+def keys_beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
     """Keys of problems whose values on the workload's inputs come too close to fp16's range."""
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         model = rewritten_model(applied)
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
 
 
-def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
+def problems_in(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
     """The convolutions of a workload."""
     problems: dict[ConvProblem, list[str]] = {}
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
@@ -127,7 +127,7 @@ def _found(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems
     return FoundProblems(problems, left_out(model))
 
 
-def _found_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
+def problems_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
     """The convolutions of a training step with their gradients, recorded in one forward pass."""
     recorder = ProblemRecorder()
     # Training transforms wrap the model, so engines go inside all of them.
