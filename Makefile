@@ -44,7 +44,7 @@ clean:
 # A marker file each, so that pip runs again only when the requirements change.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[cpu]
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -32,9 +32,11 @@ FLOORS = {
     "rates": 3,
     "plan": 4,
     "rewrite": 4,
+    "backends": 5,
     "graphs": 5,
     "compiled": 5,
     "transforms": 6,
+    "plugins": 7,
     "runtime": 7,
     "bench": 7,
     "doctor": 8,
@@ -52,7 +54,7 @@ FLOORS = {
     "__init__": 14,
     "__main__": 14,
 }
-OTHERS = {"benchmarks", "gpu", "examples", "torture"}
+OTHERS = {"benchmarks", "gpu", "examples", "plugins", "torture"}
 """Folders of tests that mirror no room."""
 # The version stands in the package itself, and importing it imports nothing else.
 VERSION = ("steadytorch", "__version__")

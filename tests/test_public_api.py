@@ -79,7 +79,7 @@ SIGNATURES = {
         "store: 'Store | str | Path | None' = None, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'ConvReport'"
     ),
-    "doctor": "(device: 'str' = 'auto') -> 'CheckUp'",
+    "doctor": "(device: 'str' = 'auto', plugins: 'bool' = False) -> 'CheckUp'",
     "explain": (
         "(subject: 'Workload | tuple[Any, Any] | str | Path', *, device: 'str | None' = None, "
         "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
@@ -151,7 +151,7 @@ EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanErr
 
 PLAN_FIELDS = (
     *("name", "signature", "candidate", "evidence", "key", "created", "version", "path"),
-    "trains",
+    *("trains", "libraries"),
 )
 PLAN_EXTRAS = ("apply", "batches", "id", "origin", "resolve")
 

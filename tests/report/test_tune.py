@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from steadytorch.plan.record import as_result
@@ -7,11 +8,13 @@ from steadytorch.report.tune import (
     name_of,
     render_interrupted,
     render_left_out,
+    render_missing,
     render_plan,
     render_summary,
     render_trials,
     short_hashes,
 )
+from steadytorch.results.candidate import NOT_INSTALLED
 
 from .conftest import (
     HOSTILE,
@@ -322,3 +325,19 @@ def test_a_candidate_in_one_line():
     assert name_of(()) == "untouched"
     assert name_of(WINNER) == "channels_last + inference_mode"
     assert name_of(spec("a\nb")) == "a\\nb"
+
+
+def test_engines_that_an_extra_would_add_are_named_in_one_line(screen):
+    missing = {
+        f"{name}(f32)": f"needs {name}, {NOT_INSTALLED} 'steadytorch[{name}]'"
+        for name in ("openvino", "onnxruntime")
+    }
+    kept = plan(evidence=msgspec.structs.replace(evidence(), not_applicable=missing))
+    render_missing(screen.console, as_result(kept))
+    line = "Not installed: openvino, onnxruntime; to try: pip install 'steadytorch[cpu]'"
+    assert screen.text.strip() == line
+
+
+def test_nothing_missing_prints_nothing(screen):
+    render_missing(screen.console, searched())
+    assert screen.text == ""

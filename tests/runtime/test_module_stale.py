@@ -98,9 +98,13 @@ def test_a_changed_model_is_never_served_from_frozen_code(model, x, serving, cha
     _check_never_stale(model, x, serving(FROZEN, x), CHANGES[change])
 
 
+SLOW = ("compile", "openvino", "onnxruntime")
+"""They compile or convert at each refresh."""
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "compile" else ()) for n in names()]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in names()]
 )
 def test_no_transform_of_the_registry_serves_stale(model, x, name):
     facts = load_facts("cpu")

@@ -11,6 +11,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, conflict, create, order
 from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.transforms.openvino import OpenVino
 
 contract: Any = sys.modules["steadytorch_transforms_contract"]
 
@@ -36,11 +37,16 @@ STACK = order(
 
 def _cases() -> list[Any]:
     cases = []
+    # Converting takes seconds.
+    bf16 = OpenVino(OpenVino.Parameters("bf16"))
+    quick = [("attention", OpenVino().spec), ("conv", bf16.spec)]
     for name, make in contract.WORKLOADS.items():
         for transform in contract.applicable(all_variants(CPU), make(), CPU):
             if transform.name != "compile":
                 specs = (transform.spec,)
-                cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
+                marks = contract.SLOW if transform.engine and (name, *specs) not in quick else ()
+                case = pytest.param((name, specs), id=f"{name}-{transform.spec}", marks=marks)
+                cases.append(case)
     # It targets CUDA, but is correct everywhere.
     patches = (TransformSpec("linear_patches"),)
     cases.append(pytest.param(("patches", patches), id="patches-linear_patches"))

@@ -11,11 +11,14 @@ from steadytorch.workload.workload import Workload
 
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
 CPU = DeviceFacts(device="cpu", cores_physical=8, cores_logical=16)
-ALL = list(dict.fromkeys(t.spec for facts in (GPU, CPU) for t in transforms.all_variants(facts)))
+EVERY = list(dict.fromkeys(t.spec for facts in (GPU, CPU) for t in transforms.all_variants(facts)))
+ENGINES = [spec for spec in EVERY if transforms.engines((spec,))]
+"""Never available on a GPU, unlike the others."""
+ALL = [spec for spec in EVERY if spec not in ENGINES]
 WORKLOAD = Workload(nn.Linear(2, 2), torch.zeros(1, 2))
 REGIMES = ("launch-bound", "memory-bound", "compute-bound")
 
-subsets = st.lists(st.sampled_from(ALL), unique=True)
+subsets = st.lists(st.sampled_from(EVERY), unique=True)
 precisions = st.sampled_from(PRECISIONS)
 
 

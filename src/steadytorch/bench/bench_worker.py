@@ -18,6 +18,7 @@ from steadytorch import transforms
 from steadytorch.bench.counting import counted_of, counting, noted
 from steadytorch.bench.ramp import DISCARD, ramp
 from steadytorch.bench.series import Series
+from steadytorch.compiled import artefact
 from steadytorch.device.recorder import Recorder
 from steadytorch.errors import SteadyError, UsageError, one_line
 from steadytorch.measure.overhead import probe_overhead
@@ -162,7 +163,8 @@ class WorkloadHandler:
         self._precision = precision_of(tuple(specs))
         start = time.perf_counter()
         self._context = applied_in_order([transforms.create(s) for s in specs], self.workload)
-        applied = self._context.__enter__()
+        with artefact.supplied(artefact.within(self.directory)):
+            applied = self._context.__enter__()
         # Time with the caller's inputs, so that conversions by transforms are timed too.
         self.model = applied.model
         own = {"inputs": self.workload.inputs, "kwargs": self.workload.kwargs}

@@ -136,7 +136,7 @@ def run(
     from steadytorch.plan.record import as_result
     from steadytorch.report.progress import Progress
     from steadytorch.report.text import plain
-    from steadytorch.report.tune import render_plan, short_hashes
+    from steadytorch.report.tune import render_missing, render_plan, short_hashes
     from steadytorch.results.saved import to_json
 
     name, facts = session.workload.name, session.facts
@@ -152,6 +152,7 @@ def run(
                 _render_all(console, stored)
             render_plan(console, stored, "Stored plan")
             console.print("  replayed; search anew with --mode tune")
+            render_missing(console, stored)
             options.write_json(json_path, to_json(stored, name, facts))
             return plan
         if mode == "strict":
@@ -179,7 +180,12 @@ def _render(
     store: Path | None,
     everything: bool,
 ) -> None:
-    from steadytorch.report.tune import render_interrupted, render_plan, render_summary
+    from steadytorch.report.tune import (
+        render_interrupted,
+        render_missing,
+        render_plan,
+        render_summary,
+    )
 
     if everything:
         _render_all(console, result)
@@ -193,6 +199,7 @@ def _render(
         render_plan(console, kept, "Plan")
     else:
         render_summary(console, result, kept, options.repeated(store))
+    render_missing(console, result)
 
 
 def _render_all(console: Console, result: TuneReport) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 """Version of the file format."""
-SUFFIX, PACKAGE = COMPANIONS
+SUFFIX, PACKAGE = COMPANIONS[:2]
 """Suffixes of bundles and of packages; the stem is the plan's."""
 MOST_BYTES = 512 << 20
 """Limit on the size of bundles read or written, and of packages written."""

@@ -26,8 +26,9 @@ from steadytorch.plan.fingerprint import Key, canonical_json
 
 SCHEMA = 1
 """Version of the file format; the payload has its own type."""
-COMPANIONS = (".bundle", ".pt2")
-"""Suffixes of files beside a plan with its name: removed with it, see `compiled.bundle`."""
+COMPANIONS = (".bundle", ".pt2", ".artefact")
+"""Suffixes of files beside a plan with its name, removed with it: see `compiled.bundle` and
+`compiled.artefact`."""
 MAX_BYTES = 1 << 20
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -281,7 +282,9 @@ def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key,
     return entry.key, entry.payload
 
 
-def write_whole(path: Path, data: bytes, replace: bool = True, mode: int = 0o600) -> None:
+def write_whole(
+    path: Path, data: bytes | memoryview, replace: bool = True, mode: int = 0o600
+) -> None:
     """Writes a file atomically: readers see the old file or the new one, also after a crash.
 
     Args:
@@ -338,7 +341,7 @@ def _put_in_place(temporary: str, name: str, folder: int, replace: bool) -> None
     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _write_new(name: str, data: bytes, folder: int, mode: int) -> None:
+def _write_new(name: str, data: bytes | memoryview, folder: int, mode: int) -> None:
     descriptor = os.open(name, _WRITE_FLAGS, mode, dir_fd=folder)
     try:
         rest = memoryview(data)

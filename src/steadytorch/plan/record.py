@@ -112,6 +112,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         path: its file; None if it is in memory only.
         trains: for training plans, `trained_fingerprint` of the model; None for inference. The key
             covers loss and optimizer too, which `apply` does not get.
+        libraries: versions of the libraries beside PyTorch that the candidate runs on.
     """
 
     name: str
@@ -123,6 +124,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version: str
     path: str | None = None
     trains: str | None = None
+    libraries: dict[str, str] = {}
 
     @property
     def id(self) -> str:

@@ -17,6 +17,7 @@ from steadytorch.results.machine import (
     DeviceFacts,
     NoiseFloor,
     Observation,
+    PluginCheck,
     Snapshot,
     Switch,
 )
@@ -95,13 +96,27 @@ def sections(found: CheckUp) -> list[Section]:
     noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
     title = "cuDNN's benchmark mode in a new process"
+    plugins = [] if found.plugins is None else [Section("Plug-ins", _plugins(found.plugins))]
     return [
         Section("Machine", machine(found.environment)),
         Section("Software", software(found.environment)),
         Section("State now", [*_state(found.state), noise]),
         Section(title, *_switch(found.benchmark_mode)),
         Section("Can be observed", seen),
+        *plugins,
     ]
+
+
+def _plugins(checks: Sequence[PluginCheck]) -> Rows:
+    return [(each.name, _told(each)) for each in checks] or [("none", "no plug-in is installed")]
+
+
+def _told(check: PluginCheck) -> str:
+    if check.refused is not None:
+        return f"refused: {check.refused} ({check.distribution})"
+    if check.not_run is not None:
+        return f"found, not run here: {check.not_run} ({check.distribution})"
+    return f"ok ({check.distribution})"
 
 
 def hidden(found: CheckUp) -> list[Hidden]:

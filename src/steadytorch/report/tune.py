@@ -22,7 +22,7 @@ from steadytorch.report.text import (
     seconds,
     unit_of,
 )
-from steadytorch.results.candidate import describe
+from steadytorch.results.candidate import NOT_INSTALLED, describe
 from steadytorch.results.measure import Measurement
 from steadytorch.results.tune import CandidateResult, Gain, Timing, TuneReport
 
@@ -71,6 +71,15 @@ def render_summary(console: Console, search: TuneReport, plan: TuneReport, store
     if plan.plan is not None and plan.plan.path is not None:
         show = f"steady plans show {plan.plan.id}{store}"
     console.print(Text(f"All candidates: {plain(show)}", "dim"), soft_wrap=True)
+
+
+def render_missing(console: Console, found: TuneReport) -> None:
+    """Prints a line on engines that the search could not try, if an extra would add them."""
+    reasons = found.not_applicable.items()
+    names = dict.fromkeys(n.partition("(")[0] for n, reason in reasons if NOT_INSTALLED in reason)
+    if names:
+        line = f"Not installed: {', '.join(names)}; to try: pip install 'steadytorch[cpu]'"
+        _say(console, Text(plain(line), "dim"), 0, most=2)
 
 
 def render_interrupted(console: Console, search: TuneReport) -> None:

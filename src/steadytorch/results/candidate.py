@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+NOT_INSTALLED = "which is not installed: pip install"
+"""Part of the reason why a transform does not apply, if an extra of steadytorch would add it."""
 LONGEST_SHOWN = 40
 """Characters of a parameter in tables; a longer one is shown by its checksum."""
 

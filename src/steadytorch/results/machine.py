@@ -144,6 +144,22 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
     traps: tuple[str, ...]
 
 
+class PluginCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A plug-in that was found.
+
+    Attributes:
+        name: name of its transform.
+        distribution: the distribution that offers it, with its version.
+        refused: why it was refused; None if it keeps the contract.
+        not_run: why no variant of it was run here; None if one was.
+    """
+
+    name: str
+    distribution: str
+    refused: str | None
+    not_run: str | None
+
+
 class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
     """The check-up of a machine.
 
@@ -153,6 +169,7 @@ class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
         observability: what can be observed, and remedies for the rest.
         noise_floor: difference between two measurements of the same step.
         benchmark_mode: cuDNN's benchmark mode in this process.
+        plugins: the plug-ins that were found; None if they were not looked for.
     """
 
     environment: DeviceFacts
@@ -160,3 +177,4 @@ class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
     observability: list[Observation]
     noise_floor: NoiseFloor
     benchmark_mode: Switch
+    plugins: tuple[PluginCheck, ...] | None = None

@@ -68,6 +68,17 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     return _as_strided(tensor.clone(), tensor)
 
 
+def restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Copy a tensor to other strides, even with gaps or overlaps.
+
+    Args:
+        values: the tensor.
+        strides: in elements, one per dimension.
+    """
+    like = torch.empty_strided(values.shape, strides, dtype=values.dtype, device="meta")
+    return _as_strided(values, like)
+
+
 def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `values` with the strides of `like`, copied only if they differ."""
     if like.layout != torch.strided or values.stride() == like.stride():

@@ -24,6 +24,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from steadytorch.compiled.artefact import Shelf
 from steadytorch.compiled.prebuilt import Source
 from steadytorch.errors import UnsupportedError
 from steadytorch.results.candidate import Candidate, describe
@@ -80,6 +81,7 @@ class Resolution:
         origin: the plan that the candidate comes from.
         again: polled on later untouched calls; True resolves again.
         prebuilt: compiled code that the `compile` transform loads instead of compiling.
+        shelf: where engines find the converted model.
         for_all: whether this resolution holds for all inputs, for `RECONSIDERED_S` seconds.
         confirm: called once before the executor serves, with the reason if it could not be built;
             returns why it must not serve, or None.
@@ -91,6 +93,7 @@ class Resolution:
     origin: Origin | None = None
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
+    shelf: Shelf | None = None
     for_all: bool = False
     confirm: Callable[[str | None], str | None] | None = None
 

@@ -336,6 +336,7 @@ class Entries:
                 self._options.alias_outputs,
                 entry.resolution.prebuilt,
                 self._options.trains,
+                entry.resolution.shelf,
             )
         except Exception as error:
             kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
+from steadytorch.compiled import artefact
+from steadytorch.compiled.artefact import Shelf
 from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
@@ -51,6 +53,7 @@ def build(
     alias_outputs: bool = False,
     source: Source | None = None,
     trains: bool = False,
+    shelf: Shelf | None = None,
 ) -> Executor:
     """Applies a candidate to the model for the inputs at hand.
 
@@ -62,6 +65,7 @@ def build(
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         source: compiled code that `compile` loads instead of compiling; None to compile.
         trains: whether gradients must reach the model's own weights.
+        shelf: where engines find the converted model; None to convert.
 
     Raises:
         UsageError: a transform is unknown, or the transforms cannot be combined.
@@ -78,7 +82,12 @@ def build(
     grad = torch.is_grad_enabled()
     try:
         # Tensors made in the caller's inference mode could not be written to later.
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), supplied(source):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(grad),
+            supplied(source),
+            artefact.supplied(shelf),
+        ):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:
         stack.close()

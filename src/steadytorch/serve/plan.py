@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from steadytorch.ambient import ambient
+from steadytorch.compiled.artefact import beside
 from steadytorch.compiled.bundle import source
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
@@ -33,7 +35,7 @@ from steadytorch.runtime.settings import SWITCH, is_switched_off
 from steadytorch.runtime.step import TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.serve import agreed
-from steadytorch.transforms import compiles
+from steadytorch.transforms import compiles, engines, libraries
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
 from steadytorch.workload.workload import Workload
@@ -187,7 +189,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def resolution(self, bundle: bool = False) -> Resolution:
         """The resolution for the plan's inputs, with its compiled code if `bundle`."""
         prebuilt = source(self) if bundle and compiles(self.candidate) else None
-        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt)
+        shelf = beside(self.path) if engines(self.candidate) else None
+        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt, shelf=shelf)
 
     def _problem(self, model: nn.Module) -> str | None:
         """Why the plan must not serve on this rank, or None."""
@@ -213,10 +216,30 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         asked = self.key.precision
         return f"plan {self.id} allows precision {asked}, but its transforms need {precision}"
 
+    def library_violation(self) -> str | None:
+        """Returns which library has another version than when the plan was made, or None."""
+        if not self.libraries:
+            return None
+        try:
+            here = libraries(self.candidate)
+        except PackageNotFoundError as error:
+            return f"plan {self.id} needs {clean(error.name)}, which is not installed"
+        except Exception as error:  # a plan file may hold anything, and a plug-in fail
+            return f"a plan could not be checked against this environment: {clean(error)}"
+        for name, version in self.libraries.items():
+            if here.get(name) != version:
+                there = f"{clean(name)} {clean(version)}"
+                return f"plan {self.id} was made with {there}, here is {here.get(name, 'none')}"
+        return None
+
+    def violation(self) -> str | None:
+        """Returns why the plan must not be served here, whatever the model, or None."""
+        return self.precision_violation() or self.library_violation()
+
     def _why_not(self, model: nn.Module) -> str | None:
         if isinstance(model, Function):
             return model.reason
-        if (violation := self.precision_violation()) is not None:
+        if (violation := self.violation()) is not None:
             return violation
         workload = Workload(model)
         here = make_key(

@@ -12,6 +12,7 @@ from steadytorch.ambient import ambient, set_ambient
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import Candidate, TransformSpec
+from steadytorch.transforms import plugins
 from steadytorch.transforms.attention_backend import AttentionBackend
 from steadytorch.transforms.autocast import Autocast
 from steadytorch.transforms.base import Risk, Transform
@@ -27,6 +28,8 @@ from steadytorch.transforms.fold_batch_norm import FoldBatchNorm
 from steadytorch.transforms.fused_kernels import FusedKernels
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.transforms.linear_patches import LinearPatches
+from steadytorch.transforms.onnxruntime import OnnxRuntime
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.transforms.optimizer import OptimizerStep
 from steadytorch.transforms.prefetch import Prefetch
 from steadytorch.transforms.step_graph import StepGraph
@@ -41,6 +44,8 @@ __all__ = [
     "compiles",
     "conflict",
     "create",
+    "engines",
+    "libraries",
     "names",
     "order",
     "parse",
@@ -50,6 +55,8 @@ __all__ = [
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 REGISTRY: tuple[type[Transform], ...] = (
+    OpenVino,
+    OnnxRuntime,
     FoldBatchNorm,
     FusedKernels,
     CastWeights,
@@ -77,7 +84,7 @@ _POSITIONS = {kind.name: position for position, kind in enumerate(REGISTRY)}
 
 
 def names() -> tuple[str, ...]:
-    """The names of all transforms, in the order they are applied."""
+    """The names of the project's own transforms, in the order they are applied."""
     return tuple(_POSITIONS)
 
 
@@ -103,7 +110,15 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
     Raises:
         UsageError: a name is unknown.
     """
-    return tuple(sorted(specs, key=lambda spec: REGISTRY.index(_kind(spec.name))))
+    return tuple(sorted(specs, key=_place))
+
+
+def _place(spec: TransformSpec) -> tuple[float, str]:
+    """The place in the order of application; a plug-in stands right before `Transform.before`."""
+    position = _POSITIONS.get(spec.name)
+    if position is not None:
+        return float(position), spec.name
+    return _POSITIONS.get(_kind(spec.name).before, 0) - 0.5, spec.name
 
 
 def parse(text: str, facts: DeviceFacts) -> Candidate:
@@ -157,11 +172,15 @@ def conflict(candidate: Candidate, workload: Workload | None = None) -> str | No
         UsageError: the registry does not know a spec.
     """
     owners: dict[str, str] = {}
+    given = [spec.name for spec in candidate]
     for spec in candidate:
-        for claim in create(spec).claims:
+        transform = create(spec)
+        for claim in transform.claims:
             if owners.setdefault(claim, spec.name) != spec.name:
                 return f"{owners[claim]} and {spec.name} both control {claim}"
-    given = [spec.name for spec in candidate]
+        others = [name for name in given if not (name == spec.name or _kind(name).of_loader)]
+        if transform.engine and others:
+            return f"{spec.name} runs the whole model, without {others[0]}"
     for name in given:
         if given.count(name) > 1:
             return f"{name} is listed twice"
@@ -180,16 +199,49 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
 
 def compiles(candidate: Candidate) -> bool:
     """Whether a compiler takes part; transforms that are not in the registry do not count."""
-    return any(spec.name in _POSITIONS and _kind(spec.name).compiles for spec in candidate)
+    return any(kind.compiles for kind in _known(candidate))
+
+
+def engines(candidate: Candidate) -> tuple[str, ...]:
+    """The engines beyond PyTorch among these transforms, by name."""
+    return tuple(kind.name for kind in _known(candidate) if kind.engine)
+
+
+def libraries(candidate: Candidate) -> dict[str, str]:
+    """Versions of the libraries beside PyTorch that a candidate runs on; plug-ins count too.
+
+    Raises:
+        PackageNotFoundError: one is not installed.
+        UsageError: the registry does not know one of the transforms.
+    """
+    found: dict[str, str] = {}
+    for spec in candidate:
+        if _kind(spec.name).libraries is not Transform.libraries:
+            found |= create(spec).libraries()
+        if spec.name not in _POSITIONS:
+            found |= plugins.version(spec.name)
+    return found
 
 
 def all_variants(facts: DeviceFacts) -> list[Transform]:
-    """Return every transform with each setting worth trying on this device, in registry order."""
-    return [kind(parameters) for kind in REGISTRY for parameters in kind.variants(facts)]
+    """Return every transform with each setting worth trying on this device, in registry order.
+
+    Plug-ins follow, except those that were refused; see `plugins.refused`.
+    """
+    own = [kind(parameters) for kind in REGISTRY for parameters in kind.variants(facts)]
+    others = [name for name in plugins.found() if name not in _POSITIONS]
+    return [*own, *(each for name in others for each in plugins.variants(name, facts))]
+
+
+def _known(candidate: Candidate) -> list[type[Transform]]:
+    return [_kind(s.name) for s in candidate if s.name in _POSITIONS or s.name in plugins.found()]
 
 
 def _kind(name: str) -> type[Transform]:
     position = _POSITIONS.get(name)
-    if position is None:
-        raise UsageError(f"unknown transform {name!r}: use one of {', '.join(_POSITIONS)}")
-    return REGISTRY[position]
+    if position is not None:
+        return REGISTRY[position]
+    if name in plugins.found():
+        return plugins.load(name)
+    known = ", ".join((*_POSITIONS, *plugins.found()))
+    raise UsageError(f"unknown transform {name!r}: use one of {known}")

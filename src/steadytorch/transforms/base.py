@@ -14,6 +14,9 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
 
+PRECISIONS = ("same", "tf32", "fp16", "bf16")
+"""Precision classes, the lowest last."""
+
 
 class Risk(StrEnum):
     """What a transform may change besides speed."""
@@ -74,8 +77,14 @@ class Transform(ABC):
     name: ClassVar[str]
     of_step: ClassVar[bool] = False
     """Whether it changes the training step around the model, which `plan.step` runs."""
+    of_loader: ClassVar[bool] = False
+    """Whether it changes only where batches come from."""
+    engine: ClassVar[bool] = False
+    """Whether it runs the whole model outside PyTorch: it combines with no transform of a model."""
     Parameters: ClassVar[type[msgspec.Struct]] = NoParameters
     risk: ClassVar[Risk]
+    before: ClassVar[str] = "compile"
+    """For plug-ins: the transform of the project that it is applied before."""
     compiles: ClassVar[bool] = False
     records: ClassVar[bool] = False
     process_wide: ClassVar[bool] = True
@@ -97,6 +106,16 @@ class Transform(ABC):
     def claims(self) -> tuple[Claim, ...]:
         """Resources that no other transform of the same candidate may claim."""
         return ()
+
+    def libraries(self) -> dict[str, str]:
+        """Versions of libraries beside PyTorch that it runs on, by distribution.
+
+        A plan serves only with these versions.
+
+        Raises:
+            PackageNotFoundError: one is not installed.
+        """
+        return {}
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

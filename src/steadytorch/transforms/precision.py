@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from steadytorch import transforms
 from steadytorch.results.candidate import Candidate
+from steadytorch.transforms.base import PRECISIONS
 
-PRECISIONS = ("same", "tf32", "fp16", "bf16")
+__all__ = ["ALLOWED", "PRECISIONS", "precision_of"]
+
 ALLOWED = {
     "same": frozenset({"same"}),
     "tf32": frozenset({"same", "tf32"}),

@@ -33,6 +33,7 @@ class Prefetch(Transform):
     """
 
     name = "prefetch"
+    of_loader = True
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.results.candidate import Candidate, TransformSpec
@@ -26,6 +27,8 @@ _COMPILE_S, _COMPILE_LAYER_S = 8.0, 0.07
 times as long with 16 cores and an H200, and 0.8 to 3 times with two cores of two CPUs."""
 _AUTOTUNE = 6.0
 """Time of max-autotune over that of other modes."""
+_CONVERT_S = 12.0
+"""For engines: ResNet-50 took 6 to 14 s on two cores."""
 _PLAIN_S = 2.0
 _UNDERESTIMATED = 0.5
 """A set-up that has outlasted its expected time is expected to take this share longer."""
@@ -120,8 +123,8 @@ class Budget:
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.
 
-        Set-ups took as long as the longest with the same compiler options. Other compilations took
-        as many times their first guess as the slowest of those seen.
+        Set-ups took as long as the longest with the same compiler options or engine. Other
+        compilations took as many times their first guess as the slowest of those seen.
         """
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
         compiled = compiler_options(candidate)
@@ -131,7 +134,13 @@ class Budget:
             return start_s + max(seen)
         if not compiled:
             return start_s + _PLAIN_S
-        factors = [seconds / self._guess_s(options) for options, seconds in set_up if options]
+        if transforms.engines(candidate):
+            return start_s + _CONVERT_S
+        factors = [
+            seconds / self._guess_s(options)
+            for options, seconds in set_up
+            if options and not transforms.engines(tuple(options))
+        ]
         return start_s + max(factors, default=1.0) * self._guess_s(compiled)
 
     def left_to_set_up_s(self, expected_s: float, elapsed_s: float) -> float:
@@ -150,5 +159,10 @@ class Budget:
 
 
 def compiler_options(candidate: Candidate) -> list[TransformSpec]:
-    """The candidate's transform that compiles, as a list; empty if there is none."""
-    return [spec for spec in candidate if spec.name == "compile"]
+    """What candidates with one set-up have in common; empty where nothing is compiled.
+
+    That is the transform that compiles, or the engine without its options, as its variants share
+    one conversion.
+    """
+    engines = [TransformSpec(name) for name in transforms.engines(candidate)]
+    return engines + [spec for spec in candidate if spec.name == "compile"]

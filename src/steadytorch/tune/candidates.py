@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from steadytorch import transforms
 from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
 from steadytorch.workload.workload import Workload
 
 _VARIED_FIRST = ("attention_backend", "channels_last", "compile")
@@ -78,7 +78,7 @@ class CandidateSource:
         findings: Sequence[Finding] = (),
     ) -> None:
         self._available, self._workload = tuple(available), workload
-        self._precision = precision
+        self._precision, self._classes = precision, ALLOWED[precision]
         self._regime = regime
         self._findings = tuple(findings)
 
@@ -163,7 +163,20 @@ class CandidateSource:
         sums = self._spec("fused_kernels", residual=True, stem=stem is not None) or stem
         without = [(fold, sums, lower, layout, graph)] if sums is not None else []
         chosen = with_engines if engines is not None else without
-        return [*front, *chosen, *first, *second, *alone, *rest]
+        return [*self._on_engines(), *front, *chosen, *first, *second, *alone, *rest]
+
+    def _on_engines(self) -> list[tuple[TransformSpec, ...]]:
+        """The first variant of each engine beyond PyTorch, in the lowest class allowed."""
+        allowed = sorted(
+            ((spec,) for spec in self._available if precision_of((spec,)) in self._classes),
+            key=lambda alone: PRECISIONS.index(precision_of(alone)),
+            reverse=True,
+        )
+        found: dict[str, tuple[TransformSpec, ...]] = {}
+        for alone in allowed:
+            for name in transforms.engines(alone):
+                found.setdefault(name, alone)
+        return list(found.values())
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
         """Whole steps as one graph first, over compiled code and without a compiler."""
@@ -211,15 +224,20 @@ class CandidateSource:
         """Variants of the leader in precision classes that the user did not allow."""
         found: list[Iterable[TransformSpec]] = []
         for spec in self._available:
-            if precision_of((spec,)) in ALLOWED[self._precision]:
+            if precision_of((spec,)) in self._classes:
                 continue
-            others = [s for s in candidate if precision_of((s,)) == "same" and s.name != spec.name]
+            others = [
+                s
+                for s in candidate
+                if precision_of((s,)) == "same"
+                and s.name != spec.name
+                and not transforms.engines((s, spec))
+            ]
             found.append([*others, spec])
         return list(self._ordered(found))
 
     def _allowed(self, combinations: Iterable[Iterable[TransformSpec | None]]) -> list[Candidate]:
-        allowed = ALLOWED[self._precision]
-        found = [c for c in self._ordered(combinations) if precision_of(c) in allowed]
+        found = [c for c in self._ordered(combinations) if precision_of(c) in self._classes]
         return sorted(found, key=self._recoverable_ns, reverse=True)
 
     def _recoverable_ns(self, candidate: Candidate) -> int:

@@ -17,8 +17,9 @@ import torch
 
 from steadytorch import __version__, transforms
 from steadytorch.bench.bench_worker import save_payload
+from steadytorch.compiled import artefact
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
-from steadytorch.errors import PlanError, UsageError
+from steadytorch.errors import PlanError, UsageError, one_line
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.record import Evidence, Speedup
@@ -33,7 +34,9 @@ from steadytorch.results.signature import Signature
 from steadytorch.results.tune import Timing
 from steadytorch.serve import agreed
 from steadytorch.serve.plan import Plan
+from steadytorch.transforms import plugins
 from steadytorch.transforms.base import NotApplicable
+from steadytorch.transforms.plugin_worker import admit
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
@@ -103,6 +106,7 @@ class Session:
             fingerprint=fingerprint,
         )
         self._store = store if isinstance(store, Store) else Store(store)
+        self._converted: artefact.Held | None = None
 
     def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
         """The stored plan, or None and the reason for the miss.
@@ -113,7 +117,7 @@ class Session:
         found = self._store.get(self.key, Plan, explained)
         if isinstance(found, Found):
             plan = _located(found.payload, found.path)
-            violation = plan.precision_violation()
+            violation = plan.violation()
             return (None, violation) if violation else (plan, "")
         return None, str(found)
 
@@ -173,6 +177,7 @@ class Session:
                 choose_stem=partial(self._stem, directory),
                 began=began,
             ).run()
+            self._converted = artefact.held(directory, transforms.engines(result.chosen))
             if not result.interrupted:
                 with suppress(KeyboardInterrupt):  # the result is complete
                     if reserved_s:
@@ -219,11 +224,18 @@ class Session:
                 meanwhile is kept and returned, so that concurrent searches share one plan.
         """
         plan = self._plan(result.chosen, result.evidence())
+        kept = self._stored(plan, anew)
+        converted, self._converted = self._converted, None
+        if converted is not None and kept.candidate == result.chosen:
+            converted.keep_beside(kept.path)
+        return kept
+
+    def _stored(self, plan: Plan, anew: bool) -> Plan:
         if anew:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        if there.precision_violation() is None:
+        if there.violation() is None:
             return there
         return _located(plan, self._store.put(self.key, plan))
 
@@ -263,18 +275,26 @@ class Session:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             version=__version__,
             trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
+            libraries=transforms.libraries(candidate),
         )
 
     def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
         available: list[TransformSpec] = []
         refused: dict[str, str] = {}
+        admit()
         for transform in transforms.all_variants(self.facts):
-            answer = transform.applies_to(self.workload, self.facts)
+            try:
+                answer = transform.applies_to(self.workload, self.facts)
+            except Exception as error:  # of a plug-in, which costs its own candidates only
+                if transform.name in transforms.names():
+                    raise
+                answer = NotApplicable(f"its own check failed: {one_line(error)}")
             if isinstance(answer, NotApplicable):
                 refused[str(transform.spec)] = answer.reason
             else:
                 available.append(transform.spec)
-        return available, refused
+        told = {name: f"plug-in refused: {why}" for name, why in plugins.refused().items()}
+        return available, refused | told
 
     def _slots(self) -> int:
         """Number of set-ups that may overlap: one per core, at most eight."""

@@ -1,0 +1,1 @@
+"""Engines beyond PyTorch: exporting a model, converting it, and calling the result."""

@@ -1,0 +1,181 @@
+"""Exporting a model for another engine: a flat program, and the form of its calls as data.
+
+The exported program takes the tensors of a call one after the other and returns tensors. `Form`
+holds what engines cannot: how arguments and results are nested, and the results that are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.workload.signature import strides_of
+from steadytorch.workload.workload import Workload
+
+WRITES = "the model writes to its inputs, buffers or containers, which an engine would not"
+_CONSTANTS = (bool, int, float, str, type(None))
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The layout of a tensor.
+
+    Attributes:
+        shape: sizes.
+        dtype: element type without the `torch.` prefix.
+        strides: in elements, of dimensions longer than 1.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(map(int, tensor.shape)), dtype, tuple(map(int, strides_of(tensor))))
+
+
+class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of a call, as data.
+
+    Attributes:
+        inputs: names of the program's inputs, one per tensor among the arguments.
+        nesting: how results are nested, in the format of PyTorch's pytree.
+        results: each result in order: the layout of a tensor, or a constant.
+    """
+
+    inputs: tuple[str, ...]
+    nesting: str
+    results: tuple[Layout | bool | int | float | str | None, ...]
+
+
+class Exported(NamedTuple):
+    """An exported model.
+
+    Attributes:
+        program: takes the tensors of a call and returns tensors.
+        form: the form of its calls.
+    """
+
+    program: torch.export.ExportedProgram
+    form: Form
+
+
+def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Sorts keyword arguments by name, as in signatures."""
+    return {name: kwargs[name] for name in sorted(kwargs)}
+
+
+def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The leaves of a call's arguments, in the order of the signature."""
+    return pytree.tree_leaves((args, in_order(kwargs)))
+
+
+def export(workload: Workload) -> Exported:
+    """Exports the model of a workload for the shapes of its inputs.
+
+    Args:
+        workload: an inference workload on the CPU whose model is an `nn.Module`.
+
+    Raises:
+        UnsupportedError: the model cannot be exported, writes to state or arguments, or returns
+            something other than tensors and constants; or an input cannot be passed to an engine.
+    """
+    given = workload.inputs, in_order(workload.kwargs)
+    leaves, nesting = pytree.tree_flatten(given)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    for tensor in tensors:
+        _check(tensor)
+    seen: list[tuple[list[Any], Any]] = []
+    flat = _Flat(workload.model, leaves, nesting, seen)
+    with torch.inference_mode(False), torch.no_grad(), _reason("the model cannot be exported"):
+        program = torch.export.export(flat, tensors, strict=False)
+    signature = program.graph_signature
+    found, returned = seen[-1]
+    held = {spec.arg.name for spec in signature.input_specs}
+    layouts = []
+    for spec in signature.output_specs:
+        if spec.arg.name in held:
+            raise UnsupportedError("the model returns one of its inputs or weights unchanged")
+        layouts.append(Layout.of(_value(program, spec.arg.name)))
+    following = iter(layouts)
+    results = tuple(next(following) if isinstance(v, Tensor) else v for v in found)
+    return Exported(
+        program, Form(tuple(map(str, signature.user_inputs)), _dumped(returned), results)
+    )
+
+
+def _check(tensor: Tensor) -> None:
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(f"an input is a {kind} {type(tensor).__name__}, not a plain tensor")
+    if tensor.is_complex():
+        raise UnsupportedError("an input is complex, which engines do not take")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"an input is on {tensor.device}, not on the CPU")
+
+
+class _Flat(nn.Module):
+    """Calls a model with flat tensors and returns the tensors of its result.
+
+    Args:
+        model: the model.
+        leaves: leaves of the arguments; tensors mark the places of the flat ones.
+        nesting: their nesting.
+        seen: receives the leaves and the nesting of each result.
+    """
+
+    def __init__(self, model: nn.Module, leaves: list[Any], nesting: Any, seen: list[Any]) -> None:
+        super().__init__()
+        self.model = model
+        places = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        self._arguments = lambda following: pytree.tree_unflatten(
+            [next(following) if place is None else place[0] for place in places], nesting
+        )
+        self._seen: Callable[[Any], None] = lambda result: seen.append(result)
+        self.train(model.training)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._arguments(iter(tensors))
+        before = pytree.tree_flatten((args, kwargs))
+        returned = self.model(*args, **kwargs)
+        after = pytree.tree_flatten((args, kwargs))
+        if before[1] != after[1] or any(
+            a is not b for a, b in zip(before[0], after[0], strict=True)
+        ):
+            raise UnsupportedError(WRITES)
+        leaves, nesting = pytree.tree_flatten(returned)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                kind = type(leaf).__name__
+                raise UnsupportedError(f"the model returns a {kind}, which cannot be rebuilt")
+        self._seen((leaves, nesting))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _value(program: torch.export.ExportedProgram, name: str) -> Tensor:
+    return next(node.meta["val"] for node in program.graph.nodes if node.name == name)
+
+
+def _dumped(nesting: pytree.TreeSpec) -> str:
+    with _reason("the model's results cannot be described"):
+        return pytree.treespec_dumps(nesting)
+
+
+@contextmanager
+def _reason(clause: str) -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{clause}: {first_line(error)}") from error

@@ -1,0 +1,176 @@
+"""OpenVINO: converting to its IR, and running it with a proof of what engaged."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from steadytorch.backends.call import Run
+from steadytorch.backends.exported import WRITES, Exported, Form, Layout
+from steadytorch.errors import UnsupportedError
+
+MODEL, WEIGHTS = "model.xml", "model.bin"
+"""Parts of a converted model: OpenVINO's IR."""
+
+_TELEMETRY = "openvino_telemetry"
+_FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
+
+
+def libraries() -> dict[str, str]:
+    """The version of the installed library, by name."""
+    return {"openvino": version("openvino")}
+
+
+def convert(exported: Exported) -> dict[str, bytes]:
+    """Converts an exported model with static shapes; returns the files of the IR.
+
+    Uses OpenVINO's frontend directly, because `openvino.convert_model` reports its use over the
+    network.
+
+    Raises:
+        UnsupportedError: the model writes to its state or inputs.
+        Exception: OpenVINO cannot convert it, as for an unknown operator.
+    """
+    openvino = _library()
+    from openvino.frontend import FrontEndManager
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
+    from openvino.frontend.pytorch.torchdynamo.export_decompositions import ops_to_not_decompose
+    from torch.export import default_decompositions
+
+    table = default_decompositions()
+    for operator in ops_to_not_decompose():
+        if operator in table:
+            table.pop(operator)
+    with torch.no_grad():
+        program = exported.program.run_decompositions(table)
+    signature = program.graph_signature
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        raise UnsupportedError(WRITES)
+    decoder = TorchFXPythonDecoder(program.module(), dynamic_shapes=False)
+    frontend = FrontEndManager().load_by_framework("pytorch")
+    model = frontend.convert(frontend.load(decoder))
+    with tempfile.TemporaryDirectory() as folder:
+        openvino.save_model(model, Path(folder) / MODEL, compress_to_fp16=False)
+        return {name: (Path(folder) / name).read_bytes() for name in (MODEL, WEIGHTS)}
+
+
+def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pinned: bool) -> Run:
+    """Compiles a converted model for this CPU, and proves what engaged.
+
+    The hint is always latency: one call is one request, and the next starts after it.
+
+    Args:
+        parts: what `convert` returned, as bytes or buffers.
+        form: the form of calls.
+        precision: `f32` or `bf16`, the type of floating-point arithmetic.
+        threads: number of threads.
+        pinned: whether OpenVINO pins its threads to cores.
+
+    Raises:
+        UnsupportedError: the library runs the model elsewhere, or in another precision.
+        Exception: the model cannot be compiled.
+    """
+    openvino = _library()
+    core = openvino.Core()
+    weights = openvino.Tensor(np.frombuffer(parts[WEIGHTS], dtype=np.uint8))
+    model = core.read_model(bytes(parts[MODEL]), weights)
+    settings = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": threads,
+        "ENABLE_CPU_PINNING": pinned,
+        # Neither applies to float weights; off, so that a new default cannot lower the precision.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "KV_CACHE_PRECISION": "f32",
+    }
+    compiled = core.compile_model(model, "CPU", settings)
+    prove(compiled, precision)
+    return _Request(openvino, compiled, form)
+
+
+def prove(compiled: Any, precision: str) -> None:
+    """Checks where and in which precision a compiled model runs, by its own runtime graph.
+
+    Raises:
+        UnsupportedError: it runs on another device, a layer computes in lower precision than
+            `precision`, or no layer computes in `bf16` although that was requested.
+    """
+    devices = list(compiled.get_property("EXECUTION_DEVICES"))
+    if devices != ["CPU"]:
+        raise UnsupportedError(f"OpenVINO runs it on {', '.join(devices)}, expected CPU")
+    found = set(_precisions(compiled))
+    if precision == "bf16":
+        if "bf16" not in found:
+            raise UnsupportedError("bf16 did not engage: OpenVINO computes every layer in f32")
+    elif lower := sorted(found & {"bf16", "f16"}):
+        raise UnsupportedError(f"OpenVINO computes in {', '.join(lower)}, expected {precision}")
+
+
+def _precisions(compiled: Any) -> list[str]:
+    """The floating-point type of each executed layer."""
+    info = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    named = [each["runtimePrecision"].astype(str) for each in info if "runtimePrecision" in each]
+    return [name for name in named if name in _FLOATING]
+
+
+class _Request:
+    """Runs a compiled model. Inputs and results are shared with PyTorch, not copied.
+
+    Args:
+        openvino: the library.
+        compiled: the compiled model.
+        form: the form of calls.
+    """
+
+    def __init__(self, openvino: ModuleType, compiled: Any, form: Form) -> None:
+        self._tensor, self._request = openvino.Tensor, compiled.create_infer_request()
+        # Conversion drops inputs that the model does not use, and keeps names.
+        self._order = [form.inputs.index(each.any_name) for each in compiled.inputs]
+        self._types = [each.element_type.to_dtype() for each in compiled.inputs]
+        expected = [result for result in form.results if isinstance(result, Layout)]
+        self._results = [
+            (result.shape, _torch_type(output.element_type.to_dtype()))
+            for result, output in zip(expected, compiled.outputs, strict=True)
+        ]
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        request, made = self._request, []
+        for place, (index, dtype) in enumerate(zip(self._order, self._types, strict=True)):
+            values = tensors[index].numpy()
+            if values.dtype != dtype:
+                raise TypeError(f"input {index} is {values.dtype}, the engine takes {dtype}")
+            request.set_input_tensor(place, self._tensor(values, shared_memory=True))
+        for place, (shape, dtype) in enumerate(self._results):
+            result = torch.empty(shape, dtype=dtype)
+            request.set_output_tensor(place, self._tensor(result.numpy(), shared_memory=True))
+            made.append(result)
+        request.infer()
+        return made
+
+
+def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _library() -> ModuleType:
+    """Imports OpenVINO without its telemetry, which it would send on import."""
+    if "openvino" in sys.modules:
+        return sys.modules["openvino"]
+    was_there = _TELEMETRY in sys.modules
+    if not was_there:
+        sys.modules[_TELEMETRY] = None  # type: ignore[assignment]
+    try:
+        import openvino
+    finally:
+        if not was_there:
+            del sys.modules[_TELEMETRY]
+    return openvino

@@ -1,0 +1,142 @@
+"""Engines beyond PyTorch: transforms that convert the whole model and run it elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import torch
+
+from steadytorch.backends.call import EngineModel, Run
+from steadytorch.backends.exported import Exported, Form, export
+from steadytorch.compiled import artefact
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.errors import SteadyError, UnsupportedError, one_line
+from steadytorch.results.candidate import NOT_INSTALLED
+from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
+from steadytorch.transforms.traits import (
+    INFERENCE_ONLY,
+    PLAIN_CALLABLE,
+    Objection,
+    decide,
+    not_float32,
+    refuse_if,
+    steered,
+)
+from steadytorch.workload.signature import tensors_of
+from steadytorch.workload.workload import Workload
+
+ThreadsName = Literal["", "one fewer", "half"]
+"""The number of threads of an engine, relative to PyTorch's; "" for the same number."""
+FORM = "form.json"
+"""Part of every artefact: the form of calls."""
+_ALTERED = "an engine converts the untouched model, so no other transform of the model applies"
+
+
+class Engine(Transform):
+    """Runs the whole model on an engine for CPUs.
+
+    The model is exported with static shapes, converted, and loaded from the converted form, whose
+    weights are copies: later changes to the model have no effect. The converted form is an
+    artefact, see `compiled.artefact`. Subclasses convert and load; see `backends`.
+
+    Attributes:
+        engine_title: name of the engine, for messages.
+        packages: import names of the packages it needs.
+        extra: the extra of steadytorch that installs them.
+    """
+
+    engine = True
+    risk = Risk.EXACT
+    process_wide = False
+    engine_title: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    extra: ClassVar[str]
+
+    @abstractmethod
+    def convert(self, exported: Exported) -> Mapping[str, Any]:
+        """Converts an exported model; returns parts by name, each a buffer of bytes."""
+
+    @abstractmethod
+    def load(self, parts: Mapping[str, Any], form: Form) -> Run:
+        """Loads a converted model and proves that the engine engaged as requested."""
+
+    def objections(self, workload: Workload) -> tuple[Objection, ...]:
+        """Further objections of an engine."""
+        return ()
+
+    def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
+        """Needs the packages, and inference in float32 on a CPU, by a model in evaluation mode."""
+        module = workload.module
+        missing = [name for name in self.packages if find_spec(name) is None]
+        inputs = tensors_of((workload.inputs, dict(workload.kwargs)))
+        return decide(
+            (facts.device != "cpu", "for workloads on a CPU only"),
+            (workload.is_training, INFERENCE_ONLY),
+            (module is None, PLAIN_CALLABLE),
+            (module is not None and module.training, "needs a model in evaluation mode"),
+            not_float32(workload),
+            (any(t.is_complex() for t in inputs), "an input is complex"),
+            (any(t.layout != torch.strided for t in inputs), "an input is sparse"),
+            steered(workload),
+            *self.objections(workload),
+            # Last, so that it is given only where installing them would help.
+            (
+                bool(missing),
+                f"needs {self.engine_title}, {NOT_INSTALLED} 'steadytorch[{self.extra}]'",
+            ),
+        )
+
+    @contextmanager
+    def applied(self, workload: Workload) -> Iterator[Workload]:
+        """Yield the workload on the engine; there is nothing to undo.
+
+        Raises:
+            UnsupportedError: the model cannot be converted, or another device or precision engaged.
+        """
+        if workload.model is not workload.untouched:
+            raise UnsupportedError(_ALTERED)
+        refuse_if(steered(workload))
+        parts = artefact.obtain(
+            self.name, self.libraries(), workload, lambda: self._converted(workload)
+        )
+        form = msgspec.json.decode(bytes(parts[FORM]), type=Form)
+        run = self._explained("load", lambda: self.load(parts, form))
+        yield workload.with_model(EngineModel(self.engine_title, run, form, workload))
+
+    def _converted(self, workload: Workload) -> dict[str, Any]:
+        exported = self._explained("convert", lambda: export(workload))
+        parts = self._explained("convert", lambda: self.convert(exported))
+        return {FORM: msgspec.json.encode(exported.form), **parts}
+
+    def _explained(self, action: str, work: Any) -> Any:
+        """Does the work of a library, whose exceptions are of classes of its own."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the libraries, about each other
+                return work()
+        except SteadyError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self.engine_title} cannot {action} the model: {one_line(error)}"
+            ) from error
+
+
+def thread_count(given: ThreadsName) -> int:
+    """The number of threads for an engine."""
+    present = torch.get_num_threads()
+    return max(1, {"": present, "one fewer": present - 1, "half": present // 2}[given])
+
+
+def fewer_threads() -> list[ThreadsName]:
+    """Thread counts worth trying beside PyTorch's own, without repetition."""
+    present = torch.get_num_threads()
+    names: tuple[ThreadsName, ...] = ("one fewer", "half")
+    found = {thread_count(name): name for name in reversed(names)}
+    return [name for name in names if name in found.values() and present > 1]

@@ -1,0 +1,59 @@
+"""Runs the model on ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from steadytorch.backends import onnxruntime
+from steadytorch.backends.call import Run
+from steadytorch.backends.exported import Exported, Form
+from steadytorch.device.facts import DeviceFacts
+from steadytorch.transforms.engine import Engine, ThreadsName, fewer_threads, thread_count
+from steadytorch.transforms.traits import Objection
+from steadytorch.workload.workload import Workload
+
+
+class OnnxRuntime(Engine):
+    """Runs the whole model on ONNX Runtime's CPU provider, in float32."""
+
+    class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+        """The number of threads, and whether they sleep while they wait."""
+
+        threads: ThreadsName = ""
+        passive: bool = False
+
+    name = "onnxruntime"
+    engine_title = "ONNX Runtime"
+    packages = ("onnxruntime", "onnx", "onnxscript")
+    extra = "onnxruntime"
+
+    @classmethod
+    def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
+        """All threads, spinning while they wait; then passive ones, and fewer of them."""
+        fewer = [cls.Parameters(name) for name in fewer_threads()]
+        return (cls.Parameters(), cls.Parameters("", True), *fewer)
+
+    def objections(self, workload: Workload) -> tuple[Objection, ...]:
+        """Weights beyond ONNX's limit."""
+        module = workload.module
+        held = () if module is None else chain(module.parameters(), module.buffers())
+        size = sum(tensor.nbytes for tensor in held)
+        reason = f"its weights have {size / 2**30:.1f} GiB, ONNX's limit is 2 GiB"
+        return ((size > onnxruntime.MOST_BYTES, reason),)
+
+    def libraries(self) -> dict[str, str]:
+        """The version of ONNX Runtime."""
+        return onnxruntime.libraries()
+
+    def convert(self, exported: Exported) -> Mapping[str, Any]:
+        """Converts to ONNX."""
+        return onnxruntime.convert(exported)
+
+    def load(self, parts: Mapping[str, Any], form: Form) -> Run:
+        """Makes a session and proves the provider."""
+        asked = self.parameters
+        return onnxruntime.load(parts, form, thread_count(asked.threads), not asked.passive)

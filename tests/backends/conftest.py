@@ -1,0 +1,1 @@
+from ..transforms.conftest import conv_workload, cpu  # noqa: F401

@@ -1,0 +1,174 @@
+"""What both engines promise, on the installed libraries; skipped with the reason without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.backends import onnxruntime, openvino
+from steadytorch.backends.exported import export
+from steadytorch.errors import UnsupportedError
+from steadytorch.workload.workload import Workload
+
+
+class Tokens(nn.Module):
+    """Integers in, an unused input, integers and booleans out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 48)
+
+    def forward(self, ids, unused, bias):
+        hidden = self.head(self.embedding(ids)) + bias
+        return hidden, hidden.argmax(-1), ids > 3
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x + self.calls
+
+
+def openvino_run(workload, precision="f32"):
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    made = export(workload)
+    return openvino.load(openvino.convert(made), made.form, precision, 1, False)
+
+
+def onnxruntime_run(workload):
+    for name in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(name, reason="ONNX Runtime or its exporter is not installed")
+    made = export(workload)
+    return onnxruntime.load(onnxruntime.convert(made), made.form, 1, True)
+
+
+RUNS = {"openvino": openvino_run, "onnxruntime": onnxruntime_run}
+BOTH = pytest.mark.parametrize(
+    "name", ["openvino", pytest.param("onnxruntime", marks=pytest.mark.slow)]
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tokens() -> Workload:
+    torch.manual_seed(0)
+    inputs = torch.randint(0, 32, (2, 8)), torch.randn(3), torch.randn(48)
+    return Workload(Tokens().eval(), inputs)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_integers_unused_inputs_and_several_results(name):
+    workload = tokens()
+    found = RUNS[name](workload)(list(workload.inputs))
+    hidden, best, large = workload.model(*workload.inputs)
+    torch.testing.assert_close(found[0], hidden.detach())
+    assert torch.equal(found[1].long(), best)
+    assert torch.equal(found[2].bool(), large)
+
+
+@BOTH
+def test_results_of_earlier_calls_stay(name):
+    workload = tokens()
+    run = RUNS[name](workload)
+    first = run(list(workload.inputs))[0]
+    before = first.clone()
+    ids, unused, bias = workload.inputs
+    run([ids.flip(1), unused, bias + 1])
+    assert torch.equal(first, before)
+
+
+@BOTH
+def test_weights_are_those_of_conversion(name):
+    """Nothing is shared with the model: part of the weights would follow it, part would not."""
+    workload = tokens()
+    run = RUNS[name](workload)
+    before = run(list(workload.inputs))[0].clone()
+    with torch.no_grad():
+        for weight in workload.model.parameters():
+            weight.mul_(3)
+    assert torch.equal(run(list(workload.inputs))[0], before)
+
+
+@BOTH
+def test_a_model_that_writes_to_its_buffers_is_refused(name):
+    with pytest.raises(UnsupportedError, match="writes to its"):
+        RUNS[name](Workload(Counts().eval(), torch.ones(2)))
+
+
+def _graph(*precisions, devices=("CPU",)):
+    nodes = [
+        SimpleNamespace(
+            get_rt_info=lambda p=p: {"runtimePrecision": SimpleNamespace(astype=lambda _: p)}
+        )
+        for p in precisions
+    ]
+    return SimpleNamespace(
+        get_property=lambda name: list(devices),
+        get_runtime_model=lambda: SimpleNamespace(get_ops=lambda: nodes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("graph", "precision", "why"),
+    [
+        (_graph("f32", "bf16"), "f32", "computes in bf16, expected f32"),
+        (_graph("f32", "f16"), "f32", "computes in f16"),
+        (_graph("f32", "i32"), "bf16", "bf16 did not engage"),
+        (_graph("f32", devices=("GPU",)), "f32", "runs it on GPU, expected CPU"),
+    ],
+)
+def test_openvino_has_to_prove_what_engaged(graph, precision, why):
+    with pytest.raises(UnsupportedError, match=why):
+        openvino.prove(graph, precision)
+
+
+def test_openvino_in_its_default_precision_is_caught_where_that_is_lower():
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    workload = Workload(nn.Linear(64, 64).eval(), torch.randn(4, 64))
+    try:
+        openvino_run(workload, "bf16")
+    except UnsupportedError:
+        pytest.skip("this processor has no bf16 arithmetic")
+    library = openvino._library()
+    model = library.Core().read_model(*_files(workload, library))
+    compiled = library.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
+    openvino.prove(compiled, "bf16")
+    with pytest.raises(UnsupportedError, match="computes in bf16"):
+        openvino.prove(compiled, "f32")
+
+
+def _files(workload, library):
+    import numpy as np
+
+    parts = openvino.convert(export(workload))
+    weights = np.frombuffer(parts[openvino.WEIGHTS], dtype=np.uint8)
+    return parts[openvino.MODEL], library.Tensor(weights)
+
+
+def test_onnxruntime_has_to_run_on_its_cpu_provider():
+    session = SimpleNamespace(get_providers=lambda: ["AzureExecutionProvider"])
+    with pytest.raises(UnsupportedError, match="runs it on AzureExecutionProvider"):
+        onnxruntime.prove(session)
+
+
+def test_the_telemetry_of_openvino_stays_out():
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    code = (
+        "import sys\n"
+        "from steadytorch.backends import openvino\n"
+        "openvino._library()\n"
+        "print([name for name in sys.modules if name.startswith('openvino_telemetry')])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"
