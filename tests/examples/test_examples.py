@@ -127,11 +127,12 @@ def test_the_mended_workload_does_not_have_it(others, finding):
 
 
 @pytest.mark.parametrize("finding", provoked.IN_SCRIPT)
-def test_the_slow_script_provokes_its_finding_and_the_mended_does_not(finding):
-    module, found = provoked.module_of(finding), {}
+def test_the_slow_script_provokes_its_finding_and_the_mended_does_not(others, finding):
+    module, found = provoked.module_of(finding), []
     for which in (module.slow, module.mended):
         with steady.watch() as seen:
             which()
-        found[which] = [each.id for each in seen.result.findings]
-    assert finding in found[module.slow]
-    assert finding not in found[module.mended]
+        found.append(finding in [each.id for each in seen.result.findings])
+    if found != [True, False] and others() > CROWDED:
+        pytest.skip(f"other programs had {others():.0%} of the cores")
+    assert found == [True, False]
