@@ -162,7 +162,7 @@ class FaultyHandler(TuningHandler):
         super().__init__(directory)
 
     def block(self, metric, count):
-        if getattr(self._model, "kind", "") == "dies_late":
+        if getattr(self.model, "kind", "") == "dies_late":
             os._exit(9)
         return super().block(metric, count)
 
