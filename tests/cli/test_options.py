@@ -100,6 +100,7 @@ COMMANDS = {
     ],
     "plans": [],
     "plans export": [("FILE", "file", None), ("[ID]...", "text", None), STORE],
+    "plans push": [("URL", "text", None), ("[ID]...", "text", None), STORE],
     "plans import": [("FILE", "path", None), STORE],
     "plans list": [STORE],
     "plans rm": [
@@ -119,7 +120,7 @@ COMMANDS = {
         QUIET,
     ],
     "report": [("RESULT", "path", None), ("--output", "path", None), QUIET],
-    "doctor": [DEVICE, JSON, QUIET],
+    "doctor": [DEVICE, ("--plugins", "flag", False), JSON, QUIET],
 }
 
 
@@ -314,7 +315,7 @@ def test_transforms_that_may_do_nothing_are_told(monkeypatch, capsys):
     ("settings", "said"),
     [
         ("", "'' is not a transform: write a name"),
-        ("sorcery", "unknown transform 'sorcery': use one of fold_batch_norm"),
+        ("sorcery", "unknown transform 'sorcery': use one of openvino, onnxruntime, "),
         ("inference_mode+", "'' is not a transform"),
         ("compile(fastest)", "'compile(fastest)' is not a variant of compile; available: compile("),
         ("compile(", "'compile(' is not a transform"),

@@ -92,7 +92,7 @@ def test_under_autocast_types_and_gradients_are_those_of_pytorch(asked):
         assert made(x).dtype == own(x).dtype == torch.bfloat16
         expected = gradients(own, lambda: own(x))
         found = gradients(made, lambda: made(x))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert {g.dtype for g in found} == {torch.float32}
     assert len(asked) == 6
 

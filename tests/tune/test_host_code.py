@@ -133,7 +133,7 @@ def searched(tmp_path, monkeypatch, compiler_of):
 
 
 def _found(options, interrupted=False):
-    return SimpleNamespace(interrupted=interrupted, budget_s=options.budget_s)
+    return SimpleNamespace(interrupted=interrupted, budget_s=options.budget_s, chosen=())
 
 
 def test_a_search_on_a_gpu_compiles_host_code_and_waits_for_it_in_the_end(searched):
