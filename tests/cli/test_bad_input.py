@@ -171,7 +171,7 @@ def test_a_budget_too_small_for_the_baseline_says_so(steady):
 def test_a_search_from_end_to_end(steady, folder):
     """One search, and then what there is to do with its plan."""
     words = ["tiny.py:small", "--store", "plans"]
-    ended = steady("tune", *words, "--budget", "20s", "--quiet", "--json", "a.json")
+    ended = steady("tune", *words, "--budget", "12s", "--quiet", "--json", "a.json")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
     found = json.loads((folder / "a.json").read_text())
     assert (found["kind"], found["workload"], found["replayed"]) == ("tune", "tiny.py:small", False)

@@ -153,6 +153,7 @@ def prepare(faulty_transforms, tmp_path, no_process_left):
         end()
 
 
+@pytest.mark.slow
 def test_candidates_that_hang_or_stop_are_killed_at_the_deadline_and_others_go_on(prepare):
     trials = {t.candidate: t for t in prepare([(spec("hangs"),), (spec("stops"),), (QUICK,)], 10.0)}
     for kind in ("hangs", "stops"):

@@ -69,6 +69,7 @@ def run(*arguments, **options):
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
     ],
 )  # fmt: skip
+@pytest.mark.sampled(every=5)
 def test_a_script_behaves_as_without_us(script, text):
     path = script(text)
     expected = plain(path, "-a", "--b=c", "d", input=b"")
