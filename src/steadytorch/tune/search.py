@@ -461,8 +461,8 @@ class Search:
         spent_s, beyond_s = self._budget.spent(), self._budget.spent() - self._options.budget_s
         if self._budget.overtime_s and beyond_s > 0:
             return (
-                f"took {spent_s:.0f} s, {beyond_s:.0f} s beyond the budget, to wait for a compiled "
-                "candidate that was about to be ready"
+                f"took {spent_s:.0f} s, {beyond_s:.0f} s beyond the budget, waiting for a compiled "
+                "candidate"
             )
         return self._ended
 
