@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from torch import nn
 
+from steadytorch.ranks.group import Ranks
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.runtime.module import TunedModule
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.base import Transform
 from steadytorch.transforms.inference_mode import InferenceMode
+from steadytorch.tune.optimize import PlanSource
 from steadytorch.tune.select import SearchOptions
-from steadytorch.tune.session import Session
+from steadytorch.tune.session import Session, _agreed
 from steadytorch.workload.workload import Workload
+
+dist = pytest.importorskip("torch.distributed")
 
 
 @pytest.fixture
@@ -66,3 +74,40 @@ def test_a_plan_from_before_this_field_serves(made):
     del data["libraries"]
     assert msgspec.convert(data, Plan).violation() is None
     assert Transform.libraries(InferenceMode()) == {}
+
+
+@pytest.mark.parametrize("ask", ["optimize", "tune"])
+def test_a_plan_from_another_rank_is_held_to_the_versions_here(made, tmp_path, monkeypatch, ask):
+    _, model, x = made
+    store, found = dist.HashStore(), {}
+    monkeypatch.setattr(Ranks, "next_prefix", lambda self: "agreement")
+
+    def version() -> str:
+        return {"rank 1": "2.0"}.get(threading.current_thread().name, "1.0")
+
+    monkeypatch.setattr(InferenceMode, "libraries", lambda self: {"engine": version()})
+
+    def answer(rank: int, folder: Path) -> None:
+        ranks, options = Ranks(rank, 2, store, deadline_s=20.0), SearchOptions()
+        if ask == "tune":
+            plan = _agreed(
+                Session(Workload(model, x), options, store=folder), "replay", None, ranks
+            )
+            found[rank] = len(plan.candidate), str(plan.evidence.not_tried)
+        else:
+            fast = TunedModule(model, PlanSource(options, "replay", folder, False, ranks=ranks))
+            fast(x)
+            found[rank] = fast.report().hits, str(fast.report())
+
+    threads = [
+        threading.Thread(target=answer, args=(rank, folder), name=f"rank {rank}")
+        for rank, folder in enumerate([tmp_path, tmp_path / "other"])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1]
+    for served, told in found.values():
+        assert not served
+        assert re.search(r"rank 1: plan \w+ was made with engine 1.0, here is 2.0", told)

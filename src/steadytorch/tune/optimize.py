@@ -241,7 +241,7 @@ class PlanSource:
             Plan,
             mode=self._mode,
             problem=objection,
-            violation=Plan.precision_violation,
+            violation=Plan.violation,
             search=partial(self._search_of_leader, session) if self._mode == "tune" else None,
         )
         if isinstance(proposed, Refusal):

@@ -437,7 +437,7 @@ def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks
         Plan,
         mode=mode,
         problem=collective_in(session.workload.untouched),
-        violation=Plan.precision_violation,
+        violation=Plan.violation,
         search=None if mode == "strict" else search,
     )
     reason = proposed if isinstance(proposed, Refusal) else proposed.confirm(None)
