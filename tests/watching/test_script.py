@@ -114,7 +114,10 @@ def test_training_is_the_same_and_reported(script, tmp_path):
 
 def test_ctrl_c_reaches_the_script_and_the_summary_follows(script):
     path = script(TRAIN.format(end="import time; print('ready', flush=True); time.sleep(60)"))
-    line = [sys.executable, "-m", "steadytorch", "run", str(path)]
+    # A test run in the background may ignore the signal, and pass that on.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    heed += "os.execv(sys.executable, [sys.executable, '-m', 'steadytorch', 'run', sys.argv[1]])"
+    line = [sys.executable, "-c", heed, str(path)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         while child.stdout.readline() not in (b"ready\n", b""):
