@@ -66,7 +66,7 @@ from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
-from steadytorch.tune.candidates import describe
+from steadytorch.results.candidate import describe
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.tune.setup_scheduler import NullListener

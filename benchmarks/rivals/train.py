@@ -280,7 +280,7 @@ def time_block(step: Callable[[], Tensor], count: int) -> tuple[list[float], flo
 def search(name: str, budget: str, store: str) -> dict[str, Any]:
     """The plan of a search in this process's workers, and what it tried."""
     import steadytorch as steady
-    from steadytorch.tune.candidates import describe
+    from steadytorch.results.candidate import describe
 
     made = setting(name)
     optimizer = made.optimizer(made.model.parameters())
