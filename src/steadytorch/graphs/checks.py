@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,9 @@ where two eager steps agree better: libraries may choose other algorithms while 
 moves 16-bit sums by some 1e-4. A wrong mask, rate or batch moves them by 1e-2 and more."""
 NOISE_FACTOR = 4.0
 """And how many times the distance of two eager steps from one state."""
+ROOM = 4
+"""Copies of all that a step writes to, which a comparison on the device must leave room for: the
+state before, what the first step left (updates and gradients), and one more."""
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 _SYNCHRONISES = "synchronizing CUDA operation"
 
@@ -67,16 +70,19 @@ def _format_wait(file: str, line: int) -> str:
     )
 
 
-class Taken(NamedTuple):
+class _Taken(NamedTuple):
     """What one step left: its loss, gradients, and how far it moved each tensor."""
 
-    loss: Tensor
-    gradients: list[Tensor]
-    moved: list[Tensor]
+    loss: Iterable[Tensor]
+    gradients: Iterable[Tensor]
+    update: Iterable[Tensor]
 
 
 class Snapshot:
-    """Tensors and random numbers before a step, to begin there again.
+    """Tensors and random numbers before a step, to begin there again and compare where it leads.
+
+    What the first step left is kept; what further steps left is compared with it, a tensor at a
+    time. Copies stay on the device where `ROOM` times as much memory is free, else on the host.
 
     Args:
         tensors: all that a step writes to.
@@ -84,9 +90,15 @@ class Snapshot:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
+        self._on_host = ROOM * sum(t.nbytes for t in self._tensors) > _free_bytes()
         with torch.no_grad():
-            self._kept = [tensor.detach().clone() for tensor in self._tensors]
+            self._kept = [self._copy(tensor) for tensor in self._tensors]
         self._random = (torch.get_rng_state(), torch.cuda.get_rng_state())
+        self._first: _Taken | None = None
+        self._apart: list[tuple[float, ...] | None] = []
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu" if self._on_host else tensor.device, copy=True)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -97,43 +109,57 @@ class Snapshot:
         torch.cuda.set_rng_state(self._random[1])
 
     @torch.no_grad()
-    def taken(self, loss: Tensor, gradients: Sequence[Tensor | None]) -> Taken:
-        """What a step since left, copied."""
-        moved = [
-            tensor.detach() - kept
+    def taken(self, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Takes in what a step since left: the first one is what others are compared with."""
+        moved = (
+            tensor.detach() - kept.to(tensor.device)
             for tensor, kept in zip(self._tensors, self._kept, strict=True)
             if tensor.is_floating_point() or tensor.is_complex()
-        ]
-        return Taken(loss.clone(), [g.detach().clone() for g in gradients if g is not None], moved)
+        )
+        left = _Taken([loss], [g for g in gradients if g is not None], moved)
+        if self._first is None:
+            self._first = _Taken(*([self._copy(tensor) for tensor in part] for part in left))
+            return
+        try:
+            self._apart.append(tuple(map(distance, left, self._first)))
+        except ValueError:  # of another length
+            self._apart.append(None)
 
-    @torch.no_grad()
-    def disagreement(self, one: Taken, other: Taken, recorded: Taken) -> str | None:
-        """Why a recorded step is not the eager one, from two eager ones; None if it is."""
-        for what, take in (("loss", 0), ("gradients", 1), ("update", 2)):
-            parts = [_listed(run[take]) for run in (one, other, recorded)]
-            if len({len(part) for part in parts}) > 1:
-                return f"the graph leaves another number of {what} than the eager step"
-            noise, found = distance(parts[1], parts[0]), distance(parts[2], parts[0])
-            if not found <= max(MOST_APART, NOISE_FACTOR * noise):
+    def disagreement(self) -> str | None:
+        """Why the third step is not the first two; None if it is.
+
+        The first two are eager ones, whose distance is noise. The third one replays a graph.
+        """
+        noises, found = self._apart
+        if noises is None or found is None:
+            return "the graph leaves another number of gradients than the eager step"
+        for what, noise, apart in zip(("loss", "gradients", "update"), noises, found, strict=True):
+            if not apart <= max(MOST_APART, NOISE_FACTOR * noise):
                 return (
-                    f"graph and eager step differ in {what}: relative error {found:.1e}, "
+                    f"graph and eager step differ in {what}: relative error {apart:.1e}, "
                     f"between two eager steps {noise:.1e}"
                 )
         return None
 
 
-def _listed(value: Any) -> list[Tensor]:
-    return value if isinstance(value, list) else [value]
+def _free_bytes() -> int:
+    """Memory of the current GPU that a new tensor may take, PyTorch's cache included."""
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached
 
 
-def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Relative L2 distance of all tensors together.
+def distance(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
+    """Relative L2 distance of all tensors together, one pair in memory at a time.
 
     Values that are infinite or NaN in both alike count as equal: a GradScaler begins with steps
     whose gradients overflow.
+
+    Raises:
+        ValueError: there are more tensors on one side.
     """
     off = size = 0.0
-    for one, other in zip(map(_wide, found), map(_wide, right), strict=True):
+    for mine, theirs in zip(found, right, strict=True):
+        one, other = _wide(mine), _wide(theirs.to(mine.device))
         apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
         off += float(apart.norm()) ** 2
         size += float(other.masked_fill(~other.isfinite(), 0.0).norm()) ** 2
