@@ -197,7 +197,8 @@ def whole_graph(made: Setting) -> Callable[[], Tensor]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # On another stream than the warm-up's, sums of gradients can go wrong: BERT diverged to NaN.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         loss = step().detach()
     fresh = made.inputs.clone()  # a loop copies each batch to where the graph reads it
     targets = made.targets.clone()

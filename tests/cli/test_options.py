@@ -76,7 +76,7 @@ COMMANDS = {
     "tune": [
         ("WORKLOAD", "text", None),
         *SHAPING,
-        ("--objective", "latency|p99|throughput", "latency"),
+        ("--objective", "auto|latency|p99|throughput", "auto"),
         ("--precision", "same|tf32|bf16|fp16", "same"),
         ("--tolerance", "float", None),
         ("--budget", "text", "3m"),
@@ -205,7 +205,7 @@ def test_every_command_explains_itself_within_80_columns(steady, words, option):
 
 def test_defaults_are_shown(steady):
     shown = " ".join(steady("tune", "--help").out.split())
-    for default in ("[default: auto]", "[default: latency]", "[default: same]", "[default: 3m]"):
+    for default in ("[default: auto]", "[default: same]", "[default: 3m]"):
         assert default in shown
 
 

@@ -58,6 +58,19 @@ def test_what_is_timed_follows_from_the_objective(objective, metric):
     assert SearchOptions(objective=objective).metric == metric
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_training", "objective"),
+    [
+        ("auto", True, "throughput"),
+        ("auto", False, "latency"),
+        ("latency", True, "latency"),
+        ("p99", False, "p99"),
+    ],
+)
+def test_auto_is_throughput_for_training_and_latency_for_inference(asked, is_training, objective):
+    assert SearchOptions(objective=asked).resolved(is_training).objective == objective
+
+
 # -- blocks -----------------------------------------------------------------------------------
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @options.workload
 @click.option(
     "--objective",
-    type=click.Choice(["latency", "p99", "throughput"]),
-    default="latency",
+    type=click.Choice(["auto", "latency", "p99", "throughput"]),
+    default="auto",
     show_default=True,
-    help="The time to minimise.",
+    help="The time to minimise; auto: latency of inference, throughput of training.",
 )
 @click.option(
     "--precision",

@@ -52,7 +52,7 @@ def optimize(
     mode: str = "replay",
     *,
     store: str | Path | None = None,
-    objective: str = "latency",
+    objective: str = "auto",
     precision: str = "same",
     tolerance: float | None = None,
     budget: str | float = "3m",
@@ -80,7 +80,7 @@ def optimize(
             repeat often enough to pay; `strict` raises if a plan is missing; `off` runs the model
             untouched.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
-        objective: `latency`, `p99` or `throughput`.
+        objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
         precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of each search, such as `"3m"`, `"90s"` or seconds.

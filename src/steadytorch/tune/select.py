@@ -15,7 +15,8 @@ from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import PRECISIONS
 
-OBJECTIVES = ("latency", "p99", "throughput")
+AUTO = "auto"
+OBJECTIVES = (AUTO, "latency", "p99", "throughput")
 P99_BLOCK = 69
 """Iterations per block for the objective p99. Since 0.99^69 = 0.5, the median of the blocks'
 largest samples is the 99th percentile."""
@@ -26,7 +27,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         objective: `latency` (call to finished result), `throughput` (period with a full queue) or
-            `p99` (99th percentile of the latency).
+            `p99` (99th percentile of the latency); `auto` is throughput for training, whose loop
+            does not wait for each step, and latency for inference.
         precision: lowest precision class allowed: same, tf32, bf16 or fp16.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget_s: wall-clock seconds for the search.
@@ -34,7 +36,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: seed of the verification inputs and the block order.
     """
 
-    objective: str = "latency"
+    objective: str = AUTO
     precision: str = "same"
     tolerance: float | None = None
     budget_s: float = 180.0
@@ -54,6 +56,13 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.budget_s > 0:
             raise UsageError(f"budget {self.budget_s} s is not a positive time")
+
+    def resolved(self, is_training: bool) -> SearchOptions:
+        """These options with the objective that `auto` means for a workload."""
+        if self.objective != AUTO:
+            return self
+        objective = "throughput" if is_training else "latency"
+        return msgspec.structs.replace(self, objective=objective)
 
     @property
     def metric(self) -> str:

@@ -89,7 +89,8 @@ class Session:
                 f"tolerance {options.tolerance} does not apply to precision same, which is bound "
                 "by the untouched workload's own error: choose a lower --precision"
             )
-        self.workload, self.options = workload, options
+        self.workload = workload
+        self.options = options = options.resolved(workload.is_training)
         self._device = resolve_device(device or str(workload.device))
         self.facts: DeviceFacts = facts or load_facts(self._device)
         self._ambient = transforms.ambient()
@@ -342,7 +343,7 @@ def _located(plan: Plan, path: Path | None) -> Plan:
 def tune(
     workload: Workload | tuple[Any, Any],
     *,
-    objective: str = "latency",
+    objective: str = "auto",
     precision: str = "same",
     tolerance: float | None = None,
     budget: str | float = "3m",
@@ -360,7 +361,7 @@ def tune(
 
     Args:
         workload: the workload or its `(model, inputs)`; neither run in this process nor changed.
-        objective: `latency`, `p99` or `throughput`.
+        objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
         precision: lowest precision class allowed: `same`, `tf32`, `bf16` or `fp16`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
