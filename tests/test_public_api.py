@@ -88,7 +88,7 @@ SIGNATURES = {
     ),
     "optimize": (
         "(model: 'nn.Module', mode: 'str' = 'replay', *, store: 'str | Path | None' = None, "
-        "objective: 'str' = 'latency', precision: 'str' = 'same', "
+        "objective: 'str' = 'auto', precision: 'str' = 'same', "
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, background: 'bool' = False, "
         "buckets: 'Mapping[str, Any] | None' = None, canary: 'bool' = True, "
@@ -136,7 +136,7 @@ SIGNATURES = {
         "causes: 'Mapping[int, str] | None' = None) -> 'Measurement'"
     ),
     "tune": (
-        "(workload: 'Workload | tuple[Any, Any]', *, objective: 'str' = 'latency', "
+        "(workload: 'Workload | tuple[Any, Any]', *, objective: 'str' = 'auto', "
         "precision: 'str' = 'same', "
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "

@@ -34,7 +34,8 @@ def store(tmp_path):
         plan = make_plan(make_net(), x, (TransformSpec("channels_last"),))
     finally:
         torch.set_num_threads(threads)
-    key = replace(plan.key, workload=workload_fingerprint(workload))
+    fingerprint = workload_fingerprint(workload)
+    key = replace(plan.key, workload=fingerprint, objective="throughput")
     plan = replace(plan, key=key, trains=trained_fingerprint(workload.untouched))
     made = Store(tmp_path / "plans", second="")
     assert made.put(key, plan) is not None

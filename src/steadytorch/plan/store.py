@@ -137,7 +137,7 @@ class Store:
         return Found(payload, self.put(key, payload))
 
     def _get(self, key: Key, payload_type: type[P], explained: bool) -> Found[P] | Miss:
-        held = self._in_memory.get(key.digest)
+        held = self._in_memory.get(key.digest) if self._in_memory else None
         if held is not None:
             try:
                 return Found(decoded(held, payload_type).payload, None)

@@ -128,7 +128,7 @@ def optimize(
         budget_s=parse_duration(budget),
         max_memory_bytes=None if max_memory is None else parse_bytes(max_memory),
         seed=seed,
-    )
+    ).resolved(is_training=False)
     if tolerance is not None and precision == "same":
         raise UsageError(
             f"tolerance {tolerance} needs a lower precision than same: choose tf32, bf16 or fp16"

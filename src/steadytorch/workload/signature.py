@@ -10,10 +10,13 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UsageError
 from steadytorch.results.signature import Leaf, Signature
-from steadytorch.workload.opened import opened
+from steadytorch.workload.opened import opened, plainly_flat
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types that leaves of the arguments may have besides tensors."""
+MOST_NESTINGS = 256
+"""Nestings of plain arguments whose description is kept."""
+_nestings: dict[tuple[Any, ...], tuple[list[str], str]] = {}
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -43,7 +46,9 @@ def is_size(value: Any) -> bool:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in a fixed order."""
-    return [leaf for leaf in pytree.tree_leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
+    plain = plainly_flat(tree)
+    leaves = pytree.tree_leaves(opened(tree)) if plain is None else plain[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -66,16 +71,28 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
             distinguished.
     """
     arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
-    structure = pytree.tree_structure(opened(arguments))
-    return Signature(tuple(_leaf(*each) for each in named_leaves(arguments)), str(structure))
+    plain = plainly_flat(arguments)
+    if plain is None:
+        structure = str(pytree.tree_structure(opened(arguments)))
+        return Signature(tuple(_leaf(*each) for each in named_leaves(arguments)), structure)
+    leaves, nesting = plain
+    known = _nestings.get(nesting)
+    if known is None:
+        if len(_nestings) >= MOST_NESTINGS:
+            _nestings.clear()
+        paths = [path for path, _ in named_leaves(arguments)]
+        known = _nestings[nesting] = paths, str(pytree.tree_structure(arguments))
+    paths, structure = known
+    return Signature(tuple(map(_leaf, paths, leaves)), structure)
 
 
 def named_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Any]]:
     """The leaves of a call's arguments with their paths, such as `[0]['mask']`."""
+    tree = opened(arguments)
     try:
-        leaves = pytree.tree_leaves_with_path(opened(arguments))
+        leaves = pytree.tree_leaves_with_path(tree)
     except ValueError:  # a class registered without names, as transformers registers its outputs
-        return [(f"[{i}]", leaf) for i, leaf in enumerate(pytree.tree_leaves(opened(arguments)))]
+        return [(f"[{i}]", leaf) for i, leaf in enumerate(pytree.tree_leaves(tree))]
     return [(pytree.keystr(path[1:]), leaf) for path, leaf in leaves]
 
 
