@@ -28,7 +28,8 @@ ON_CPU = (
     "single-tensor-optimizer",
     "unfused-optimizer",
 )
-IN_SCRIPT = ("script-work",)
+IN_SCRIPT = ("debug-mode", "evaluation", "idle-cores", "interpreter-lock", "script-work")
+OF_RANKS = ("late-rank",)
 ON_GPU = (
     "autotuning-in-loop",
     "clock-throttled",

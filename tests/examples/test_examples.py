@@ -43,7 +43,8 @@ def huge_pages_by_itself() -> bool:
 def test_examples_are_of_the_findings_and_of_training():
     names = {path.stem.replace("_", "-") for path in provoked.EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.startswith("train-")} == set(REGISTRY)
-    assert sorted(provoked.ON_CPU + provoked.ON_GPU + provoked.IN_SCRIPT) == sorted(REGISTRY)
+    shown = provoked.ON_CPU + provoked.ON_GPU + provoked.IN_SCRIPT + provoked.OF_RANKS
+    assert sorted(shown) == sorted(REGISTRY)
 
 
 @pytest.mark.parametrize("finding", REGISTRY)
@@ -53,7 +54,7 @@ def test_every_example_makes_a_slow_and_a_mended_workload(finding):
     assert callable(module.mended)
     assert module.__doc__.startswith(f"Provokes {finding}")
     name = provoked.path_of(finding).name
-    in_script = finding in provoked.IN_SCRIPT
+    in_script = finding in provoked.IN_SCRIPT + provoked.OF_RANKS
     told = (
         f"steady run examples/{name} slow" if in_script else f"steady explain examples/{name}:slow"
     )

@@ -10,8 +10,10 @@ import numpy as np
 from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording
 from steadytorch.findings.finding import Case, Finding, Verdict
+from steadytorch.findings.watched_steps import Setting, WatchedSteps
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.ledger.variability import variance_shares
+from steadytorch.watching.clock import SLICES
 
 from ..traces.recorded import kept
 from ..traces.synthetic import (
@@ -45,6 +47,7 @@ __all__ = [
     "timed",
     "trace",
     "traced",
+    "watched",
 ]
 
 MS = 1_000_000
@@ -57,6 +60,22 @@ def traced(events: Sequence[Any], **known: Any) -> Case:
     read = trace(list(events))
     ledger = build_ledger(read)
     return Case(trace=read, ledger=ledger, variance=variance_shares(read, ledger), **known)
+
+
+def watched(
+    lines: dict[str, Any] | None = None,
+    *,
+    setting: Setting | None = None,
+    ranks: dict[int, dict[str, float]] | None = None,
+    **times: Any,
+) -> Case:
+    """A case of 100 watched steps with 10 ms of forward, and these times in ns besides."""
+    slices = {name: np.full(100, 0.0) for name in SLICES}
+    slices["forward"] += 10 * MS
+    for name, value in times.items():
+        slices[name] = slices[name] + value
+    steps = WatchedSteps(slices, lines or {}, setting or Setting(), ranks=ranks or {})
+    return Case(watched=steps)
 
 
 def timed(

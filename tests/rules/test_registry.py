@@ -46,6 +46,11 @@ IDS = (
     "idle-ramp",
     "queue-full",
     "script-work",
+    "evaluation",
+    "late-rank",
+    "interpreter-lock",
+    "idle-cores",
+    "debug-mode",
     "memory-growth",
 )
 CITED = re.compile(

@@ -3,20 +3,10 @@ from __future__ import annotations
 import numpy as np
 
 from steadytorch.findings.finding import Abstention, Case
-from steadytorch.findings.watched_steps import WatchedSteps
 from steadytorch.rules import input_pipeline
 from steadytorch.rules.script_work import NAME, rule
-from steadytorch.watching.clock import SLICES
 
-from ..findings.cases import MS, the
-
-
-def watched(lines=None, **times):
-    slices = {name: np.full(100, 0.0) for name in SLICES}
-    slices["forward"] += 10 * MS
-    for name, value in times.items():
-        slices[name] = slices[name] + value
-    return Case(watched=WatchedSteps(slices, lines or {}))
+from ..findings.cases import MS, the, watched
 
 
 def test_a_tenth_of_the_time_is_reported_with_its_line():
@@ -32,6 +22,12 @@ def test_rare_long_pauses_are_reported_by_their_variance():
     pauses[::50] = 30 * MS
     found = the(rule(watched(rest=pauses)))
     assert found.variance_share > 0.9
+
+
+def test_a_pause_that_happens_once_is_not():
+    pauses = np.zeros(100)
+    pauses[40] = 300 * MS
+    assert rule(watched(rest=pauses)) == ()
 
 
 def test_the_usual_rest_is_not():

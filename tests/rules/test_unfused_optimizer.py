@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from steadytorch.findings.finding import Abstention, Case
+from steadytorch.findings.watched_steps import Setting
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rules.unfused_optimizer import NAME, rule
 
-from ..findings.cases import MS, US, annotation, launch, op, step, the, traced
+from ..findings.cases import MS, US, annotation, launch, op, step, the, traced, watched
 from ..traces.profiled import trace_of
 
 FOREACH = ["aten::_foreach_lerp_", "aten::_foreach_mul_", "aten::_foreach_addcdiv_"]
@@ -90,3 +91,12 @@ def test_a_real_optimizer_is_found_until_it_is_fused(make, options, found):
     model(torch.ones(2, 4)).sum().backward()
     read = trace_of(optimizer.step)
     assert bool(rule(Case(trace=read, ledger=build_ledger(read)))) is found
+
+
+def test_a_watched_optimizer_counts_from_a_fifth_of_the_time_unless_fused():
+    plain = Setting(optimizers=(("Adam", False), ("Lion", True)))
+    found = the(rule(watched(optimizer=5 * MS, setting=plain)))
+    assert found.title.endswith("5.00 ms a step: Adam is not fused")
+    assert rule(watched(optimizer=2 * MS, setting=plain)) == ()
+    fused = Setting(optimizers=(("Adam", True),))
+    assert rule(watched(optimizer=5 * MS, setting=fused)) == ()

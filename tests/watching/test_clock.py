@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from steadytorch.watching import clock as clocks
 from steadytorch.watching.clock import (
     BACKWARD,
+    COLLECTION,
     FORWARD,
     INPUT,
     LOADER,
@@ -169,3 +170,25 @@ def test_a_child_ignores_its_parents_clock():
     clock = StepClock()
     clock.ignore()
     assert not clock.begin(FORWARD)
+
+
+def test_a_collection_interrupts_any_slice_and_its_own_time_is_not_counted_twice():
+    time, clock = made()
+    clock.boundary(OPTIMIZING, 1)
+    assert clock.begin(FORWARD)
+    time.now += 5
+    assert clock.interrupt(COLLECTION)
+    time.now += 7
+    clock.end()
+    time.now += 1
+    clock.end()
+    clock.boundary(OPTIMIZING, 1)
+    assert slices(clock, 0) == {"forward": 6, "collection": 7}
+    assert clock.late_means_ns()["collection"] == 7
+
+
+def test_a_collection_while_a_step_is_finished_stays_where_it_is():
+    _, clock = made()
+    clock.boundary(OPTIMIZING, 1)
+    clock._finishing = True
+    assert not clock.interrupt(COLLECTION)

@@ -185,6 +185,16 @@ def test_compiled_code_is_the_same():
             return model(x).sum().detach() * x.max().item() + x.to(torch.float64).sum()
 
         broken(torch.ones(2, 8))
+        update = torch.optim.SGD(model.parameters(), 0.1)
+
+        @torch.compile(backend="eager")
+        def clipped(x):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            update.zero_grad()
+            return x * norm
+
+        clipped(torch.ones(2))
         return {k: dict(v) for k, v in seen.counters.items() if k in ("frames", "stats")}
 
     plain = counted()

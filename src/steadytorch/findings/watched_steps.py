@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +14,47 @@ LEAST_UNEVEN = 0.005
 tune`."""
 
 
+@dataclass(frozen=True)
+class BusyThread:
+    """A Python thread of the script beside the watched one.
+
+    Attributes:
+        name: its name.
+        busy: CPU time over the time of the steps.
+        line: the line of the user's code seen most in it; empty if there is none.
+    """
+
+    name: str
+    busy: float
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the watched process is set up.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        threads: threads of PyTorch's operators.
+        cores: cores for this process: those allowed, over the processes of the job here.
+        optimizers: class of each optimizer that stepped, and whether it is fused.
+        modes: debugging modes and the share of the samples in which each was on.
+        off_core: share of the time in which the watched thread neither ran nor waited for a
+            core; None if unknown.
+        core_wait: share of the time in which it was ready to run without a core; None if unknown.
+        others: the busiest Python threads beside it.
+    """
+
+    device: str = "cpu"
+    threads: int = 1
+    cores: int = 1
+    optimizers: tuple[tuple[str, bool], ...] = ()
+    modes: tuple[tuple[str, float], ...] = ()
+    off_core: float | None = None
+    core_wait: float | None = None
+    others: tuple[BusyThread, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class WatchedSteps:
     """Steps after the warm-up, cut into slices of host time.
@@ -20,10 +62,18 @@ class WatchedSteps:
     Attributes:
         slices_ns: slice to its time in each step, float64, (steps,); they add up to the step.
         lines: slice to the lines of the user's code seen in it, with their share of its time.
+            Lines of the function seen most come first.
+        setting: how the process is set up.
+        rank: the rank of this process in its job.
+        ranks: rank to the mean time of each slice of a step in ns, this rank included; empty
+            if there are no others, or another rank collects the times.
     """
 
     slices_ns: dict[str, np.ndarray]
     lines: dict[str, tuple[tuple[str, float], ...]]
+    setting: Setting = Setting()
+    rank: int = 0
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def totals_ns(self) -> np.ndarray:
@@ -52,7 +102,14 @@ class WatchedSteps:
         return float((mine - mine.mean()) @ off) / variance if variance else None
 
     def counts(self, name: str, least: float) -> bool:
-        """Whether a slice takes at least a share of the time, or makes the steps uneven."""
-        share, varies = self.share(name), self.variance_share(name)
+        """Whether a slice takes at least a share of the time, or makes the steps uneven.
+
+        The step in which it takes longest is left out: what happens once is no habit.
+        """
+        if len(self.totals_ns) < 2:
+            return False
+        rest = np.delete(np.arange(len(self.totals_ns)), int(self.slices_ns[name].argmax()))
+        usual = replace(self, slices_ns={k: column[rest] for k, column in self.slices_ns.items()})
+        share, varies = usual.share(name), usual.variance_share(name)
         uneven = varies is not None and varies >= STANDS_OUT and share >= LEAST_UNEVEN
         return share >= least or uneven

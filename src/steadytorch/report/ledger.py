@@ -46,6 +46,7 @@ _NAMES = {
     "forward": "forward",
     "backward": "backward",
     "optimizer": "optimizer",
+    "collection": "garbage collection",
     "synchronisation": "synchronisation",
     "evaluation": "evaluation",
     "rest": "the script's own code",

@@ -45,6 +45,8 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_bytes: highest memory use: of the GPU's allocator, or resident host memory.
         overhead_share: cost of watching over the time of the steps: measured time of the probes,
             and CPU time of the recorders.
+        ranks: rank to the mean time of each slice, over the later half of its steps; only on
+            rank 0 of a job started by torchrun.
         remarks: caveats, for people.
         failed: the exception that ended the watched code, else None.
         interrupted: whether the user stopped it.
@@ -65,6 +67,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     host: HostBlock | None = None
     peak_memory_bytes: int | None = None
     overhead_share: float = 0.0
+    ranks: dict[int, dict[str, float]] = {}
     remarks: tuple[str, ...] = ()
     failed: str | None = None
     interrupted: bool = False

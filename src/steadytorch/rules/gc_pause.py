@@ -19,6 +19,8 @@ LEAST_SHARE = 0.005
 generation happen constantly and cost less."""
 LEAST_VARIANCE = 0.05
 """Minimum share of the variance, for collections that stand out as outliers."""
+FEWEST_OUTLIERS = 2
+"""Minimum outliers for the same: one long collection happens in any run."""
 
 _SLICE = {"gpu": "idle_gc", "cpu": "cpu_gc"}
 
@@ -49,7 +51,7 @@ def _in_samples(samples: Samples) -> Verdict:
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
     own = 2 * spent >= int(announced[within].sum())  # at least half is not waiting for a core
-    stands_out = varies is not None and varies >= LEAST_VARIANCE
+    stands_out = varies is not None and varies >= LEAST_VARIANCE and len(places) >= FEWEST_OUTLIERS
     if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
         return ()
     step = samples.median_ns / samples.group

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 
-from steadytorch.findings.figures import duration, percent
+from steadytorch.findings.figures import duration, evidence_of, percent
 from steadytorch.findings.finding import Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, step_ns
 from steadytorch.findings.optimizer_steps import OptimizerWork, optimizer_work
+from steadytorch.findings.watched_steps import WatchedSteps
 
 NAME = "unfused-optimizer"
 FEWEST = 3
 """Minimum operators on lists of tensors a step. Fewer are about what fused=True needs."""
 LEAST_SHARE = 0.01
 """Minimum share of the step."""
+
+LEAST_WATCHED = 0.2
+"""Minimum share of a watched step. Fused, the update of a common batch takes a few percent."""
 
 _HAS_FUSED = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
 
@@ -27,6 +31,8 @@ def rule(case: Case) -> Verdict:
 
     Source: PyTorch, `torch.optim`, "how to use the for-loop, foreach and fused implementations".
     """
+    if case.watched is not None:
+        return _in_script(case.watched)
     seen = optimizer_work(case, NAME)
     if not isinstance(seen, OptimizerWork):
         return seen
@@ -58,5 +64,31 @@ def rule(case: Case) -> Verdict:
             check=CHECK,
             false_alarm="a gradient is sparse, or a parameter is not floating point: then fused is "
             "not supported.",
+        ),
+    )
+
+
+def _in_script(steps: WatchedSteps) -> Verdict:
+    unfused = [name for name, fused in steps.setting.optimizers if not fused]
+    share, cost = steps.share("optimizer"), round(steps.mean("optimizer"))
+    if not unfused or share < LEAST_WATCHED:
+        return ()
+    return (
+        Finding(
+            id=NAME,
+            source="kernel-launch overhead",
+            title=f"the optimizer takes {percent(share)} of the time, {duration(cost)} a step: "
+            f"{', '.join(unfused)} is not fused",
+            evidence=evidence_of(steps, "optimizer"),
+            slices=("optimizer",),
+            cost_ns=cost,
+            recoverable_ns=(0, cost),
+            variance_share=steps.variance_share("optimizer"),
+            confidence="medium",
+            fix="Create the optimizer with fused=True. Write an optimizer of your own with "
+            "torch._foreach operators, or compile its step.",
+            check="run `steady run SCRIPT` again",
+            false_alarm="the model is large for its batch, so that the update is bound by memory "
+            "however it is written.",
         ),
     )

@@ -18,6 +18,7 @@ SLICES = (
     "optimizer",
     "synchronisation",
     "evaluation",
+    "collection",
     "rest",
 )
 """Slices of a watched step, in host time; they add up to the step.
@@ -26,18 +27,21 @@ SLICES = (
 - `copies`: `.to()` and `.cuda()` of tensors, on a machine with a GPU.
 - `forward`: calls of modules with gradients enabled.
 - `backward`: the autograd engine ran.
-- `optimizer`: the optimizer's step.
+- `optimizer`: the optimizer's step, and zeroing of gradients.
 - `synchronisation`: `.item()`, `.cpu()` and the like, on a machine with a GPU.
 - `evaluation`: calls of modules with gradients disabled.
+- `collection`: Python's garbage collector ran, inside any of these.
 - `rest`: everything else, which is the script's own code."""
-INPUT, COPIES, FORWARD, BACKWARD, OPTIMIZER, SYNCHRONISATION, EVALUATION, REST = range(8)
+INPUT, COPIES, FORWARD, BACKWARD, OPTIMIZER, SYNCHRONISATION, EVALUATION, COLLECTION, REST = range(
+    len(SLICES)
+)
 
 MODULE, LOADER, OPTIMIZING, ITERATION = range(4)
 """What ends a step, from the weakest sign to the strongest."""
 UNITS = ("model calls", "batches", "optimizer steps", "iterations")
 """Names of the steps, by what ends them."""
 MOST_STEPS = 1_000_000
-"""Steps kept: 72 MB. Later ones are counted, not timed."""
+"""Steps kept: 88 MB. Later ones are counted, not timed."""
 
 
 class StepClock:
@@ -73,12 +77,22 @@ class StepClock:
         self._began: int | None = None
         self._leader: object = None
         self._seen: set[object] = set()
-        self._told = False
+        self._told = self._finishing = False
 
     @property
     def steps(self) -> int:
         """Number of finished steps that were timed."""
         return len(self.durations_ns)
+
+    def late_means_ns(self) -> dict[str, float]:
+        """Slice to its mean time in the later half of the steps, in ns; empty without steps."""
+        first = self.steps // 2
+        late = [column[first:] for column in self.slices_ns]
+        return {
+            name: sum(column) / len(column)
+            for name, column in zip(SLICES, late, strict=True)
+            if column
+        }
 
     def begin(self, phase: int) -> bool:
         """Enter a slice; False where another slice owns the time, or in another thread.
@@ -94,8 +108,17 @@ class StepClock:
         self.phase = phase
         return True
 
+    def interrupt(self, phase: int) -> bool:
+        """Enter a slice inside any other; False while a step is being finished."""
+        if self._finishing or threading.get_ident() != self._thread:
+            return False
+        self._charge()
+        self._outer.append(self.phase)
+        self.phase = phase
+        return True
+
     def end(self) -> None:
-        """Leave the slice that the last successful `begin` entered."""
+        """Leave the slice that the last successful `begin` or `interrupt` entered."""
         self._charge()
         self.phase = self._outer.pop() if self._outer else REST
 
@@ -143,6 +166,7 @@ class StepClock:
         self._seen.clear()
 
     def _finish(self) -> None:
+        self._finishing = True
         if self._began is not None:
             if self.steps < MOST_STEPS:
                 self.starts_ns.append(self._began)
@@ -157,6 +181,7 @@ class StepClock:
             self._mark = self._now()
         self._began = self._mark
         self._totals = [0] * len(SLICES)
+        self._finishing = False
 
     def _charge(self) -> None:
         """Charge the time since the last transition to the current slice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import one_line
 from steadytorch.findings.figures import duration
 from steadytorch.findings.finding import Case
-from steadytorch.findings.watched_steps import WatchedSteps
+from steadytorch.findings.watched_steps import Setting, WatchedSteps
 from steadytorch.ledger.variability import FEWEST, TOLD
 from steadytorch.measure.variability import UNATTRIBUTED
 from steadytorch.results.explain import SlowStep
@@ -41,6 +42,9 @@ def outcome(
     *,
     elapsed_ns: int,
     error: BaseException | None = None,
+    optimizers: dict[str, bool] | None = None,
+    rank: int = 0,
+    ranks: tuple[dict[int, dict[str, float]], str] = ({}, ""),
 ) -> Watched:
     """Make the result of a watch.
 
@@ -50,6 +54,9 @@ def outcome(
         recording: telemetry of the steps; None likewise.
         elapsed_ns: time from start to end of the watch.
         error: the exception that ended the watched code.
+        optimizers: class of each optimizer that stepped, and whether it is fused.
+        rank: this process's rank in its job.
+        ranks: mean time of each slice by rank in ns, if this rank collected them, and a remark.
     """
     known: dict[str, Any] = {
         "unit": UNITS[clock.unit],
@@ -62,6 +69,8 @@ def outcome(
     if not clock.steps or sampler is None or recording is None:
         return Watched(**known)
     seen = _Seen(clock, sampler)
+    around = sampler.process
+    setting = Setting() if around is None else around.setting(optimizers or {})
     cost = probe_cost()
     spent = cost.of(clock) + sampler.cpu_ns
     overhead = spent / sum(clock.durations_ns) + recording.cpu_share
@@ -75,7 +84,9 @@ def outcome(
         recording=recording,
     )
     measured = series.summary("period")
-    steady = seen.steady(measured.warmup_dropped)
+    steady = replace(
+        seen.steady(measured.warmup_dropped), setting=setting, rank=rank, ranks=ranks[0]
+    )
     found, abstained = findings(Case(series=series, watched=steady))
     varied = float(np.ptp(steady.totals_ns)) > 0 and len(steady.totals_ns) >= FEWEST
     shares = {name: steady.variance_share(name) or 0.0 for name in SLICES} if varied else None
@@ -94,7 +105,8 @@ def outcome(
         abstained=abstained,
         host=host_block(np.median(seen.durations), series.overhead_ns, recording),
         overhead_share=overhead,
-        remarks=tuple(_remarks(clock)),
+        ranks=ranks[0],
+        remarks=(*_remarks(clock), *filter(None, (ranks[1],))),
     )
 
 
@@ -112,7 +124,7 @@ class _Seen:
         self.starts = np.asarray(clock.starts_ns, dtype=np.int64)
         self.durations = np.asarray(clock.durations_ns, dtype=np.int64)
         self._slices = [np.asarray(column, dtype=np.float64) for column in clock.slices_ns]
-        self._names = sampler.names
+        self._names, self._functions = sampler.names, sampler.functions
         count = len(sampler.places)  # the arrays grow in this order
         at = np.asarray(sampler.at_ns[:count], dtype=np.int64)
         step = np.searchsorted(self.starts, at, side="right") - 1
@@ -127,12 +139,19 @@ class _Seen:
         lines = {}
         for place, name in enumerate(SLICES):
             here = self._place[late & (self._phase == place)]
-            counts = Counter(here[here >= 0].tolist()).most_common(MOST_LINES)
+            counts = self._ranked(here[here >= 0].tolist())
             lines[name] = tuple((self._names[line], n / len(here)) for line, n in counts)
         slices: dict[str, np.ndarray] = dict(
             zip(SLICES, (column[first:] for column in self._slices), strict=True)
         )
         return WatchedSteps(slices, lines)
+
+    def _ranked(self, places: list[int]) -> list[tuple[int, int]]:
+        """Lines and their samples: those of the function seen most first."""
+        functions = Counter(self._functions[place] for place in places)
+        counts = Counter(places).most_common()
+        counts.sort(key=lambda each: (-functions[self._functions[each[0]]], -each[1]))
+        return counts[:MOST_LINES]
 
     def lines(self) -> list[LineShare]:
         """The lines seen most, over all steps."""

@@ -8,6 +8,7 @@ Replaced code carries the name of PyTorch's file, so that torch.compile skips it
 # ruff: noqa: F821 - replaced code finds the globals of PyTorch's modules
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from steadytorch.watching.clock import (
     BACKWARD,
+    COLLECTION,
     COPIES,
     EVALUATION,
     FORWARD,
@@ -66,7 +68,7 @@ def _next_batch(self: Any) -> Any:
         __steadytorch_end__(self)
 
 
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
+def _run_whole(*args: Any, **kwargs: Any) -> Any:
     if not __steadytorch_begin__(None):
         return __steadytorch_call__(*args, **kwargs)
     try:
@@ -86,12 +88,16 @@ class Probes:
         self._clock = clock
         self._undo: list[Callable[[], None]] = []
         self._stepping: object = None
+        self._collecting = False
+        self.optimizers: dict[str, bool] = {}
+        """Class of each optimizer that stepped, and whether it is fused."""
 
     def install(self) -> None:
         """Install the probes; PyTorch must be imported."""
         import torch
         from torch.autograd import graph
         from torch.optim.optimizer import (
+            Optimizer,
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
@@ -104,10 +110,16 @@ class Probes:
         self._swap(call, _module_call, *self._module(torch))
         following: Any = dataloader._BaseDataLoaderIter.__next__
         self._swap(following, _next_batch, *self._loader(), keep=True)
-        self._swap(graph._engine_run_backward, _run_backward, *self._backward(), keep=True)
+        backward = self._phase(BACKWARD)
+        self._swap(graph._engine_run_backward, _run_whole, *backward, keep=True)
+        zeroing: Any = Optimizer.zero_grad
+        zeroing = getattr(zeroing, "__wrapped__", zeroing)
+        self._swap(zeroing, _run_whole, *self._phase(OPTIMIZER), keep=True)
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo += [before.remove, after.remove]
+        gc.callbacks.append(self._collect)
+        self._undo.append(partial(gc.callbacks.remove, self._collect))
         if torch.cuda.is_available():
             self.watch_tensors()
 
@@ -186,9 +198,16 @@ class Probes:
 
         return begin, end
 
-    def _backward(self) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+    def _phase(self, phase: int) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
         clock = self._clock
-        return lambda _: clock.begin(BACKWARD), lambda _: clock.end()
+        return lambda _: clock.begin(phase), lambda _: clock.end()
+
+    def _collect(self, stage: str, info: dict[str, int]) -> None:
+        if stage == "start":
+            self._collecting = self._clock.interrupt(COLLECTION)
+        elif self._collecting:
+            self._collecting = False
+            self._clock.end()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         import torch
@@ -199,6 +218,7 @@ class Probes:
             self._clock.reset()
         if self._clock.begin(OPTIMIZER):
             self._stepping = id(optimizer)
+            self.optimizers[type(optimizer).__name__] = bool(optimizer.defaults.get("fused"))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         import torch

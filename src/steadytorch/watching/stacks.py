@@ -8,35 +8,56 @@ import threading
 import time
 from array import array
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
 
 from steadytorch.watching.clock import StepClock
+
+if TYPE_CHECKING:
+    from steadytorch.watching.process import ProcessSampler
 
 INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
+PROMPT_NS = 200_000
+"""A sample that waits longer for the interpreter's lock, but not for a forced switch, is taken
+where the watched thread happened to release it, not where it was."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 class StackSampler:
     """Samples the thread that made it, from a thread of its own.
 
+    Args:
+        clock: the steps.
+        process: sampled along; None for the thread alone.
+        interval_s: time between samples.
+
     Attributes:
         at_ns: time of each sample on `time.perf_counter_ns`.
         phases: slice at that time, as an index into `clock.SLICES`.
         places: index into `names`, or -1 where no line is the user's.
         names: lines, as `train.py:57 main, in save`.
+        functions: the function of each line, in the same order.
+        process: see above.
         cpu_ns: CPU time spent.
     """
 
-    def __init__(self, clock: StepClock, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        clock: StepClock,
+        process: ProcessSampler | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self.at_ns, self.phases, self.places = array("q"), array("b"), array("l")
         self.names: list[str] = []
+        self.functions: list[str] = []
+        self.process = process
         self.cpu_ns = 0
         self._clock, self._interval_s = clock, interval_s
         self._watched = threading.get_ident()
@@ -54,12 +75,17 @@ class StackSampler:
         """Stop sampling."""
         self._stop.release()
         self._thread.join(1.0)
+        if self.process is not None:
+            self.process.stop()
 
     def _run(self) -> None:
-        began_ns, pause_s = time.perf_counter_ns(), self._interval_s
+        began_ns = asked_ns = time.perf_counter_ns()
+        pause_s, forced_ns = self._interval_s, sys.getswitchinterval() * 1e9
         while not self._stop.acquire(timeout=pause_s):
             phase, now = self._clock.phase, time.perf_counter_ns()
             place = self._place(sys._current_frames().get(self._watched))
+            if PROMPT_NS < now - asked_ns - pause_s * 1e9 < forced_ns:
+                place = -1
             self.at_ns.append(now)
             self.phases.append(phase)
             self.places.append(place)
@@ -67,9 +93,16 @@ class StackSampler:
                 self.at_ns, self.phases = self.at_ns[::2], self.phases[::2]
                 self.places = self.places[::2]
                 self._interval_s *= 2
+            if self.process is not None:
+                self.process.look(self._line)
             self.cpu_ns = time.thread_time_ns()
             due_ns = self.cpu_ns / MAX_CPU_SHARE - (time.perf_counter_ns() - began_ns)
             pause_s = max(self._interval_s, due_ns * 1e-9)
+            asked_ns = time.perf_counter_ns()
+
+    def _line(self, frame: FrameType | None) -> str:
+        place = self._place(frame)
+        return "" if place < 0 else self.names[place]
 
     def _place(self, frame: FrameType | None) -> int:
         called = ""
@@ -82,6 +115,7 @@ class StackSampler:
                 if key not in self._known:
                     self._known[key] = len(self.names)
                     self.names.append(_named(frame, called))
+                    self.functions.append(f"{file}:{_function(frame.f_code)}")
                 return self._known[key]
             called = frame.f_code.co_name
             frame = frame.f_back
@@ -101,8 +135,17 @@ def is_users(file: str) -> bool:
     ) or file.startswith("<ipython-input")
 
 
+def _function(code: CodeType) -> str:
+    """Name of the function that a comprehension, generator or lambda stands in; else its own."""
+    parts = code.co_qualname.split(".")
+    while len(parts) > 1 and parts[-1].startswith("<"):
+        parts.pop()
+    return ".".join(parts)
+
+
 def _named(frame: FrameType, called: str) -> str:
     code = frame.f_code
     inner = f", in {called}" if called else ""
-    within = "" if code.co_name == "<module>" else f" {code.co_name}"
-    return f"{Path(code.co_filename).name}:{frame.f_lineno}{within}{inner}"
+    name = _function(code).rpartition(".")[2]
+    within = "" if name == "<module>" else f" {name}"
+    return f"{Path(code.co_filename).name}:{frame.f_lineno or code.co_firstlineno}{within}{inner}"

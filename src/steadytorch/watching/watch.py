@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from steadytorch.errors import UsageError
 from steadytorch.watching.clock import INPUT, ITERATION, StepClock
+from steadytorch.watching.job import Job
 from steadytorch.watching.probes import OnImport, Probes
 from steadytorch.watching.stacks import StackSampler
 
@@ -41,7 +42,6 @@ class Watch(Generic[T]):
         self._recorder: Recorder | None = None
         self._result: Watched | None = None
         self._on = False
-        self._ended, self._failed = "", None
 
     # -- as a block -----------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Watch(Generic[T]):
         self._import = OnImport(self._probes.install)
         self._import.install()
         _active.append(self)
-        self._line = None
+        self._line, self._job = None, Job()
         if self._live if self._live is not None else _on_terminal():
             from steadytorch.watching.live import LiveLine
 
@@ -134,6 +134,7 @@ class Watch(Generic[T]):
             self._recorder.__exit__(None, None, None)
         self._elapsed_ns = time.perf_counter_ns() - self._began_ns
         self._error = error
+        self._ranks = self._job.exchange(self.clock.late_means_ns())
 
     @property
     def result(self) -> Watched:
@@ -153,6 +154,9 @@ class Watch(Generic[T]):
                 None if self._recorder is None else self._recorder.recording,
                 elapsed_ns=self._elapsed_ns,
                 error=self._error,
+                optimizers=self._probes.optimizers,
+                rank=self._job.rank,
+                ranks=self._ranks,
             )
         return self._result
 
@@ -165,6 +169,7 @@ class Watch(Generic[T]):
     def _record(self) -> None:
         """Start the recorders at the first step: what comes before is set-up."""
         from steadytorch.device.recorder import Recorder
+        from steadytorch.watching.process import ProcessSampler
 
         torch: Any = sys.modules.get("torch")
         device = "cpu"
@@ -172,7 +177,7 @@ class Watch(Generic[T]):
             device = f"cuda:{torch.cuda.current_device()}"
         self._recorder = Recorder(device, _INTERVAL_S)
         self._recorder.__enter__()
-        self._sampler = StackSampler(self.clock)
+        self._sampler = StackSampler(self.clock, ProcessSampler(device))
         self._sampler.start()
 
 

@@ -70,7 +70,7 @@ def _flatten_plain(value: Any, leaves: list[Any], nesting: list[Any]) -> bool:
         items = value
     else:
         return False
-    for item in items:
+    for item in items:  # noqa: SIM110 - a generator would add a frame for each container
         if not _flatten_plain(item, leaves, nesting):
             return False
     return True

@@ -1,0 +1,106 @@
+"""Find the rank of a job for which the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from steadytorch.findings.figures import duration, percent
+from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
+
+NAME = "late-rank"
+LEAST_SHARE = 0.05
+"""Minimum share of the step by which a rank is late."""
+LEAST_MATCH = 0.5
+"""Minimum part of the lateness that the other ranks spend in longer waits."""
+_OWN = ("input_wait", "collection", "copies", "optimizer", "evaluation")
+"""Slices in which no rank waits for another."""
+_MAY_WAIT = ("forward", "rest")
+"""Slices in which a rank may wait, though most wait in `backward`."""
+
+_WORDS = {"input_wait": "waiting for data", "collection": "garbage collection"}
+
+
+class _Late(NamedTuple):
+    rank: int
+    slice: str
+    by_ns: float
+    waits: str
+    waited_ns: float
+
+
+def rule(case: Case) -> Verdict:
+    """Report a rank that takes longer than the others in a slice, while they wait elsewhere.
+
+    All ranks of a synchronous job take the same time for a step: the late rank works while the
+    others wait, mostly in `backward`, for its gradients. Times are compared by slice, never by
+    clocks of different machines. Source: "Distributed Data Parallel", PyTorch notes, on gradient
+    synchronisation; HolisticTraceAnalysis, on idle time by rank.
+    """
+    steps = case.watched
+    if steps is None or len(steps.ranks) < 2:
+        why = "one process was watched" if steps else "no script was watched"
+        advice = "run `torchrun --no-python steady run SCRIPT`; rank 0 compares"
+        return Abstention(NAME, why, advice)
+    found = _latest(steps.ranks)
+    if found is None:
+        return ()
+    total = float(np.mean([sum(times.values()) for times in steps.ranks.values()]))
+    cost = round(found.by_ns)
+    usual = _usual(steps.ranks, found.rank, found.slice)
+    where = _WORDS.get(found.slice, found.slice)
+    mine = steps.ranks[found.rank][found.slice]
+    return (
+        Finding(
+            id=NAME,
+            source="synchronisation",
+            title=f"rank {found.rank} is late by {duration(cost)} a step "
+            f"({percent(cost / total)}), in {where}",
+            evidence=(
+                f"{where}: {duration(mine)} a step on rank {found.rank}, {duration(usual)} on the "
+                "others",
+                f"the others spend {duration(found.waited_ns)} more in {found.waits}, where ranks "
+                "wait for one another",
+            ),
+            cost_ns=cost,
+            recoverable_ns=(0, cost),
+            confidence="high" if found.slice in _OWN else "medium",
+            fix=f"Look at rank {found.rank} alone (its own --json file): its data, its cores, its "
+            "machine. Give all ranks equal work.",
+            check="run the job under `steady run` again",
+            false_alarm="ranks have different work on purpose, such as stages of a pipeline.",
+        ),
+    )
+
+
+def _latest(ranks: Mapping[int, Mapping[str, float]]) -> _Late | None:
+    """The rank and slice with the largest lateness that the others wait for."""
+    total = float(np.mean([sum(times.values()) for times in ranks.values()]))
+    found = []
+    for own, waits in ((_OWN, ("backward", *_MAY_WAIT)), (_MAY_WAIT, ("backward",))):
+        for rank, times in ranks.items():
+            for name in own:
+                late = times.get(name, 0.0) - _usual(ranks, rank, name)
+                where, waited = _longest_wait(ranks, rank, waits)
+                if late >= LEAST_SHARE * total and waited >= LEAST_MATCH * late:
+                    found.append(_Late(rank, name, late, where, waited))
+        if found:
+            break
+    return max(found, key=lambda each: each.by_ns, default=None)
+
+
+def _usual(ranks: Mapping[int, Mapping[str, float]], rank: int, name: str) -> float:
+    """Median time of a slice on the other ranks."""
+    others = [times.get(name, 0.0) for other, times in ranks.items() if other != rank]
+    return float(np.median(others))
+
+
+def _longest_wait(
+    ranks: Mapping[int, Mapping[str, float]], rank: int, names: tuple[str, ...]
+) -> tuple[str, float]:
+    """The slice in which the others take longest beyond a rank, and by how much."""
+    beyond = {name: _usual(ranks, rank, name) - ranks[rank].get(name, 0.0) for name in names}
+    name = max(beyond, key=lambda each: beyond[each])
+    return name, beyond[name]

@@ -1,0 +1,90 @@
+"""The steps of the other ranks of a job that torchrun started."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+DEADLINE_S = 10.0
+"""Longest wait of rank 0 for the times of the others, after its own steps have ended."""
+MOST_RANKS = 1024
+_watches = itertools.count()
+
+
+class Job:
+    """Shares the mean slices of ranks through torchrun's key-value store.
+
+    No rank waits for another, except rank 0 at the end. Without torchrun there is no job.
+
+    Args:
+        environment: environment variables of the process.
+
+    Attributes:
+        rank: this process's rank; 0 without a job.
+        size: number of ranks; 1 without a job.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.size = int(environment.get("WORLD_SIZE", "1")) if by_agent else 1
+        self.rank = int(environment.get("RANK", "0")) if self.size > 1 else 0
+        run = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"steadytorch/watch/{run}/{next(_watches)}"
+
+    def exchange(self, mean_ns: Mapping[str, float]) -> tuple[dict[int, dict[str, float]], str]:
+        """Publish the mean time of each slice; rank 0 collects those of the others.
+
+        Returns:
+            By rank, the mean times in ns, on rank 0; nothing on others. And what is missing.
+        """
+        if self.size == 1 or self.size > MOST_RANKS:
+            return {}, ""
+        try:
+            return self._exchange(dict(mean_ns))
+        except Exception as error:  # the store may have ended with its agent
+            from steadytorch.errors import one_line
+
+            return {}, f"Ranks are not compared: {one_line(error)}."
+
+    def _exchange(self, mine: dict[str, float]) -> tuple[dict[int, dict[str, float]], str]:
+        store = self._store()
+        store.set(self._key(self.rank), json.dumps(mine))
+        if self.rank:
+            return {}, ""
+        found, until = {0: mine}, time.monotonic() + DEADLINE_S
+        for rank in range(1, self.size):
+            while not store.check([self._key(rank)]):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            else:
+                found[rank] = _times(store.get(self._key(rank)))
+        missing = [str(rank) for rank in range(self.size) if rank not in found]
+        if not missing:
+            return found, ""
+        return found, f"No times within {DEADLINE_S:.0f} s from rank {', '.join(missing[:8])}."
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _store(self) -> Any:
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore
+
+        return TCPStore(
+            self._environment["MASTER_ADDR"],
+            int(self._environment["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )
+
+
+def _times(content: bytes) -> dict[str, float]:
+    return {str(name): float(value) for name, value in json.loads(content).items()}
