@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from stored import evidence
 from torch import nn
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
@@ -27,6 +26,8 @@ from steadytorch.integrations.torch_compile import (
 )
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.session import Session
+
+from ..tune.stored import evidence
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 GROUP = "torch_dynamo_backends"

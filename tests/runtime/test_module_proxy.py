@@ -459,6 +459,23 @@ def test_forward_of_the_wrapper_is_a_call_of_it():
     assert (sum(report.calls.values()), report.methods) == (1, {})
 
 
+def test_a_forward_set_on_the_wrapper_is_called():
+    tuned, x = TunedModule(Generator().eval(), always(())), torch.ones(1, 3)
+    expected, served = tuned(x), tuned.forward
+    tuned.forward = lambda *args: 2 * served(*args)  # as accelerate wraps it in autocast
+    assert torch.equal(tuned(x), 2 * expected)
+    assert sum(tuned.report().calls.values()) == 2
+
+
+def test_a_mark_of_a_library_ends_no_plan():
+    model = Generator().eval()
+    tuned = TunedModule(model, always(()))
+    tuned._is_accelerate_prepared = True
+    assert tuned.report().off is None
+    assert tuned._is_accelerate_prepared
+    assert not hasattr(model, "_is_accelerate_prepared")
+
+
 def test_looking_at_a_method_is_no_call_of_it():
     model = Generator().eval()
     tuned = TunedModule(model, always(()))
