@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from steadytorch.errors import UsageError
 from steadytorch.integrations.training_run import TrainingRun
+from steadytorch.integrations.versions import check
 from steadytorch.results.watched import Watched
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.report import Report
 from steadytorch.serve.plan import Plan
 from steadytorch.workload.workload import Workload
+
+check("transformers")
+
+from transformers import TrainerCallback  # noqa: E402 - it may fail in other versions
 
 log = logging.getLogger("steadytorch")
 

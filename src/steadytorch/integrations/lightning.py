@@ -7,17 +7,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from steadytorch.errors import UsageError
 from steadytorch.integrations.training_run import TrainingRun
+from steadytorch.integrations.versions import check
 from steadytorch.results.watched import Watched
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.report import Report
 from steadytorch.runtime.step import StepReport, TunedStep
 from steadytorch.serve.plan import Plan
 from steadytorch.workload.feed import arguments
+
+check("lightning")
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402 - it may fail in other versions
 
 FULL_PRECISION = "32-true"
 log = logging.getLogger("steadytorch")
