@@ -20,6 +20,7 @@ from steadytorch.integrations.torch_compile import (
     FIRST,
     GRADIENTS,
     OTHER_WEIGHTS,
+    SWITCHES,
     WRITES,
     reports,
     steady,
@@ -172,6 +173,19 @@ def test_views_of_inputs_stay_views(tmp_path):
         fast(given).add_(1)
         assert given.sum() == 4
     assert calls() == [{f"untouched: {FIRST}": 1, f"untouched: {ALIASES}": 1}]
+
+
+def test_autocast_within_a_graph_stays(model, x, tmp_path, searches):
+    def half(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    fast = compiled(half, tmp_path, mode="tune")
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(fast(x), half(x))
+    assert calls() == [{f"untouched: {SWITCHES}": 2}]
+    assert not searches.signatures
 
 
 def test_another_model_of_the_same_code_keeps_its_own_weights(x, tmp_path, searches):

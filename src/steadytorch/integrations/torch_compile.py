@@ -29,8 +29,10 @@ FIRST = "the first call of a graph runs as captured"
 GRADIENTS = "gradients are recorded: call under torch.no_grad()"
 OTHER_WEIGHTS = "the graph was called with other weights than at its first compilation"
 WRITES = "the graph writes to its inputs or weights"
+SWITCHES = "the graph switches autocast or grad mode"
 ALIASES = "an output of the graph shares memory with an input or another output"
 
+_SWITCHING = (torch._C._set_grad_enabled, torch.amp._enter_autocast, torch.amp._exit_autocast)
 log = logging.getLogger("steadytorch")
 
 
@@ -108,7 +110,9 @@ class CapturedGraph:
         self._given = [place for place in range(len(examples)) if place not in weights]
         self._fast = optimize(_with_weights(graph, weights), **options)
         self._calls: Counter[str] = Counter()
-        self._problem: str | None = FIRST
+        # A worker traces the graph anew when it loads it, which runs these instead of tracing them.
+        switches = any(node.target in _SWITCHING for node in graph.graph.nodes)
+        self._problem: str | None = SWITCHES if switches else FIRST
         CapturedGraph.count += 1
         self.number = CapturedGraph.count
 
@@ -118,7 +122,7 @@ class CapturedGraph:
         if problem is None:
             return self._fast(*[args[place] for place in self._given])
         self._calls[f"untouched: {problem}"] += 1
-        return self._inspected(args) if problem is FIRST else self._graph.forward(*args)
+        return self._inspected(args) if problem == FIRST else self._graph.forward(*args)
 
     def report(self) -> Report:
         """Counts of calls, those that ran as captured included."""
