@@ -36,6 +36,7 @@ NAMES = [
     "reverify",
     "summarize",
     "tune",
+    "tune_modules",
     "watch",
 ]
 
@@ -143,6 +144,13 @@ SIGNATURES = {
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
         "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None, "
         "agree: 'bool' = True, group: 'Any' = None) -> 'Plan'"
+    ),
+    "tune_modules": (
+        "(pipe: 'Any', call: 'Callable[[], Any]', *, objective: 'str' = 'auto', "
+        "precision: 'str' = 'same', tolerance: 'float | None' = None, "
+        "budget: 'str | float' = '3m', max_memory: 'str | int | None' = None, "
+        "store: 'str | Path | None' = None, mode: 'str' = 'replay', "
+        "least_share: 'float' = 0.05, seed: 'int' = 0, bundle: 'bool' = False) -> 'TunedPipeline'"
     ),
     "watch": ("(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None) -> 'Watch[T]'"),
 }

@@ -31,6 +31,7 @@ _EXPORTS = {
     "reverify": "tune.reverify",
     "summarize": "measure.measurement",
     "tune": "tune.session",
+    "tune_modules": "tune.modules",
     "watch": "watching.watch",
 }
 
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "reverify",
     "summarize",
     "tune",
+    "tune_modules",
     "watch",
 ]
 
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from steadytorch.serve.exchange import export_plans, import_plans
     from steadytorch.serve.plan import Plan, load_plan
     from steadytorch.tune.engines import conv
+    from steadytorch.tune.modules import tune_modules
     from steadytorch.tune.optimize import optimize
     from steadytorch.tune.reverify import reverify
     from steadytorch.tune.session import tune

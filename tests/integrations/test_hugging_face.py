@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -8,9 +10,11 @@ from steadytorch.errors import UsageError
 pytest.importorskip("transformers", reason="transformers is not installed here")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from steadytorch.integrations.hugging_face import SteadyCallback
+from steadytorch.integrations.hugging_face import SteadyCallback, SteadyTrainerMixin
+
+from .plans import plan_of
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -76,3 +80,108 @@ def test_a_failed_run_keeps_its_steps(tmp_path):
 def test_a_callback_that_is_never_called_says_so():
     with pytest.raises(UsageError, match="has not called this callback"):
         _ = SteadyCallback().result
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+class Mine(SteadyTrainerMixin, Trainer):
+    pass
+
+
+def bert():
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+def texts():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 32, (48, 8), generator=generator)
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.tensor(i % 2)}
+        for i, row in enumerate(ids)
+    ]
+
+
+def bert_trainer(folder, kind=Mine, **options):
+    chosen = TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, report_to=[],
+        save_steps=6, use_cpu=True, disable_tqdm=True, logging_steps=1, **options,
+    )  # fmt: skip
+    return kind(model=bert(), args=chosen, train_dataset=texts(), eval_dataset=texts()[:8])
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_plan_serves_with_equal_losses_and_checkpoints(tmp_path):
+    plain = bert_trainer(tmp_path / "plain", Trainer)
+    plain.train()
+    run = bert_trainer(tmp_path / "mine")
+    model = run.model
+    run.plan = plan_of(run.steady_workload())
+    run.train()
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    report = run.steady_report()
+    assert report.hits == STEPS
+    assert run.model is run.model_wrapped is model
+    assert files(tmp_path / "mine") == files(tmp_path / "plain")
+    assert {"checkpoint-12/config.json", "checkpoint-6/model.safetensors"} < set(
+        files(tmp_path / "mine")
+    )
+    configs = [
+        json.loads((tmp_path / each / "checkpoint-12" / "config.json").read_text())
+        for each in ("plain", "mine")
+    ]
+    assert configs[0] == configs[1]
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "mine" / "checkpoint-12")
+    torch.testing.assert_close(loaded.state_dict(), plain.model.state_dict())
+    assert run.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_training_resumes_from_a_checkpoint_with_a_plan(tmp_path):
+    plain = bert_trainer(tmp_path, Trainer)
+    plain.train()
+    run = bert_trainer(tmp_path)
+    run.plan = plan_of(run.steady_workload())
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert losses(run)[6:] == pytest.approx(losses(plain)[6:], rel=1e-5)
+    assert run.steady_report().hits == 6
+
+
+def test_evaluation_during_training_runs_untouched(tmp_path):
+    run = bert_trainer(tmp_path, eval_strategy="steps", eval_steps=6)
+    run.plan = plan_of(run.steady_workload())
+    run.train()
+    assert run.steady_report().hits == STEPS
+    assert sum("eval_loss" in entry for entry in run.state.log_history) == 2
+
+
+def test_mixed_precision_trains_untouched(tmp_path, caplog):
+    plain = bert_trainer(tmp_path, Trainer, bf16=True)
+    plain.train()
+    run = bert_trainer(tmp_path, bf16=True)
+    run.plan = plan_of(run.steady_workload())
+    run.train()
+    assert losses(run) == losses(plain)
+    assert "training untouched: mixed precision is bf16" in caplog.text
+    with pytest.raises(UsageError, match="no plan was applied"):
+        run.steady_report()
+
+
+def test_the_model_is_put_back_when_training_fails(tmp_path):
+    class Fails(Mine):
+        def training_step(self, *args, **kwargs):
+            raise OSError("gone")
+
+    run = bert_trainer(tmp_path, Fails)
+    model, run.plan = run.model, plan_of(run.steady_workload())
+    with pytest.raises(OSError, match="gone"):
+        run.train()
+    assert run.model is run.model_wrapped is model

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,7 +12,10 @@ pytest.importorskip("lightning.pytorch", reason="lightning is not installed here
 
 import lightning.pytorch as lightning
 
-from steadytorch.integrations.lightning import SteadyCallback
+from steadytorch.integrations.lightning import SteadyCallback, SteadyStepMixin
+from steadytorch.workload.workload import Workload
+
+from .plans import plan_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # its own
 
@@ -69,3 +74,181 @@ def test_a_failed_run_keeps_its_steps(tmp_path):
 def test_a_callback_that_is_never_called_says_so():
     with pytest.raises(UsageError, match="has not called this callback"):
         _ = SteadyCallback().result
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.conv(x)).mean((2, 3)))
+
+
+class Images(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.losses, self.outputs = Net(), [], []
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.model(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def predict_step(self, batch, index):
+        self.outputs.append(self.model(batch[0]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Whole(SteadyStepMixin, Images):
+    def __init__(self, plan):
+        super().__init__()
+        self.use_plan(plan, self.model, torch.nn.functional.cross_entropy)
+
+    def training_step(self, batch, index):
+        loss = self.whole_step(*batch)
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+
+def images():
+    torch.manual_seed(1)
+    return DataLoader(
+        TensorDataset(torch.randn(48, 3, 8, 8), torch.randint(0, 2, (48,))), 4, shuffle=True
+    )
+
+
+def trained_by(folder, module, *callbacks, **options):
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, images())
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return trainer, torch.load(folder / "end.ckpt", weights_only=True)
+
+
+@pytest.fixture
+def plan():
+    x, y = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+    loss = torch.nn.functional.cross_entropy
+    optimizer = torch.optim.SGD
+    return plan_of(Workload.training(Net().train(), x, loss, optimizer, targets=y))
+
+
+@pytest.fixture
+def plain(tmp_path):
+    module = Images()
+    _, saved = trained_by(tmp_path, module)
+    return module, saved
+
+
+def same(saved, others):
+    assert list(saved["state_dict"]) == list(others["state_dict"])
+    for name, tensor in saved["state_dict"].items():
+        torch.testing.assert_close(tensor, others["state_dict"][name])
+    assert saved["global_step"] == others["global_step"] == 12
+
+
+def test_a_plan_serves_fit_with_equal_losses_and_checkpoints(tmp_path, plan, plain):
+    module, callback = Images(), SteadyCallback(quiet=True, plan=plan)
+    net = module.model
+    _, saved = trained_by(tmp_path, module, callback)
+    assert module.losses == pytest.approx(plain[0].losses, rel=1e-4)
+    same(saved, plain[1])
+    assert callback.report().hits == 12
+    assert module.model is net
+    assert callback.result.unit == "optimizer steps"
+    Images().load_state_dict(saved["state_dict"])
+
+
+def test_an_inference_plan_serves_predict_and_leaves_fit_alone(tmp_path):
+    x = torch.randn(4, 3, 8, 8)
+    module = Images()
+    callback = SteadyCallback(quiet=True, plan=plan_of(Workload(Net().eval(), x)))
+    trainer, _ = trained_by(tmp_path, module, callback)
+    with pytest.raises(UsageError, match="no plan was applied"):
+        callback.report()
+    trainer.predict(module, images())
+    assert callback.report().hits == 12
+    assert module.outputs[0].shape == (4, 2)
+    assert module.model.training
+
+
+def test_the_untouched_module_is_put_back_when_training_fails(tmp_path, plan):
+    class Fails(Images):
+        def on_train_batch_end(self, *args):
+            raise OSError("gone")
+
+    module = Fails()
+    net = module.model
+    with pytest.raises(OSError, match="gone"):
+        trained_by(tmp_path, module, SteadyCallback(quiet=True, plan=plan))
+    assert module.model is net
+
+
+def test_a_wrong_name_is_refused_with_those_there_are(tmp_path, plan):
+    with pytest.raises(UsageError, match="no module 'net': pass"):
+        trained_by(tmp_path, Images(), SteadyCallback(quiet=True, plan=plan, module="net"))
+
+
+def test_whole_steps_have_equal_losses_and_checkpoints(tmp_path, plan, plain):
+    module = Whole(plan)
+    trainer, saved = trained_by(tmp_path, module, gradient_clip_val=None)
+    assert module.losses == pytest.approx(plain[0].losses, rel=1e-4)
+    same(saved, plain[1])
+    assert module.step_report().micro_batches == 12
+    assert "12 of 12 calls tuned" in module.step_report().model
+    assert trainer.logged_metrics["loss"] == pytest.approx(module.losses[-1])
+
+
+def test_whole_steps_clip_as_lightning_does(tmp_path, plan):
+    clipped = Images()
+    trained_by(tmp_path, clipped, gradient_clip_val=0.01)
+    module = Whole(plan)
+    trained_by(tmp_path, module, gradient_clip_val=0.01)
+    assert module.losses == pytest.approx(clipped.losses, rel=1e-4)
+    unclipped = Whole(plan)
+    trained_by(tmp_path, unclipped)
+    assert module.losses[-1] != pytest.approx(unclipped.losses[-1])
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}])
+def test_lightning_takes_steps_that_a_plan_cannot(tmp_path, plan, caplog, options):
+    plain, module = Images(), Whole(plan)
+    trained_by(tmp_path, plain, **options)
+    trained_by(tmp_path, module, **options)
+    assert module.losses == plain.losses
+    assert module.step_report() is None
+    assert caplog.text.count("Lightning takes the training steps") == 1
+
+
+def test_without_a_plan_lightning_takes_the_steps(tmp_path, plain):
+    module = Whole(None)
+    _, saved = trained_by(tmp_path, module)
+    assert module.losses == plain[0].losses
+    same(saved, plain[1])
+
+
+def test_a_training_step_without_a_whole_step_is_lightnings(tmp_path, plan, plain):
+    class Own(Whole):
+        training_step = Images.training_step
+
+    module = Own(plan)
+    _, saved = trained_by(tmp_path, module)
+    assert module.losses == plain[0].losses
+    same(saved, plain[1])
+
+
+def test_a_module_with_whole_steps_can_be_copied(tmp_path, plan):
+    module = Whole(plan)
+    trained_by(tmp_path, module)
+    assert copy.deepcopy(module).step_report() is None

@@ -443,6 +443,39 @@ def test_calls_of_other_methods_are_reported_as_untouched():
     assert "other methods of the model run untouched: generate (2)" in str(report)
 
 
+def test_a_wrapper_that_is_never_called_says_so_and_names_what_was_called():
+    tuned, x = TunedModule(Generator().eval(), always(())), torch.ones(1, 3)
+    assert str(tuned.report()).startswith("never called")
+    tuned.generate(x)
+    first, called = str(tuned.report()).splitlines()[:2]
+    assert first == "never called: call this module in place of the model"
+    assert called == "  other methods of the model run untouched: generate (1)"
+
+
+def test_forward_of_the_wrapper_is_a_call_of_it():
+    tuned, x = TunedModule(Generator().eval(), always(())), torch.ones(1, 3)
+    tuned.forward(x)
+    report = tuned.report()
+    assert (sum(report.calls.values()), report.methods) == (1, {})
+
+
+def test_a_forward_set_on_the_wrapper_is_called():
+    tuned, x = TunedModule(Generator().eval(), always(())), torch.ones(1, 3)
+    expected, served = tuned(x), tuned.forward
+    tuned.forward = lambda *args: 2 * served(*args)  # as accelerate wraps it in autocast
+    assert torch.equal(tuned(x), 2 * expected)
+    assert sum(tuned.report().calls.values()) == 2
+
+
+def test_a_mark_of_a_library_ends_no_plan():
+    model = Generator().eval()
+    tuned = TunedModule(model, always(()))
+    tuned._is_accelerate_prepared = True
+    assert tuned.report().off is None
+    assert tuned._is_accelerate_prepared
+    assert not hasattr(model, "_is_accelerate_prepared")
+
+
 def test_looking_at_a_method_is_no_call_of_it():
     model = Generator().eval()
     tuned = TunedModule(model, always(()))

@@ -78,8 +78,14 @@ def test_the_text_has_the_total_first_and_what_switched_it_off():
     assert "2x3:float32" in served
 
 
-def test_a_report_without_calls_is_readable():
-    assert str(Report({})) == "0 of 0 calls tuned, 0 s saved"
+def test_a_report_without_calls_says_so():
+    assert str(Report({})) == "never called: call this module in place of the model"
+
+
+def test_a_report_without_calls_names_the_methods_that_were_called():
+    first, called = str(Report({}, methods={"generate": 2, "encode": 1})).splitlines()
+    assert first.startswith("never called")
+    assert called == "  other methods of the model run untouched: generate (2), encode (1)"
 
 
 def test_a_report_is_data():

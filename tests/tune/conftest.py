@@ -30,6 +30,7 @@ def _load(name: str, folder: Path = HERE) -> None:
 
 
 _load("trained", TRAINING)
+_load("diffusing")
 _load("faulty")
 _load("scripted")
 _load("simulated")

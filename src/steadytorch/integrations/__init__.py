@@ -1,1 +1,1 @@
-"""Callbacks for trainers; importing one imports its package, importing steadytorch none."""
+"""Connections to other packages; importing one imports its package, importing steadytorch none."""

@@ -1,24 +1,53 @@
-"""A callback for the Trainer of PyTorch Lightning."""
+"""A callback for the Trainer of PyTorch Lightning, and whole steps for its modules."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
+from steadytorch.errors import UsageError
 from steadytorch.integrations.training_run import TrainingRun
+from steadytorch.integrations.versions import check
 from steadytorch.results.watched import Watched
+from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.report import Report
+from steadytorch.runtime.step import StepReport, TunedStep
+from steadytorch.serve.plan import Plan
+from steadytorch.workload.feed import arguments
+
+check("lightning")
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402 - it may fail in other versions
+
+FULL_PRECISION = "32-true"
+log = logging.getLogger("steadytorch")
 
 
 class SteadyCallback(Callback):
-    """Watches `Trainer.fit()`: `Trainer(callbacks=[SteadyCallback()])`.
+    """Watches `Trainer.fit()`, and serves a plan: `Trainer(callbacks=[SteadyCallback()])`.
+
+    A training plan serves during `fit`, an inference plan during `validate`, `test` and `predict`.
+    It is applied before the strategy wraps the LightningModule. At the end the untouched module is
+    put back. Checkpoints have the same keys as without a plan.
 
     Args:
         quiet: whether to print no summary on standard error.
+        plan: a plan of one module of the LightningModule; None to watch only.
+        module: attribute of the LightningModule that holds this module.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(
+        self, quiet: bool = False, *, plan: Plan | None = None, module: str = "model"
+    ) -> None:
         self._run = TrainingRun(quiet)
+        self._plan, self._module = plan, module
+        self._untouched: nn.Module | None = None
+        self._fast: TunedModule | None = None
+        self._resumes = False
 
     @property
     def result(self) -> Watched:
@@ -28,6 +57,47 @@ class SteadyCallback(Callback):
             UsageError: the callback was never called, or training goes on.
         """
         return self._run.result
+
+    def report(self) -> Report:
+        """How calls of the module were served; see `TunedModule.report`.
+
+        Raises:
+            UsageError: no plan was applied.
+        """
+        if self._fast is None:
+            raise UsageError("no plan was applied: pass plan=... and run the trainer")
+        return self._fast.report()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Apply the plan before the strategy wraps the module.
+
+        Raises:
+            UsageError: the LightningModule has no module of the given name.
+        """
+        if self._plan is None or (self._plan.trains is not None) is not (stage == "fit"):
+            return
+        untouched = dict(pl_module.named_children()).get(self._module)
+        if untouched is None:
+            names = ", ".join(name for name, _ in pl_module.named_children())
+            raise UsageError(
+                f"{type(pl_module).__name__} has no module {self._module!r}: pass module=... as "
+                f"one of {names}"
+            )
+        untouched.to(trainer.strategy.root_device)  # a plan is made for one device
+        self._resumes = stage != "fit" and untouched.training
+        if self._resumes:
+            untouched.eval()  # as Lightning does later; a plan fits one mode
+        self._untouched, self._fast = untouched, self._plan.apply(untouched)
+        setattr(pl_module, self._module, self._fast)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the untouched module back."""
+        if self._untouched is not None and self._fast is not None:
+            setattr(pl_module, self._module, self._untouched)
+            if self._resumes:
+                self._untouched.train()
+            self._untouched = None
+            self._fast.close()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start watching."""
@@ -40,3 +110,138 @@ class SteadyCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching and keep the steps so far."""
         self._run.end(exception, prints=trainer.is_global_zero)
+        self.teardown(trainer, pl_module, "")
+
+
+class SteadyStepMixin:
+    """Whole training steps by a plan: `class Mine(SteadyStepMixin, LightningModule)`.
+
+    Call `use_plan` in `__init__`, and `whole_step` in `training_step`::
+
+        def training_step(self, batch, index):
+            images, targets = batch
+            loss = self.whole_step(images, targets)
+            self.log("loss", loss)
+            return loss
+
+    `whole_step` runs forward, loss, backward, clipping and update as `plan.step` does. Lightning
+    still counts steps, moves learning rates and writes checkpoints. Its hooks between backward and
+    update see the gradients of a finished step, and `on_before_optimizer_step` is not called.
+
+    With several processes, mixed precision, gradient accumulation or several optimizers, Lightning
+    takes the step itself; the log says why.
+    """
+
+    def use_plan(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        """Set what `whole_step` runs.
+
+        Args:
+            plan: a training plan of `model`; None to leave the step to Lightning.
+            model: the untouched module.
+            loss: maps the output of `model` and the targets to a scalar tensor.
+        """
+        # Not as attributes of the module, which would register `model` a second time.
+        vars(self)["_steady"] = _WholeSteps(plan, model, loss)
+
+    def whole_step(self, inputs: Any, *targets: Any) -> Tensor:
+        """Take one training step, or the forward pass and the loss where Lightning takes it.
+
+        Args:
+            inputs: of the model: a tensor, a tuple of positional arguments, or a mapping of
+                keyword arguments.
+            targets: further arguments of the loss.
+
+        Returns:
+            The loss; detached if the step was taken.
+        """
+        return vars(self)["_steady"].run(self, inputs, targets)
+
+    def step_report(self) -> StepReport | None:
+        """What steps replayed and what ran eagerly; None before the first step of a plan."""
+        step = vars(self)["_steady"].step
+        return None if step is None else step.report()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Leave the gradients of a whole step as they are."""
+        if not vars(self)["_steady"].is_taken:
+            super().backward(loss, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Leave the gradients of a whole step as they are."""
+        if not vars(self)["_steady"].is_taken:
+            super().optimizer_zero_grad(  # pyright: ignore[reportAttributeAccessIssue]
+                epoch, batch_idx, optimizer
+            )
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """Run the closure; take the optimizer's step unless a whole step has taken it."""
+        whole: _WholeSteps = vars(self)["_steady"]
+        closure = optimizer_closure
+        if whole.reason(self) is None:
+            whole.is_taken = False
+            loss = optimizer_closure()
+            if whole.is_taken:
+                whole.is_taken = False
+                return
+            closure = partial(_returned, loss)  # the gradients are there
+        super().optimizer_step(  # pyright: ignore[reportAttributeAccessIssue]
+            epoch, batch_idx, optimizer, closure
+        )
+
+
+def _returned(value: Any) -> Any:
+    return value
+
+
+class _WholeSteps:
+    """The plan, model and loss of `SteadyStepMixin`.
+
+    Attributes:
+        step: the plan's step; None before the first.
+        is_taken: whether `training_step` took a whole step.
+    """
+
+    def __init__(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        self._plan, self._model, self._loss = plan, model, loss
+        self._said = False
+        self.step: TunedStep | None = None
+        self.is_taken = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"step": None}  # a step belongs to one model and one process
+
+    def run(self, module: Any, inputs: Any, targets: tuple[Any, ...]) -> Tensor:
+        if self._plan is None or self.reason(module) is not None or not module.training:
+            args, kwargs = arguments(inputs)
+            return self._loss(self._model(*args, **kwargs), *targets)
+        if self.step is None:
+            optimizer = module.optimizers(use_pl_optimizer=False)
+            clip = module.trainer.gradient_clip_val
+            self.step = self._plan.step(self._model, optimizer, self._loss, clip=clip)
+        self.is_taken = True
+        return self.step(inputs, *targets)
+
+    def reason(self, module: Any) -> str | None:
+        """Why Lightning takes the step, logged once; None if the plan takes it."""
+        found = "no plan was given" if self._plan is None else _obstacle(module)
+        if found is not None and self._plan is not None and not self._said:
+            self._said = True
+            log.warning("Lightning takes the training steps: %s", found)
+        return found
+
+
+def _obstacle(module: Any) -> str | None:
+    trainer = module.trainer
+    if trainer.world_size > 1:
+        return f"{trainer.world_size} processes train"
+    if trainer.precision != FULL_PRECISION:
+        return f"precision is {trainer.precision}: tune with precision=... instead"
+    if trainer.accumulate_grad_batches != 1:
+        return "gradients are accumulated"
+    if trainer.gradient_clip_algorithm not in (None, "norm"):
+        return f"gradients are clipped by {trainer.gradient_clip_algorithm}"
+    if len(trainer.optimizers) != 1:
+        return f"there are {len(trainer.optimizers)} optimizers"
+    return None

@@ -131,6 +131,12 @@ class TunedModule(ModuleProxy):
         serve, hooks = self._entrance
         return super().__call__(*args, **kwargs) if any(hooks) else serve(args, kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As for `ModuleProxy`; a `forward` that is set here is called from then on."""
+        super().__setattr__(name, value)
+        if name == "forward":
+            self._entrance[1].append({name: value})  # so that `__call__` looks it up
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tuned executor for these inputs, or the untouched model.
 

@@ -41,6 +41,10 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not
 """Hook registries of the wrapper itself, whose hooks run around it."""
 
 
+_MARKS = frozenset({"_is_accelerate_prepared"})
+"""Attributes that libraries set on modules they have seen; kept on the wrapper."""
+
+
 class Function(nn.Module):
     """Wraps a callable that is not a module; it is always called untouched.
 
@@ -146,7 +150,7 @@ class ModuleProxy(_ClassMimic, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model, unless the wrapper has it; stops serving tuned."""
-        if name in self.__dict__ or hasattr(type(self), name):
+        if name in self.__dict__ or name in _MARKS or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
         setattr(self._model, name, value)

@@ -124,6 +124,8 @@ class Report(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         total = sum(self.calls.values())
         lines = [f"{self.hits:,} of {counted(total, 'call')} tuned, {self.saved_s:.3g} s saved"]
+        if not total:
+            lines = ["never called: call this module in place of the model"]
         if self.off is not None:
             lines.append(f"off: {self.off}")
         lines += [f"  {count:,} untouched: {why}" for why, count in self.fallbacks.items()]
