@@ -144,7 +144,10 @@ SIGNATURES = {
         "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None, "
         "agree: 'bool' = True, group: 'Any' = None) -> 'Plan'"
     ),
-    "watch": ("(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None) -> 'Watch[T]'"),
+    "watch": (
+        "(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None, "
+        "keep_slow: 'int' = 0, traces: 'str | Path' = 'steady-traces') -> 'Watch[T]'"
+    ),
 }
 
 EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanError": 2}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from html import escape
 from io import StringIO
+from shlex import quote
 
 from rich.console import Console
 from rich.text import Text
@@ -133,8 +135,19 @@ def slow_steps(result: Watched) -> Iterator[str]:
         what = in_words("; ".join(step.what)) if step.what else "no cause seen"
         yield f"{step.name}: {duration(step.over_median_ns)} over the median: {what}"
     more = len(result.slowest) - MOST_SLOW
-    if more > 0:
+    kept = [step.trace for step in result.slowest if step.trace is not None]
+    if kept:
+        yield f"{counted(len(kept), 'trace')} kept; open one: steady explain {quote(_near(kept[0]))}"
+    elif more > 0:
         yield f"and {more} more; --json lists them"
+
+
+def _near(path: str) -> str:
+    """The path, relative to the current folder if that is shorter."""
+    try:
+        return min(path, os.path.relpath(path), key=len)
+    except (OSError, ValueError):  # the folder is gone, or on another drive
+        return path
 
 
 def advice(result: Watched) -> Iterator[str]:

@@ -59,6 +59,7 @@ class SlowStep(msgspec.Struct, frozen=True):
         total_ns: its duration.
         over_median_ns: excess over the median step.
         what: the differences, one line each with figures, the largest first.
+        trace: the file with its trace, from a flight recorder; None without.
     """
 
     index: int
@@ -66,6 +67,7 @@ class SlowStep(msgspec.Struct, frozen=True):
     total_ns: int
     over_median_ns: int
     what: tuple[str, ...]
+    trace: str | None = None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_bytes: highest memory use: of the GPU's allocator, or resident host memory.
         overhead_share: cost of watching over the time of the steps: measured time of the probes,
             and CPU time of the recorders.
+        traces: folder with the traces of slow steps; None if none were kept.
         remarks: caveats, for people.
         failed: the exception that ended the watched code, else None.
         interrupted: whether the user stopped it.
@@ -65,6 +66,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     host: HostBlock | None = None
     peak_memory_bytes: int | None = None
     overhead_share: float = 0.0
+    traces: str | None = None
     remarks: tuple[str, ...] = ()
     failed: str | None = None
     interrupted: bool = False
