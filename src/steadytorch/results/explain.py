@@ -8,6 +8,7 @@ import msgspec
 
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import Measurement
+from steadytorch.results.shown import Shown
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -177,7 +178,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     compute_share: float | None = None
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a workload's steps goes, and how to recover it.
 
     Attributes:

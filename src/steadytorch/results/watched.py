@@ -7,6 +7,7 @@ import msgspec
 from steadytorch.results.explain import Abstention, Finding, SlowStep
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import HostBlock, Measurement
+from steadytorch.results.shown import Shown
 
 
 class LineShare(msgspec.Struct, frozen=True):
@@ -23,7 +24,7 @@ class LineShare(msgspec.Struct, frozen=True):
     share: float
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class Watched(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of watched steps went. Times are in ns of host time.
 
     Attributes:

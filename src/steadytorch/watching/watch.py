@@ -185,9 +185,9 @@ class Watch(Generic[T]):
 
     def _repr_html_(self) -> str:
         """The result for a notebook."""
-        from steadytorch.report.run import as_html
+        from steadytorch.report.notebook import as_html
 
-        return "<p>watching ...</p>" if self._on else as_html("watch", self.result)
+        return "<p>watching ...</p>" if self._on else as_html(self.result)
 
     def _record(self) -> None:
         """Start the recorders at the first step: what comes before is set-up."""
