@@ -23,13 +23,19 @@ MOST_EVENTS = 4096
 """Events of a step: 48 KiB. Later ones are not recorded."""
 FIRST_LIMIT = 50
 """Steps after which slow ones can be told: fewer are too few for `measure` to judge."""
-GROWTH = 1.1
+JUDGED_BY = 2000
+"""Latest steps by which a step is judged."""
+GROWTH = 1.2
 """The limit is computed again each time the number of steps has grown by this factor."""
 SPARE = 50
 """Steps held beyond those to keep: slow steps of the warm-up are only recognised at the end."""
-MODULE_SHARE = 0.01
+MODULE_SHARE = 0.005
 """Most time that recording module calls may take, as a share of the steps; else fewer levels of
 nested calls are recorded."""
+MOST_SHARE = 0.01
+"""Most time that recording may take in all, as a share of the steps; else only some are recorded."""
+_HEAD_START_NS = 1_000_000
+"""Time that recording may take at the start, so that the first steps are recorded."""
 DEEPEST = 32
 """Levels of nested module calls recorded at most."""
 
@@ -97,13 +103,15 @@ class FlightRecorder:
         now: returns ns on the clock of the steps.
 
     Attributes:
-        limit: gives the duration above which a step is slow, from the durations so far; None keeps
+        limit: gives the duration above which a step is slow, from the latest durations; None keeps
             the slowest steps of all.
         samples: latest samples of the stacks.
         profiling: whether the script's own profiler is running.
         events: events so far.
         spent_ns: time spent between steps.
+        recorded: steps recorded.
         profiled: steps left out because the script's own profiler ran.
+        on: whether the current step is recorded.
         depth: levels of nested module calls that are recorded.
     """
 
@@ -112,11 +120,11 @@ class FlightRecorder:
         self.limit: Callable[[Any], float] | None = None
         self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self.profiling: Callable[[], bool] = bool
-        self.events = self.spent_ns = self.profiled = 0
+        self.events = self.spent_ns = self.recorded = self.profiled = 0
         self.depth = DEEPEST
         self._now = now
         self._thread = threading.get_ident()
-        self._event_ns = 0.0
+        self._event_ns = self._step_ns = 0.0
         self._profiled = False
         self._open: list[int] = []
         self._modules: dict[int, tuple[int, Any]] = {}
@@ -128,8 +136,10 @@ class FlightRecorder:
         self._slow: list[tuple[int, int, SlowTape]] = []
         self._last: deque[StepTape] = deque(maxlen=LEAD + 1)
         self._limit_ns, self._next = -1.0, FIRST_LIMIT
-        self._calls = self._elapsed_ns = 0
+        self._calls = self._span_ns = 0
+        self._elapsed_ns = self._cost_ns = 0.0
         self._at, self._codes = array("q"), array("i")
+        self.on = True
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -140,6 +150,8 @@ class FlightRecorder:
             at_ns: the time.
             code: index into `clock.SLICES`.
         """
+        if not self.on:
+            return
         if len(self._at) < MOST_EVENTS:
             self._at.append(at_ns)
             self._codes.append(code)
@@ -155,7 +167,7 @@ class FlightRecorder:
         """
         if threading.get_ident() != self._thread:
             return outermost
-        if len(self._open) >= self.depth or len(self._at) >= MOST_EVENTS:
+        if not self.on or len(self._open) >= self.depth or len(self._at) >= MOST_EVENTS:
             if outermost:
                 self._open.append(_UNRECORDED)
             return outermost
@@ -201,7 +213,8 @@ class FlightRecorder:
 
     def begin(self, at_ns: int, code: int) -> None:
         """Begin a step."""
-        self._at, self._codes = array("q", (at_ns,)), array("i", (code,))
+        if self.on:
+            self._at, self._codes = array("q", (at_ns,)), array("i", (code,))
 
     def finish(self, durations_ns: Sequence[int], start_ns: int, end_ns: int) -> bool:
         """End a step, and keep it if it is slow.
@@ -214,33 +227,48 @@ class FlightRecorder:
         Returns:
             Whether this took long enough to begin the next step after it.
         """
-        index, took_ns = len(durations_ns) - 1, durations_ns[-1]
-        self.events += len(self._at)
+        recorded, took_ns = self.on, durations_ns[-1]
+        if recorded:
+            self._count(took_ns)
         self._elapsed_ns += took_ns
-        if self._calls * 2 * self._event_ns > MODULE_SHARE * self._elapsed_ns:
-            self.depth = max(1, min(self.depth, self._deepest()) - 1)
-            self._calls = self._elapsed_ns = 0
+        self.on = self._cost_ns <= MOST_SHARE * self._elapsed_ns + _HEAD_START_NS
         before, self._profiled = self._profiled, self.profiling()
         if before or self._profiled:
             self.profiled += 1
             return False
-        self._last.append(StepTape(index, start_ns, end_ns, self._at, self._codes))
+        index = len(durations_ns) - 1
+        if recorded:
+            self._last.append(StepTape(index, start_ns, end_ns, self._at, self._codes))
         due = self.limit is not None and index + 1 >= self._next
-        if not due and took_ns <= self._limit_ns:
+        if not due and (not recorded or took_ns <= self._limit_ns or self._is_outdone(took_ns)):
             return False
         began = self._now()
         if due and self.limit is not None:
-            self._limit_ns = self.limit(durations_ns)
+            self._limit_ns = self.limit(durations_ns[-JUDGED_BY:])
             self._next = int(GROWTH * self._next) + 1
-        if took_ns > self._limit_ns:
+        if recorded and took_ns > self._limit_ns and not self._is_outdone(took_ns):
             self._keep(index, took_ns)
-        self.spent_ns += self._now() - began
+        spent_ns = self._now() - began
+        self.spent_ns += spent_ns
+        self._cost_ns += spent_ns
         return True
+
+    def _count(self, took_ns: int) -> None:
+        """Count the cost of a recorded step; record fewer levels where they cost too much."""
+        self.recorded += 1
+        self.events += len(self._at)
+        self._cost_ns += len(self._at) * self._event_ns + self._step_ns
+        self._span_ns += took_ns
+        if self._calls * 2 * self._event_ns > MODULE_SHARE * self._span_ns:
+            self.depth = max(1, min(self.depth, self._deepest()) - 1)
+            self._calls = self._span_ns = 0
+
+    def _is_outdone(self, took_ns: int) -> bool:
+        """Whether as many slower steps are held as there may be."""
+        return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
 
     def _keep(self, index: int, took_ns: int) -> None:
         full = len(self._slow) >= self.keep + SPARE
-        if full and self._slow[0][0] >= took_ns:
-            return
         steps = tuple(self._last)
         samples = list(self.samples)  # one call, so that the sampler cannot add meanwhile
         first = bisect_left(samples, steps[0].start_ns, key=itemgetter(0))
@@ -275,10 +303,10 @@ class FlightRecorder:
 
     def cost_ns(self) -> float:
         """Time that recording took in all, in ns."""
-        return self.events * self._event_ns + self.spent_ns
+        return self.events * self._event_ns + self.recorded * self._step_ns + self.spent_ns
 
     def measure_cost(self) -> None:
-        """Measure the time that recording an event takes."""
+        """Measure the time that recording an event takes, and that ending a step takes."""
         trial = FlightRecorder(1, self._now)
         target, repeats = _Target(), MOST_EVENTS // 4
         trial.enter(target)
@@ -287,6 +315,12 @@ class FlightRecorder:
             trial.enter(target)
             trial.leave()
         self._event_ns = (self._now() - began) / (2 * repeats)
+        trial._limit_ns, durations = 2.0, array("q", (1,))
+        began = self._now()
+        for _ in range(repeats):
+            trial.begin(0, 0)
+            trial.finish(durations, 0, 1)
+        self._step_ns = (self._now() - began) / repeats
 
 
 class _Target:

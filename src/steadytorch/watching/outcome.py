@@ -27,7 +27,7 @@ from steadytorch.results.measure import Measurement
 from steadytorch.results.watched import LineShare, Watched
 from steadytorch.rules import findings
 from steadytorch.watching.clock import SLICES, UNITS, StepClock
-from steadytorch.watching.flight import DEEPEST, MODULE_SHARE
+from steadytorch.watching.flight import DEEPEST, MODULE_SHARE, MOST_SHARE
 from steadytorch.watching.probes import probe_cost
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def outcome(
     shares = {name: steady.variance_share(name) or 0.0 for name in SLICES} if varied else None
     slowest, remarks = seen.slow(measured), list(_remarks(clock))
     if clock.flight is not None and traces is not None:
-        remarks += _of_flight(clock.flight)
+        remarks += _of_flight(clock.flight, clock.steps)
         slowest = _with_traces(slowest, clock.flight, traces, sampler.names, recording, remarks)
     return Watched(
         **known,
@@ -230,8 +230,13 @@ def _with_traces(
     return found
 
 
-def _of_flight(flight: FlightRecorder) -> list[str]:
+def _of_flight(flight: FlightRecorder, steps: int) -> list[str]:
     told = []
+    if flight.recorded < steps:
+        told.append(
+            f"{flight.recorded:,} of {steps:,} steps were recorded: recording all would have cost "
+            f"over {100 * MOST_SHARE:.0f} %."
+        )
     if flight.profiled:
         told.append(
             f"{flight.profiled:,} steps ran under the script's own profiler; their traces were not "
@@ -240,7 +245,7 @@ def _of_flight(flight: FlightRecorder) -> list[str]:
     if flight.depth < DEEPEST:
         told.append(
             f"Traces show {counted(flight.depth, 'level')} of module calls: more would have cost "
-            f"over {100 * MODULE_SHARE:.0f} %."
+            f"over {100 * MODULE_SHARE:.1f} %."
         )
     return told
 

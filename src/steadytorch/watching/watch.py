@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -203,6 +204,7 @@ class Watch(Generic[T]):
             from steadytorch.measure.variability import slow_limit
 
             self._flight.limit = slow_limit
+            slow_limit(array("q", (1, 2)))  # the first call takes long
             self._flight.measure_cost()
             if torch is not None:
                 self._flight.profiling = torch.autograd._profiler_enabled
