@@ -1,9 +1,9 @@
 """What watching a training loop costs, with and without keeping slow steps.
 
 Blocks of the same steps run plain and watched, in random order, in one process. Each pair is judged
-as `steady compare` judges: a tie within the promised share means that the promise is kept. The CPU
+as `steady compare` does: a tie within the promised share means that the promise is kept. The CPU
 time of the whole process, threads of the watch included, is judged too: it shows the added work on
-a machine that others use. What the watch says of its own cost stands beside both. `process` compares
+a machine that others use. What the watch says of its own cost stands beside both. `process_s` has
 whole runs of a script that takes one second: what starting and reporting add.
 
     python benchmarks/watching.py [--only resnet18 small] [--threads 1] [--out benchmarks/results]

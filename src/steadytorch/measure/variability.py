@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -74,7 +74,7 @@ def find_outliers(
     )
 
 
-def slow_limit(samples: np.ndarray) -> float:
+def slow_limit(samples: Sequence[int] | np.ndarray) -> float:
     """The duration in ns above which `find_outliers` finds a sample slow.
 
     Args:

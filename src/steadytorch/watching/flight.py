@@ -33,7 +33,7 @@ MODULE_SHARE = 0.005
 """Most time that recording module calls may take, as a share of the steps; else fewer levels of
 nested calls are recorded."""
 MOST_SHARE = 0.01
-"""Most time that recording may take in all, as a share of the steps; else only some are recorded."""
+"""Most time that recording may take in all, as a share of the steps; else some are not recorded."""
 _HEAD_START_NS = 1_000_000
 """Time that recording may take at the start, so that the first steps are recorded."""
 DEEPEST = 32
