@@ -152,7 +152,10 @@ SIGNATURES = {
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', "
         "least_share: 'float' = 0.05, seed: 'int' = 0, bundle: 'bool' = False) -> 'TunedPipeline'"
     ),
-    "watch": ("(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None) -> 'Watch[T]'"),
+    "watch": (
+        "(loader: 'Iterable[T] | None' = None, *, live: 'bool | None' = None, "
+        "keep_slow: 'int' = 0, traces: 'str | Path' = 'steady-traces') -> 'Watch[T]'"
+    ),
 }
 
 EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanError": 2}

@@ -5,6 +5,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from steadytorch.results.shown import show_with
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
@@ -112,3 +114,13 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+def _as_html(result: Any) -> str:
+    """Rendering imports much, so only a notebook that shows a result does."""
+    from steadytorch.report.notebook import as_html
+
+    return as_html(result)
+
+
+show_with(_as_html)

@@ -49,6 +49,8 @@ COMMANDS = {
         ("-m", "text", None),
         JSON,
         ("--html", "file", None),
+        ("--keep-slow", "integer range", None),
+        ("--traces", "path", None),
         QUIET,
         ("[SCRIPT] [ARGS]...", "text", None),
     ],

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from steadytorch.report.run import WIDTH, as_html, render_run
+from steadytorch.report.run import WIDTH, render_run
 from steadytorch.results.watched import Watched
 
 from .watched import watched
@@ -51,10 +51,6 @@ def test_summary_names_steps_overhead_slices_and_slow_steps():
 def test_script_without_steps_says_so():
     text = text_of(watched(measured=None, slices_ns={}, slowest=(), findings=()))
     assert "no steps found" in text
-
-
-def test_notebook_text_is_escaped():
-    assert "<b>" not in as_html("<b>", watched(failed="<b>x</b>"))
 
 
 def test_slices_of_a_step_add_up():

@@ -179,7 +179,7 @@ def test_a_collection_interrupts_any_slice_and_its_own_time_is_not_counted_twice
     time.now += 5
     assert clock.interrupt(COLLECTION)
     time.now += 7
-    clock.end()
+    clock.resume()
     time.now += 1
     clock.end()
     clock.boundary(OPTIMIZING, 1)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from steadytorch.watching.clock import LOADER, MODULE, OPTIMIZING, SLICES, StepClock
+from steadytorch.watching.flight import FlightRecorder
 from steadytorch.watching.probes import Probes, probe_cost
 
 SWAPPED = (
@@ -168,7 +169,8 @@ def test_cost_is_measured_and_leaves_nothing():
 
 
 @pytest.mark.slow
-def test_compiled_code_is_the_same():
+@pytest.mark.parametrize("flight", [None, FlightRecorder(3)])
+def test_compiled_code_is_the_same(flight):
     import torch._dynamo.utils as seen
 
     def counted():
@@ -198,7 +200,7 @@ def test_compiled_code_is_the_same():
         return {k: dict(v) for k, v in seen.counters.items() if k in ("frames", "stats")}
 
     plain = counted()
-    probes = Probes(StepClock())
+    probes = Probes(StepClock(flight=flight))
     probes.install()
     probes.watch_tensors()
     try:

@@ -23,12 +23,26 @@ from steadytorch.errors import UsageError
     callback=options.check_writable,
     help="Write the result as one offline HTML page.",
 )
+@click.option(
+    "--keep-slow",
+    type=click.IntRange(min=1, max=1000),
+    metavar="N",
+    help="Keep the traces of the N slowest steps that stand out.",
+)
+@click.option(
+    "--traces",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for these traces.  [default: steady-traces]",
+)
 @options.quiet
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
 def run(
     module: str | None,
     json_path: Path | None,
     html_path: Path | None,
+    keep_slow: int | None,
+    traces: Path | None,
     quiet: bool,
     script: tuple[str, ...],
 ) -> None:
@@ -40,12 +54,21 @@ def run(
     for option, path in (("--json", json_path), ("--html", html_path)):
         if path == options.STANDARD_OUTPUT:
             raise UsageError(f"{option} -: standard output belongs to the script; name a file")
+    if traces is not None and keep_slow is None:
+        raise UsageError("--traces needs --keep-slow N: the number of slow steps to keep")
+    from steadytorch.watching.watch import TRACES, check_folder
+
+    folder = (traces or Path(TRACES)).absolute()
+    if keep_slow is not None:
+        check_folder(folder)
     request = {
         "module": module,
         "script": None,
         "json": json_path and str(json_path.absolute()),
         "html": html_path and str(html_path.absolute()),
         "quiet": quiet,
+        "keep_slow": keep_slow or 0,
+        "traces": str(folder),
     }
     arguments = list(script)
     if module is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from steadytorch.ledger.idle_owners import Owned, own_idle
-from steadytorch.ledger.operator_slices import CPU_SLICES, own_host
+from steadytorch.ledger.operator_slices import CPU_SLICES, own_host, recorded_parts
 from steadytorch.results.explain import GpuTotals
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.intervals import NEVER, Spans, covered_ns, joined, subtract, union
@@ -209,6 +209,8 @@ def _notes(trace: Trace, marks: np.ndarray, device: int | None) -> tuple[str, ..
     if len(devices) > 1:
         listed = ", ".join(map(str, devices))
         notes.append(f"the trace has several GPUs ({listed}): the ledger is for GPU {device}")
-    if device is None:
+    if len(recorded_parts(trace)):
+        notes.append("recorded by a watch: host time by the parts of a step, without operators")
+    elif device is None:
         notes.append("no GPU events: the ledger is for the operators on the CPU")
     return tuple(notes)

@@ -8,8 +8,8 @@ import numpy as np
 
 from steadytorch.ledger.idle_owners import ANYWHERE, Host, Owned, TimeAllocator
 from steadytorch.traces.events import Category, Trace
-from steadytorch.traces.evidence import Evidence
-from steadytorch.traces.intervals import Spans, intersect, self_times
+from steadytorch.traces.evidence import Evidence, by_name
+from steadytorch.traces.intervals import Spans, crossings, intersect, self_times
 
 CPU_SLICES = (
     "cpu_compute",
@@ -24,6 +24,12 @@ CPU_SLICES = (
     "cpu_gc",
     "cpu_python",
     "cpu_profiler",
+    "cpu_forward",
+    "cpu_backward",
+    "cpu_optimizer",
+    "cpu_evaluation",
+    "cpu_synchronisation",
+    "cpu_script",
     "unknown",
 )
 """Slices of a step in a trace without GPU events.
@@ -39,7 +45,22 @@ CPU_SLICES = (
 - `cpu_compile`, `cpu_gc`, `cpu_profiler`: as in `ledger.SLICES`.
 - `cpu_python`: Python between operators; without stacks, only stretches shorter than
 `idle_owners.LAUNCH_LIMIT_NS`.
+- `cpu_forward`, `cpu_backward`, `cpu_optimizer`, `cpu_evaluation`, `cpu_synchronisation`,
+`cpu_script`: the parts of a step that `steady run --keep-slow` recorded, which has no operators.
 - `unknown`: no record gives a reason."""
+
+PARTS = {
+    "steadytorch.dataloader": "cpu_data_wait",
+    "steadytorch.copies": "cpu_copy",
+    "steadytorch.forward": "cpu_forward",
+    "steadytorch.backward": "cpu_backward",
+    "steadytorch.optimizer": "cpu_optimizer",
+    "steadytorch.synchronisation": "cpu_synchronisation",
+    "steadytorch.evaluation": "cpu_evaluation",
+    "steadytorch.collection": "cpu_gc",
+    "steadytorch.script": "cpu_script",
+}
+"""Ranges that a watch records instead of operators, with their slices."""
 
 KINDS = (
     (
@@ -96,6 +117,7 @@ def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
         allocator.assign(_slice(kind), spans, rows)
+    _assign_parts(allocator, trace, main, marks)
     for kind in (Evidence.DATA_WAIT, Evidence.COMPILE):
         rows, spans = host.evidence_of(kind, main)
         allocator.assign(_slice(kind), spans, rows)
@@ -134,6 +156,26 @@ def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
     threads = order[worked[order] > 0].tolist()
     main = int(events.thread[marks[0]]) if len(marks) else (threads or [-1])[0]
     return [main, *(thread for thread in threads if thread != main)]
+
+
+def recorded_parts(trace: Trace, name: str = "|".join(map(re.escape, PARTS))) -> np.ndarray:
+    """Rows of the ranges that a watch recorded instead of operators, in order."""
+    return by_name(trace, (Category.ANNOTATION,), name)
+
+
+def _assign_parts(allocator: TimeAllocator, trace: Trace, main: int, marks: np.ndarray) -> None:
+    """Assign recorded parts of steps; the innermost range within a part owns its time."""
+    events = trace.events
+    if not len(recorded_parts(trace)):
+        return
+    rows = np.setdiff1d(events.of(Category.ANNOTATION), marks, assume_unique=True)
+    rows = rows[(events.thread[rows] == main) & (events.end_ns[rows] > events.start_ns[rows])]
+    owner, inner = self_times(events.start_ns[rows], events.end_ns[rows])
+    for name, kind in PARTS.items():
+        part = recorded_parts(trace, re.escape(name))
+        part = part[events.end_ns[part] > events.start_ns[part]]
+        _, place, spans = crossings(Spans(events.start_ns[part], events.end_ns[part]), inner)
+        allocator.assign(kind, spans, rows[owner[place]])
 
 
 def _assign_operators(allocator: TimeAllocator, trace: Trace, rows: np.ndarray) -> None:

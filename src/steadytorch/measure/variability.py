@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -66,11 +66,25 @@ def find_outliers(
         causes: maps sample indices to causes.
     """
     logs = np.log(samples[start:])
-    lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])
-    reach = FAR_OUT * (upper - lower)
-    high, low = max(upper + reach, middle + TOLERANCE), min(lower - reach, middle - TOLERANCE)
+    low, high = _fences(logs)
     known = causes or {}
     return tuple(
         Outlier(index, int(samples[index]), known.get(index, UNATTRIBUTED))
         for index in (np.flatnonzero((logs > high) | (logs < low)) + start).tolist()
     )
+
+
+def slow_limit(samples: Sequence[int] | np.ndarray) -> float:
+    """The duration in ns above which `find_outliers` finds a sample slow.
+
+    Args:
+        samples: shape (N,), durations in ns, N >= 1.
+    """
+    return float(np.exp(_fences(np.log(samples))[1]))
+
+
+def _fences(logs: np.ndarray) -> tuple[float, float]:
+    """Lower and upper limit of logarithms that are no outliers."""
+    lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])
+    reach = FAR_OUT * (upper - lower)
+    return min(lower - reach, middle - TOLERANCE), max(upper + reach, middle + TOLERANCE)

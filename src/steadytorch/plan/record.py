@@ -8,6 +8,7 @@ import msgspec
 
 from steadytorch.plan.fingerprint import Key
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.shown import Shown
 from steadytorch.results.signature import Signature
 from steadytorch.results.tune import CandidateResult, Gain, KeptPlan, Replayed, Status, Timing
 
@@ -98,7 +99,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     search_s: float
 
 
-class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan as data. Loading one runs no code; its transforms come from a closed list.
 
     Attributes:

@@ -29,8 +29,13 @@ LIMITED = 0.4
 _WAITS = {
     "launch-bound": ("idle_launch",),
     "input-bound": ("idle_data_wait", "cpu_data_wait"),
-    "synchronisation-bound": ("idle_synchronisation", "idle_cross_stream", "cpu_waiting"),
-    "python-bound": ("cpu_python",),
+    "synchronisation-bound": (
+        "idle_synchronisation",
+        "idle_cross_stream",
+        "cpu_waiting",
+        "cpu_synchronisation",
+    ),
+    "python-bound": ("cpu_python", "cpu_script"),
     "host-bound": (
         *("idle_compile", "idle_allocation", "idle_gc"),
         *("cpu_compile", "cpu_allocation", "cpu_gc"),
@@ -63,6 +68,8 @@ def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
     for regime, slices in _WORK.items():
         if _share(ledger, slices) > (1 - waiting) / 2:
             return regime
+    if _share(ledger, ("cpu_forward", "cpu_backward", "cpu_optimizer", "cpu_evaluation")):
+        return "unclassified"  # recorded without operators
     return "kernel-bound" if lines is None else _limited(lines)
 
 

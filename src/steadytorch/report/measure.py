@@ -24,9 +24,9 @@ _WIDTH = 60
 _TOO_FEW = "too few samples"
 
 
-def headline(result: MeasureResult) -> str:
+def headline(result: Measurement) -> str:
     """One line such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
-    shown = result.representative.period
+    shown = _series(result)
     parts = [_median(result)]
     if not _too_few(result):
         parts.append("steady" if shown.steady else f"not steady: {shown.why_unsteady}")
@@ -38,7 +38,12 @@ def headline(result: MeasureResult) -> str:
     return "; ".join(parts)
 
 
-def _median(result: MeasureResult) -> str:
+def _series(result: Measurement) -> Measurement:
+    """The series to show: of a representative process, if there are several."""
+    return result.representative.period if isinstance(result, MeasureResult) else result
+
+
+def _median(result: Measurement) -> str:
     name, size_ns = unit_of(result.median_ns)
 
     def figure(value: float) -> str:
@@ -48,23 +53,23 @@ def _median(result: MeasureResult) -> str:
     if result.median_ci_ns is None:
         why = _why(result)
         # The next part of the headline says why it is not steady.
-        told = why is None or why == result.representative.period.why_unsteady
+        told = why is None or why == _series(result).why_unsteady
         return f"{text}, no interval" + ("" if told else f": {why}")
     low, high = map(figure, result.median_ci_ns)
     return f"{text}, 95 % within {low} to {high}"
 
 
-def _too_few(result: MeasureResult) -> bool:
+def _too_few(result: Measurement) -> bool:
     """Whether too few samples are the reason for the missing interval and for "not steady"."""
-    unsteady = result.representative.period.why_unsteady or ""
+    unsteady = _series(result).why_unsteady or ""
     missing = result.median_ci_ns is None and (_why(result) or "")
     return bool(missing) and all(why.startswith(_TOO_FEW) for why in (missing, unsteady))
 
 
-def _why(result: MeasureResult) -> str | None:
-    if len(result.replicates) > 1:
+def _why(result: Measurement) -> str | None:
+    if isinstance(result, MeasureResult) and len(result.replicates) > 1:
         return "an interval over processes needs three of them"
-    return result.representative.period.why_no_ci
+    return _series(result).why_no_ci
 
 
 def _outliers(measured: Measurement) -> str:
@@ -78,8 +83,23 @@ def _outliers(measured: Measurement) -> str:
 
 def render_measure(console: Console, name: str, result: MeasureResult) -> None:
     """Prints the measurement; every line fits the console."""
+    _charts(console, name, result)
+    for text in details(result):
+        _line(console, plain(text))
+    if result.failed is not None:
+        console.print(Text(f"ended early: {plain(result.failed)}", "yellow"))
+
+
+def render_series(console: Console, name: str, result: Measurement) -> None:
+    """Prints a series of timings from any source."""
+    _charts(console, name, result)
+    for text in _variability(result):
+        _line(console, text)
+
+
+def _charts(console: Console, name: str, result: Measurement) -> None:
     console.print(Text.assemble((plain(name), "bold"), f": {plain(headline(result))}"))
-    shown = result.representative.period
+    shown = _series(result)
     low, high = timeline_scale(shown.samples_ns, _WIDTH)
     console.print()
     _line(console, f"over time, medians from {duration(low)} to {duration(high)}")
@@ -88,10 +108,6 @@ def render_measure(console: Console, name: str, result: MeasureResult) -> None:
     for row in histogram(shown.samples_ns):
         _line(console, row)
     console.print()
-    for text in details(result):
-        _line(console, plain(text))
-    if result.failed is not None:
-        console.print(Text(f"ended early: {plain(result.failed)}", "yellow"))
 
 
 def _line(console: Console, text: str) -> None:

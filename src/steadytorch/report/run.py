@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from html import escape
-from io import StringIO
+from shlex import quote
 
 from rich.console import Console
 from rich.text import Text
@@ -36,12 +36,13 @@ def render_run(console: Console, name: str, result: Watched) -> None:
 
     Args:
         console: where to print.
-        name: the script.
+        name: the script; empty for no title.
         result: the watched steps.
     """
-    print_indented(console, Text.assemble(("steady run", "bold"), f" {plain(name)}"), 0, 1)
+    if name:
+        print_indented(console, Text.assemble(("steady run", "bold"), f" {plain(name)}"), 0, 1)
     for line in headline(result):
-        print_indented(console, Text(line), 2, 1)
+        print_indented(console, Text(plain(line)), 2, 1)
     if result.measured is None:
         return
     _slices(console, result)
@@ -61,13 +62,6 @@ def render_run(console: Console, name: str, result: Watched) -> None:
         print_indented(console, Text(plain(line)), 2, 1)
     for line in advice(result):
         print_indented(console, Text(plain(line)), 0, 2)
-
-
-def as_html(name: str, result: Watched) -> str:
-    """The summary as a fragment of HTML, for notebooks."""
-    console = Console(file=StringIO(), width=WIDTH, highlight=False)
-    render_run(console, name, result)
-    return f"<pre>{escape(console.file.getvalue())}</pre>"  # type: ignore[attr-defined]
 
 
 def headline(result: Watched) -> Iterator[str]:
@@ -133,8 +127,20 @@ def slow_steps(result: Watched) -> Iterator[str]:
         what = in_words("; ".join(step.what)) if step.what else "no cause seen"
         yield f"{step.name}: {duration(step.over_median_ns)} over the median: {what}"
     more = len(result.slowest) - MOST_SLOW
-    if more > 0:
+    kept = [step.trace for step in result.slowest if step.trace is not None]
+    if kept:
+        first = quote(_near(kept[0]))
+        yield f"{counted(len(kept), 'trace')} kept; open one: steady explain {first}"
+    elif more > 0:
         yield f"and {more} more; --json lists them"
+
+
+def _near(path: str) -> str:
+    """The path, relative to the current folder if that is shorter."""
+    try:
+        return min(path, os.path.relpath(path), key=len)
+    except (OSError, ValueError):  # the folder is gone, or on another drive
+        return path
 
 
 def advice(result: Watched) -> Iterator[str]:

@@ -283,6 +283,8 @@ def untouched(trains: bool) -> str:
 
 def format_gain(gain: Gain, objective: str, whom: str) -> str:
     """A plan's speedup with its interval and claim."""
+    if gain.estimate is None:
+        return "the speedup is not a number"
     interval = (
         "no interval"
         if gain.low is None or gain.high is None

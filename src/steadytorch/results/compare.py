@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from steadytorch.results.shown import Shown
+
 
 class Side(msgspec.Struct, frozen=True):
     """One of the two workloads.
@@ -78,7 +80,7 @@ class SustainedRun(msgspec.Struct, frozen=True):
     sm_clock_mhz: float | None
 
 
-class CompareResult(msgspec.Struct, frozen=True, kw_only=True):
+class CompareResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A verdict on B against A; make one with `CompareResult.of`.
 
     Attributes:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from steadytorch.results.shown import Shown
+
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 """Passes of a convolution: forward, gradient by the input, gradient by the weight."""
@@ -136,7 +138,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     reason: str
 
 
-class ConvReport(msgspec.Struct, frozen=True):
+class ConvReport(Shown, msgspec.Struct, frozen=True):
     """Every distinct convolution of a workload, with the engines chosen.
 
     Attributes:

@@ -8,6 +8,7 @@ import msgspec
 
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import Measurement
+from steadytorch.results.shown import Shown
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ class SlowStep(msgspec.Struct, frozen=True):
         total_ns: its duration.
         over_median_ns: excess over the median step.
         what: the differences, one line each with figures, the largest first.
+        trace: the file with its trace, from a flight recorder; None without.
     """
 
     index: int
@@ -66,6 +68,7 @@ class SlowStep(msgspec.Struct, frozen=True):
     total_ns: int
     over_median_ns: int
     what: tuple[str, ...]
+    trace: str | None = None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +178,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     compute_share: float | None = None
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a workload's steps goes, and how to recover it.
 
     Attributes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from steadytorch.results.shown import Shown
+
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Hardware and software of a machine, as plain data that opens on any other machine.
@@ -160,7 +162,7 @@ class PluginCheck(msgspec.Struct, frozen=True, kw_only=True):
     not_run: str | None
 
 
-class CheckUp(msgspec.Struct, frozen=True, kw_only=True):
+class CheckUp(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """The check-up of a machine.
 
     Attributes:

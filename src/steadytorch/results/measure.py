@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from steadytorch.results.shown import Shown
+
 
 class Outlier(msgspec.Struct, frozen=True):
     """A sample that stands out.
@@ -49,7 +51,7 @@ class Variability(msgspec.Struct, frozen=True):
     outliers_per_1000: float
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class Measurement(Shown, msgspec.Struct, frozen=True):
     """Samples of one series and their summary.
 
     The summary leaves out the warm-up; `samples_ns` keeps every sample.

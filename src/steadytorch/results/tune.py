@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from steadytorch.results.measure import Measurement
+from steadytorch.results.shown import Shown
 
 Status = Literal["ok", "rejected", "failed", "skipped"]
 
@@ -97,7 +98,7 @@ class KeptPlan(msgspec.Struct, frozen=True):
     objective: str
 
 
-class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
+class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """What a search found; decoded as `Searched` or `Replayed`.
 
     Attributes:

@@ -7,6 +7,7 @@ import msgspec
 from steadytorch.results.explain import Abstention, Finding, SlowStep
 from steadytorch.results.machine import DeviceFacts
 from steadytorch.results.measure import HostBlock, Measurement
+from steadytorch.results.shown import Shown
 
 
 class LineShare(msgspec.Struct, frozen=True):
@@ -23,7 +24,7 @@ class LineShare(msgspec.Struct, frozen=True):
     share: float
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class Watched(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of watched steps went. Times are in ns of host time.
 
     Attributes:
@@ -47,6 +48,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
             and CPU time of the recorders.
         ranks: rank to the mean time of each slice, over the later half of its steps; only on
             rank 0 of a job started by torchrun.
+        traces: folder with the traces of slow steps; None if none were kept.
         remarks: caveats, for people.
         failed: the exception that ended the watched code, else None.
         interrupted: whether the user stopped it.
@@ -68,6 +70,7 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
     overhead_share: float = 0.0
     ranks: dict[int, dict[str, float]] = {}
+    traces: str | None = None
     remarks: tuple[str, ...] = ()
     failed: str | None = None
     interrupted: bool = False

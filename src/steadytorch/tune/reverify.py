@@ -25,6 +25,7 @@ from steadytorch.plan.fingerprint import differing_fields, format_differences
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
+from steadytorch.results.shown import Shown
 from steadytorch.results.signature import Leaf
 from steadytorch.serve.exchange import misfit
 from steadytorch.serve.plan import Plan
@@ -45,7 +46,7 @@ STAGE_S = 600.0
 """Timeout in seconds for loading, set-up or verification; above the slowest compiler mode."""
 
 
-class Reverified(msgspec.Struct, frozen=True, kw_only=True):
+class Reverified(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Result of checking a plan.
 
     Attributes:

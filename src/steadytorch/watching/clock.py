@@ -9,6 +9,10 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from steadytorch.watching.flight import FlightRecorder
 
 SLICES = (
     "input_wait",
@@ -47,7 +51,13 @@ MOST_STEPS = 1_000_000
 class StepClock:
     """Times steps and their slices in the thread that made it; calls of other threads are ignored.
 
+    Args:
+        now: returns ns.
+        on_first_step: called when the first step begins; its time belongs to no step.
+        flight: records what happens in each step; None for nothing.
+
     Attributes:
+        flight: likewise.
         phase: the current slice, as an index into `SLICES`.
         unit: what ends a step, as an index into `UNITS`.
         steps: number of finished steps of that unit.
@@ -64,7 +74,9 @@ class StepClock:
         self,
         now: Callable[[], int] = time.perf_counter_ns,
         on_first_step: Callable[[], None] = lambda: None,
+        flight: FlightRecorder | None = None,
     ) -> None:
+        self.flight = flight
         self.phase, self.unit = REST, MODULE
         self.discarded = self.untimed = self.events = self.checks = 0
         self.starts_ns, self.durations_ns = array("q"), array("q")
@@ -106,6 +118,8 @@ class StepClock:
         self._charge()
         self._outer.append(self.phase)
         self.phase = phase
+        if self.flight is not None:
+            self.flight.slice(self._mark, phase)
         return True
 
     def interrupt(self, phase: int) -> bool:
@@ -117,16 +131,26 @@ class StepClock:
         self.phase = phase
         return True
 
-    def end(self) -> None:
-        """Leave the slice that the last successful `begin` or `interrupt` entered."""
+    def resume(self) -> None:
+        """Leave the slice that `interrupt` entered."""
         self._charge()
         self.phase = self._outer.pop() if self._outer else REST
+
+    def end(self) -> None:
+        """Leave the slice that the last successful `begin` entered."""
+        self._charge()
+        self.phase = self._outer.pop() if self._outer else REST
+        if self.flight is not None:
+            self.flight.slice(self._mark, self.phase)
 
     def reset(self) -> None:
         """Leave all slices, after an exception that skipped their ends."""
         self._charge()
         self.phase = REST
         self._outer.clear()
+        if self.flight is not None:
+            self.flight.slice(self._mark, REST)
+            self.flight.reset()
 
     def pause(self) -> None:
         """Begin the next step at the next boundary, not here: an epoch of batches has ended."""
@@ -135,6 +159,8 @@ class StepClock:
     def ignore(self) -> None:
         """Ignore all threads from now on, as in a forked child."""
         self._thread = 0
+        if self.flight is not None:
+            self.flight.ignore()
 
     def boundary(self, unit: int, who: object) -> None:
         """End a step here.
@@ -164,6 +190,8 @@ class StepClock:
             del column[:]
         self.unit, self._leader, self._began = unit, None, None
         self._seen.clear()
+        if self.flight is not None:
+            self.flight.clear()
 
     def _finish(self) -> None:
         self._finishing = True
@@ -173,6 +201,7 @@ class StepClock:
                 self.durations_ns.append(self._mark - self._began)
                 for column, total in zip(self.slices_ns, self._totals, strict=True):
                     column.append(total)
+                self._keep(self._began)
             else:
                 self.untimed += 1
         elif not self._told:
@@ -182,6 +211,13 @@ class StepClock:
         self._began = self._mark
         self._totals = [0] * len(SLICES)
         self._finishing = False
+        if self.flight is not None:
+            self.flight.begin(self._mark, self.phase)
+
+    def _keep(self, began_ns: int) -> None:
+        """Let the flight recorder keep the step; what takes it long belongs to no step."""
+        if self.flight is not None and self.flight.finish(self.durations_ns, began_ns, self._mark):
+            self._mark = self._now()
 
     def _charge(self) -> None:
         """Charge the time since the last transition to the current slice."""

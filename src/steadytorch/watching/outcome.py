@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from steadytorch.bench.measure import host_block
@@ -19,15 +22,18 @@ from steadytorch.findings.finding import Case
 from steadytorch.findings.watched_steps import Setting, WatchedSteps
 from steadytorch.ledger.variability import FEWEST, TOLD
 from steadytorch.measure.variability import UNATTRIBUTED
+from steadytorch.quantities import counted
 from steadytorch.results.explain import SlowStep
 from steadytorch.results.measure import Measurement
 from steadytorch.results.watched import LineShare, Watched
 from steadytorch.rules import findings
 from steadytorch.watching.clock import SLICES, UNITS, StepClock
+from steadytorch.watching.flight import DEEPEST, MODULE_SHARE, MOST_SHARE
 from steadytorch.watching.probes import probe_cost
 
 if TYPE_CHECKING:
     from steadytorch.device.recording import Recording
+    from steadytorch.watching.flight import FlightRecorder, SlowTape
     from steadytorch.watching.stacks import StackSampler
 
 MOST_SLOW = 50
@@ -45,6 +51,7 @@ def outcome(
     optimizers: dict[str, bool] | None = None,
     rank: int = 0,
     ranks: tuple[dict[int, dict[str, float]], str] = ({}, ""),
+    traces: Path | None = None,
 ) -> Watched:
     """Make the result of a watch.
 
@@ -57,6 +64,7 @@ def outcome(
         optimizers: class of each optimizer that stepped, and whether it is fused.
         rank: this process's rank in its job.
         ranks: mean time of each slice by rank in ns, if this rank collected them, and a remark.
+        traces: folder for the traces of slow steps, if the clock has a flight recorder.
     """
     known: dict[str, Any] = {
         "unit": UNITS[clock.unit],
@@ -73,6 +81,8 @@ def outcome(
     setting = Setting() if around is None else around.setting(optimizers or {})
     cost = probe_cost()
     spent = cost.of(clock) + sampler.cpu_ns
+    if clock.flight is not None:
+        spent += clock.flight.cost_ns()
     overhead = spent / sum(clock.durations_ns) + recording.cpu_share
     series = Series(
         durations_ns=clock.durations_ns.tolist(),
@@ -90,6 +100,10 @@ def outcome(
     found, abstained = findings(Case(series=series, watched=steady))
     varied = float(np.ptp(steady.totals_ns)) > 0 and len(steady.totals_ns) >= FEWEST
     shares = {name: steady.variance_share(name) or 0.0 for name in SLICES} if varied else None
+    slowest, remarks = seen.slow(measured), [*_remarks(clock), *filter(None, (ranks[1],))]
+    if clock.flight is not None and traces is not None:
+        remarks += _of_flight(clock.flight, clock.steps)
+        slowest = _with_traces(slowest, clock.flight, traces, sampler.names, recording, remarks)
     return Watched(
         **known,
         measured=measured,
@@ -99,14 +113,15 @@ def outcome(
         },
         variance_shares=shares,
         why_no_variance_shares=None if varied else f"{len(steady.totals_ns)} steps, or all equal",
-        slowest=tuple(seen.slow(measured)),
+        slowest=tuple(slowest),
         lines=tuple(seen.lines()),
         findings=found,
         abstained=abstained,
         host=host_block(np.median(seen.durations), series.overhead_ns, recording),
         overhead_share=overhead,
         ranks=ranks[0],
-        remarks=(*_remarks(clock), *filter(None, (ranks[1],))),
+        traces=str(traces) if any(step.trace is not None for step in slowest) else None,
+        remarks=tuple(remarks),
     )
 
 
@@ -125,6 +140,7 @@ class _Seen:
         self.durations = np.asarray(clock.durations_ns, dtype=np.int64)
         self._slices = [np.asarray(column, dtype=np.float64) for column in clock.slices_ns]
         self._names, self._functions = sampler.names, sampler.functions
+        self._flight = clock.flight
         count = len(sampler.places)  # the arrays grow in this order
         at = np.asarray(sampler.at_ns[:count], dtype=np.int64)
         step = np.searchsorted(self.starts, at, side="right") - 1
@@ -166,14 +182,30 @@ class _Seen:
         """The slow outliers, slowest first, with their causes."""
         slow = [each for each in measured.outliers if each.sample_ns > measured.median_ns]
         slow.sort(key=lambda each: -each.sample_ns)
+        held = {} if self._flight is None else self._flight.held()
+        most = MOST_SLOW if self._flight is None else max(MOST_SLOW, self._flight.keep)
         found = []
-        for each in slow[:MOST_SLOW]:
+        for each in slow[:most]:
             excess = each.sample_ns - measured.median_ns
             what = [] if each.cause == UNATTRIBUTED else [each.cause]
             what += self._differences(each.index, excess)
+            if each.index in held:
+                what += self._meanwhile(held[each.index])
             name = f"step {each.index}"
             found.append(SlowStep(each.index, name, each.sample_ns, round(excess), tuple(what)))
         return found
+
+    def _meanwhile(self, tape: SlowTape) -> list[str]:
+        """The lines that other threads ran in a slow step, but not in those before it."""
+        began = tape.steps[-1].start_ns
+        before = {each for s in tape.samples if s.at_ns < began for each in s.others}
+        during = [s for s in tape.samples if s.at_ns >= began]
+        counts = Counter(each for s in during for each in s.others if each not in before)
+        return [
+            f"thread {name} meanwhile at {self._names[line]}"
+            for (name, line), count in counts.most_common(1)
+            if 2 * count >= len(during)
+        ]
 
     def _differences(self, step: int, excess: float) -> list[str]:
         """The slices that took longer than usual in a step, and the line seen most in each."""
@@ -189,6 +221,53 @@ class _Seen:
             text = f"{SLICES[place]} {duration(float(column[step]))}, usually {duration(usual)}"
             told.append((over, text + line))
         return [text for _, text in sorted(told, reverse=True)]
+
+
+def _with_traces(
+    slowest: list[SlowStep],
+    flight: FlightRecorder,
+    folder: Path,
+    lines: list[str],
+    recording: Recording,
+    remarks: list[str],
+) -> list[SlowStep]:
+    """Write the traces of the slowest steps, and name the files; adds why some are missing."""
+    from steadytorch.watching.tracefile import Names, file_name, write_trace
+
+    held, names = flight.held(), Names(flight.module_names(), lines)
+    rank, found = os.environ.get("RANK", "0"), []
+    for place, step in enumerate(slowest):
+        if place < flight.keep and step.index in held:
+            path = folder / file_name(step.index, rank)
+            try:
+                write_trace(path, held[step.index], names, recording, step.what)
+            except OSError as error:
+                remarks.append(f"Traces could not be written to {folder}: {one_line(error)}.")
+                return [*found, *slowest[place:]]
+            found.append(msgspec.structs.replace(step, trace=str(path)))
+        else:
+            found.append(step)
+    return found
+
+
+def _of_flight(flight: FlightRecorder, steps: int) -> list[str]:
+    told = []
+    if flight.recorded < steps:
+        told.append(
+            f"{flight.recorded:,} of {steps:,} steps were recorded: recording all would have cost "
+            f"over {100 * MOST_SHARE:.0f} %."
+        )
+    if flight.profiled:
+        told.append(
+            f"{flight.profiled:,} steps ran under the script's own profiler; their traces were not "
+            "kept."
+        )
+    if flight.depth < DEEPEST:
+        told.append(
+            f"Traces show {counted(flight.depth, 'level')} of module calls: more would have cost "
+            f"over {100 * MODULE_SHARE:.1f} %."
+        )
+    return told
 
 
 def _failure(error: BaseException | None) -> str | None:

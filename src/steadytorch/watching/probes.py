@@ -33,6 +33,7 @@ from steadytorch.watching.clock import (
     SYNCHRONISATION,
     StepClock,
 )
+from steadytorch.watching.flight import FlightRecorder
 
 if TYPE_CHECKING:  # globals of the code that the probes replace
     torch: Any
@@ -181,7 +182,9 @@ class Probes:
             if clock.unit == MODULE:
                 clock.boundary(MODULE, id(module))
 
-        return begin, end
+        if clock.flight is None:
+            return begin, end
+        return _recorded(clock, clock.flight, begin, end)
 
     def _loader(self) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
         clock = self._clock
@@ -207,7 +210,7 @@ class Probes:
             self._collecting = self._clock.interrupt(COLLECTION)
         elif self._collecting:
             self._collecting = False
-            self._clock.end()
+            self._clock.resume()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         import torch
@@ -244,6 +247,26 @@ class Probes:
         return timed
 
 
+def _recorded(
+    clock: StepClock,
+    flight: FlightRecorder,
+    begin: Callable[[Any], bool],
+    end: Callable[[Any], None],
+) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+    """The probes of a module call, with nested calls recorded too."""
+
+    def begin_recorded(module: Any) -> bool:
+        if begin(module):
+            return flight.enter(module, outermost=True)
+        return clock.phase != REST and flight.enter(module)
+
+    def end_recorded(module: Any) -> None:
+        if flight.leave():
+            end(module)
+
+    return begin_recorded, end_recorded
+
+
 def _as_if(code: CodeType, original: CodeType, names: dict[str, str]) -> CodeType:
     """The code under the original's name and file, with its globals renamed."""
     return code.replace(
@@ -260,7 +283,9 @@ def _hide_from_compiler(file: str) -> None:
 
     torch.compile would otherwise compile the probes' frames where a graph breaks.
     """
-    for function in (*vars(StepClock).values(), *vars(Probes).values()):
+    inside = (StepClock, Probes, FlightRecorder)
+    functions = [each for kind in inside for each in vars(kind).values()]
+    for function in (*functions, _recorded):
         if isinstance(function, FunctionType):
             function.__code__ = _moved(function.__code__, file)
 

@@ -26,7 +26,7 @@ def command(request: dict[str, Any], arguments: list[str]) -> tuple[list[str], d
     """Command and environment that run a script under a watch.
 
     Args:
-        request: `script` or `module`; `json`, `html`, `quiet`, and `cwd`.
+        request: `script` or `module`; `json`, `html`, `quiet`, `keep_slow` and `traces`.
         arguments: of the script.
     """
     import subprocess
@@ -42,7 +42,7 @@ def main() -> None:
     space = ModuleType("__main__")
     space.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = space
-    seen: Watch[Any] = Watch()
+    seen: Watch[Any] = Watch(keep_slow=request["keep_slow"], traces=request["traces"])
     error: BaseException | None = None
     seen.start()
     owner = os.getpid()

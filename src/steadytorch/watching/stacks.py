@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from steadytorch.watching.clock import StepClock
+from steadytorch.watching.flight import Sample
 
 if TYPE_CHECKING:
     from steadytorch.watching.process import ProcessSampler
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
+FLIGHT_INTERVAL_S = 0.01
+FLIGHT_CPU_SHARE = 0.005
+"""The same for a flight recorder, which needs samples of single steps."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
 PROMPT_NS = 200_000
@@ -26,7 +30,7 @@ PROMPT_NS = 200_000
 where the watched thread happened to release it, not where it was."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parent.parent / "x")[:-1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
@@ -34,9 +38,10 @@ class StackSampler:
     """Samples the thread that made it, from a thread of its own.
 
     Args:
-        clock: the steps.
+        clock: the clock of that thread; its flight recorder gets samples of other threads too, and
+            has them taken more often.
         process: sampled along; None for the thread alone.
-        interval_s: time between samples.
+        interval_s: time between samples, in seconds; None for the usual.
 
     Attributes:
         at_ns: time of each sample on `time.perf_counter_ns`.
@@ -52,14 +57,17 @@ class StackSampler:
         self,
         clock: StepClock,
         process: ProcessSampler | None = None,
-        interval_s: float = INTERVAL_S,
+        interval_s: float | None = None,
     ) -> None:
         self.at_ns, self.phases, self.places = array("q"), array("b"), array("l")
         self.names: list[str] = []
         self.functions: list[str] = []
         self.process = process
         self.cpu_ns = 0
-        self._clock, self._interval_s = clock, interval_s
+        self._clock, self._flight = clock, clock.flight
+        usual_s = INTERVAL_S if clock.flight is None else FLIGHT_INTERVAL_S
+        self._interval_s = usual_s if interval_s is None else interval_s
+        self._cpu_share = MAX_CPU_SHARE if clock.flight is None else FLIGHT_CPU_SHARE
         self._watched = threading.get_ident()
         self._known: dict[tuple[str, int, str], int] = {}
         self._users: dict[str, bool] = {}
@@ -81,11 +89,16 @@ class StackSampler:
     def _run(self) -> None:
         began_ns = asked_ns = time.perf_counter_ns()
         pause_s, forced_ns = self._interval_s, sys.getswitchinterval() * 1e9
+        started_ns = 0  # the first sample takes milliseconds and would delay the second
         while not self._stop.acquire(timeout=pause_s):
             phase, now = self._clock.phase, time.perf_counter_ns()
-            place = self._place(sys._current_frames().get(self._watched))
+            frames = sys._current_frames()
+            place = self._place(frames.get(self._watched))
             if PROMPT_NS < now - asked_ns - pause_s * 1e9 < forced_ns:
                 place = -1
+            if self._flight is not None:
+                self._flight.samples.append(Sample(now, place, self._others(frames)))
+            del frames
             self.at_ns.append(now)
             self.phases.append(phase)
             self.places.append(place)
@@ -96,13 +109,32 @@ class StackSampler:
             if self.process is not None:
                 self.process.look(self._line)
             self.cpu_ns = time.thread_time_ns()
-            due_ns = self.cpu_ns / MAX_CPU_SHARE - (time.perf_counter_ns() - began_ns)
+            started_ns = started_ns or self.cpu_ns
+            spent_ns = self.cpu_ns - started_ns
+            due_ns = spent_ns / self._cpu_share - (time.perf_counter_ns() - began_ns)
             pause_s = max(self._interval_s, due_ns * 1e-9)
             asked_ns = time.perf_counter_ns()
 
     def _line(self, frame: FrameType | None) -> str:
         place = self._place(frame)
         return "" if place < 0 else self.names[place]
+
+    def _others(self, frames: dict[int, FrameType]) -> tuple[tuple[str, int], ...]:
+        """Name and line of the other threads that are in the user's code."""
+        own = threading.get_ident()
+        places = {
+            thread: self._place(frame)
+            for thread, frame in frames.items()
+            if thread not in (self._watched, own)
+        }
+        if not any(place >= 0 for place in places.values()):
+            return ()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return tuple(
+            (names.get(thread, str(thread)), place)
+            for thread, place in places.items()
+            if place >= 0
+        )
 
     def _place(self, frame: FrameType | None) -> int:
         called = ""
@@ -117,7 +149,8 @@ class StackSampler:
                     self.names.append(_named(frame, called))
                     self.functions.append(f"{file}:{_function(frame.f_code)}")
                 return self._known[key]
-            called = frame.f_code.co_name
+            if not file.startswith(_OURS):
+                called = frame.f_code.co_name
             frame = frame.f_back
         return -1
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from steadytorch.errors import UsageError
 from steadytorch.watching.clock import INPUT, ITERATION, StepClock
+from steadytorch.watching.flight import FlightRecorder
 from steadytorch.watching.job import Job
 from steadytorch.watching.probes import OnImport, Probes
 from steadytorch.watching.stacks import StackSampler
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _INTERVAL_S = 0.1
 """Time between ticks of the machine's recorder: a script runs longer than a measurement."""
+TRACES = "steady-traces"
+"""Folder for traces of slow steps."""
+MOST_KEPT = 1000
 _active: list[Watch[Any]] = []
 
 
@@ -35,10 +41,28 @@ class Watch(Generic[T]):
     Args:
         loader: what to iterate over; None for a `with` block.
         live: whether to show a live line; None shows it if standard error is a terminal.
+        keep_slow: number of slow steps whose traces are kept, the slowest; at most 1,000. They are
+            written at the end.
+        traces: folder for these traces, `.json.gz` for `steady explain`; made if needed.
+
+    Raises:
+        UsageError: `keep_slow` is out of range, or the folder is not writable.
     """
 
-    def __init__(self, loader: Iterable[T] | None = None, *, live: bool | None = None) -> None:
-        self._loader, self._live = loader, live
+    def __init__(
+        self,
+        loader: Iterable[T] | None = None,
+        *,
+        live: bool | None = None,
+        keep_slow: int = 0,
+        traces: str | Path = TRACES,
+    ) -> None:
+        if not 0 <= keep_slow <= MOST_KEPT:
+            raise UsageError(f"keep_slow is {keep_slow}: keep 0 to {MOST_KEPT:,} slow steps")
+        self._loader, self._live, self._keep_slow = loader, live, keep_slow
+        self._traces = Path(traces).absolute()
+        if keep_slow:
+            check_folder(self._traces)
         self._recorder: Recorder | None = None
         self._result: Watched | None = None
         self._on = False
@@ -101,7 +125,8 @@ class Watch(Generic[T]):
             raise UsageError("a watch is active in this process: end it before the next one")
         self._result, self._on = None, True
         self._pid = os.getpid()
-        self.clock = StepClock(on_first_step=self._record)
+        self._flight = FlightRecorder(self._keep_slow) if self._keep_slow else None
+        self.clock = StepClock(on_first_step=self._record, flight=self._flight)
         self._probes, self._sampler = Probes(self.clock), None
         self._began_ns = time.perf_counter_ns()
         self._import = OnImport(self._probes.install)
@@ -135,6 +160,8 @@ class Watch(Generic[T]):
         self._elapsed_ns = time.perf_counter_ns() - self._began_ns
         self._error = error
         self._ranks = self._job.exchange(self.clock.late_means_ns())
+        if self._flight is not None:  # writes the traces
+            _ = self.result
 
     @property
     def result(self) -> Watched:
@@ -157,14 +184,15 @@ class Watch(Generic[T]):
                 optimizers=self._probes.optimizers,
                 rank=self._job.rank,
                 ranks=self._ranks,
+                traces=self._traces,
             )
         return self._result
 
     def _repr_html_(self) -> str:
         """The result for a notebook."""
-        from steadytorch.report.run import as_html
+        from steadytorch.report.notebook import as_html
 
-        return "<p>watching ...</p>" if self._on else as_html("watch", self.result)
+        return "<p>watching ...</p>" if self._on else as_html(self.result)
 
     def _record(self) -> None:
         """Start the recorders at the first step: what comes before is set-up."""
@@ -177,18 +205,53 @@ class Watch(Generic[T]):
             device = f"cuda:{torch.cuda.current_device()}"
         self._recorder = Recorder(device, _INTERVAL_S)
         self._recorder.__enter__()
+        if self._flight is not None:
+            from steadytorch.measure.variability import slow_limit
+
+            self._flight.limit = slow_limit
+            slow_limit(array("q", (1, 2)))  # the first call takes long
+            self._flight.measure_cost()
+            if torch is not None:
+                self._flight.profiling = torch.autograd._profiler_enabled
         self._sampler = StackSampler(self.clock, ProcessSampler(device))
         self._sampler.start()
 
 
-def watch(loader: Iterable[T] | None = None, *, live: bool | None = None) -> Watch[T]:
+def watch(
+    loader: Iterable[T] | None = None,
+    *,
+    live: bool | None = None,
+    keep_slow: int = 0,
+    traces: str | Path = TRACES,
+) -> Watch[T]:
     """Watches the steps of a block or a loop; see `Watch`.
 
     Args:
         loader: what to iterate over; None for a `with` block.
         live: whether to show a live line; None shows it if standard error is a terminal.
+        keep_slow: number of slow steps whose traces are kept, the slowest; at most 1,000.
+        traces: folder for these traces, made if needed.
+
+    Raises:
+        UsageError: `keep_slow` is out of range, or the folder is not writable.
     """
-    return Watch(loader, live=live)
+    return Watch(loader, live=live, keep_slow=keep_slow, traces=traces)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to.
+
+    Raises:
+        UsageError: likewise.
+    """
+    try:
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:
+        raise UsageError(f"traces cannot be written to {folder}: {error.strerror}") from error
+    if not existing.is_dir():
+        raise UsageError(f"traces cannot be written to {folder}: {existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"traces cannot be written to {folder}: no permission")
 
 
 def _on_terminal() -> bool:

@@ -51,11 +51,17 @@ def _slices(document: Watched) -> Table:
 
 def _slow(document: Watched) -> Table:
     rows = [
-        (step.index, duration(step.total_ns), duration(step.over_median_ns), in_words(text))
+        (
+            step.index,
+            duration(step.total_ns),
+            duration(step.over_median_ns),
+            in_words(text),
+            step.trace,
+        )
         for step in document.slowest
         for text in ["; ".join(step.what) or "no cause seen"]
     ]
-    return table(["step", "time", "over the median", "what differed"], rows, (3,))
+    return table(["step", "time", "over the median", "what differed", "trace"], rows, (3, 4))
 
 
 def _lines(document: Watched) -> Table:

@@ -1,0 +1,327 @@
+"""Records every step in a short ring, and keeps the slow ones with the steps before them.
+
+Only the standard library is imported here: the recorder starts before a script imports anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappush, heapreplace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+LEAD = 8
+"""Steps kept before each slow step, to compare it with."""
+MOST_EVENTS = 4096
+"""Events of a step: 48 KiB. Later ones are not recorded."""
+FIRST_LIMIT = 50
+"""Steps after which slow ones can be told: fewer are too few for `measure` to judge."""
+JUDGED_BY = 2000
+"""Latest steps by which a step is judged."""
+GROWTH = 1.2
+"""The limit is computed again each time the number of steps has grown by this factor."""
+SPARE = 50
+"""Steps held beyond those to keep: slow steps of the warm-up are only recognised at the end."""
+MODULE_SHARE = 0.005
+"""Most time that recording module calls may take, as a share of the steps; else fewer levels of
+nested calls are recorded."""
+MOST_SHARE = 0.01
+"""Most time that recording may take in all, as a share of the steps; else some are not recorded."""
+_HEAD_START_NS = 1_000_000
+"""Time that recording may take at the start, so that the first steps are recorded."""
+DEEPEST = 32
+"""Levels of nested module calls recorded at most."""
+
+MOST_MODULES = 65_536
+"""Modules told apart: scripts may make new ones in each step."""
+MOST_SAMPLES = 4096
+"""Samples of the stacks kept: 40 s at 10 ms."""
+
+LEAVE, FULL, FIRST_MODULE = -1, -2, 64
+"""Codes of events: a module call ends; nothing more was recorded in this step. Codes from 0 are
+slices that begin, codes from `FIRST_MODULE` calls of modules."""
+_UNRECORDED, _NESTED, _OUTERMOST = range(3)
+
+
+class Sample(NamedTuple):
+    """Where the watched thread was, and the lines at which other threads were.
+
+    Attributes:
+        at_ns: time on `time.perf_counter_ns`.
+        place: the line, as an index into `StackSampler.names`; -1 if none is the user's.
+        others: name and line of each other thread that is in the user's code.
+    """
+
+    at_ns: int
+    place: int
+    others: tuple[tuple[str, int], ...]
+
+
+class StepTape(NamedTuple):
+    """The events of one step.
+
+    Attributes:
+        number: of the step, from 0.
+        start_ns: its start.
+        end_ns: its end.
+        at_ns: time of each event.
+        codes: what happened, see `FIRST_MODULE`.
+    """
+
+    number: int
+    start_ns: int
+    end_ns: int
+    at_ns: array[int]
+    codes: array[int]
+
+
+@dataclass(frozen=True)
+class SlowTape:
+    """A slow step with the steps before it.
+
+    Attributes:
+        steps: the tapes, the slow step last.
+        samples: samples of the threads during these steps.
+    """
+
+    steps: tuple[StepTape, ...]
+    samples: tuple[Sample, ...]
+
+
+class FlightRecorder:
+    """Keeps the slowest of the slow steps.
+
+    Args:
+        keep: steps to keep.
+        now: returns ns on the clock of the steps.
+
+    Attributes:
+        limit: gives the duration above which a step is slow, from the latest durations; None keeps
+            the slowest steps of all.
+        samples: latest samples of the stacks.
+        profiling: whether the script's own profiler is running.
+        events: events so far.
+        spent_ns: time spent between steps.
+        recorded: steps recorded.
+        profiled: steps left out because the script's own profiler ran.
+        on: whether the current step is recorded.
+        depth: levels of nested module calls that are recorded.
+    """
+
+    def __init__(self, keep: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.keep = keep
+        self.limit: Callable[[Any], float] | None = None
+        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.profiling: Callable[[], bool] = bool
+        self.events = self.spent_ns = self.recorded = self.profiled = 0
+        self.depth = DEEPEST
+        self._now = now
+        self._thread = threading.get_ident()
+        self._event_ns = self._step_ns = 0.0
+        self._profiled = False
+        self._open: list[int] = []
+        self._modules: dict[int, tuple[int, Any]] = {}
+        self._names: list[tuple[str, Any]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps: another kind of step has begun."""
+        self._slow: list[tuple[int, int, SlowTape]] = []
+        self._last: deque[StepTape] = deque(maxlen=LEAD + 1)
+        self._limit_ns, self._next = -1.0, FIRST_LIMIT
+        self._calls = self._span_ns = 0
+        self._elapsed_ns = self._cost_ns = 0.0
+        self._at, self._codes = array("q"), array("i")
+        self.on = True
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def slice(self, at_ns: int, code: int) -> None:
+        """Record that a slice began.
+
+        Args:
+            at_ns: the time.
+            code: index into `clock.SLICES`.
+        """
+        if not self.on:
+            return
+        if len(self._at) < MOST_EVENTS:
+            self._at.append(at_ns)
+            self._codes.append(code)
+        elif self._codes[-1] != FULL:
+            self._at.append(at_ns)
+            self._codes.append(FULL)
+
+    def enter(self, module: Any, outermost: bool = False) -> bool:
+        """Record the call of a module, unless it is nested too deep or runs in another thread.
+
+        Returns:
+            Whether `leave` has to be called.
+        """
+        if threading.get_ident() != self._thread:
+            return outermost
+        if not self.on or len(self._open) >= self.depth or len(self._at) >= MOST_EVENTS:
+            if outermost:
+                self._open.append(_UNRECORDED)
+            return outermost
+        known = self._modules.get(id(module))
+        self._codes.append(known[0] if known is not None else self._register(module))
+        self._at.append(self._now())
+        self._open.append(_OUTERMOST if outermost else _NESTED)
+        self._calls += 1
+        return True
+
+    def leave(self) -> bool:
+        """Record the end of the module call that `enter` recorded last.
+
+        Returns:
+            Whether it was the outermost call.
+        """
+        kind = self._open.pop() if self._open else _UNRECORDED
+        if kind != _UNRECORDED:
+            self._codes.append(LEAVE)
+            self._at.append(self._now())
+        return kind != _NESTED
+
+    def reset(self) -> None:
+        """Forget the open calls, after an exception that skipped their ends."""
+        self._open.clear()
+
+    def ignore(self) -> None:
+        """Ignore all threads from now on, as in a forked child."""
+        self._thread = 0
+
+    def _register(self, module: Any) -> int:
+        """The code of a module that is new. It ends with the module, since ids are reused."""
+        key = id(module)
+        if len(self._names) >= MOST_MODULES:
+            return FIRST_MODULE + MOST_MODULES - 1
+        reference = weakref.ref(module, lambda _: self._modules.pop(key, None))
+        code = FIRST_MODULE + len(self._names)
+        self._modules[key] = code, reference
+        self._names.append((type(module).__name__, reference))
+        return code
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begin(self, at_ns: int, code: int) -> None:
+        """Begin a step."""
+        if self.on:
+            self._at, self._codes = array("q", (at_ns,)), array("i", (code,))
+
+    def finish(self, durations_ns: Sequence[int], start_ns: int, end_ns: int) -> bool:
+        """End a step, and keep it if it is slow.
+
+        Args:
+            durations_ns: durations of all steps, with that of this one at the end.
+            start_ns: start of this step.
+            end_ns: its end.
+
+        Returns:
+            Whether this took long enough to begin the next step after it.
+        """
+        recorded, took_ns = self.on, durations_ns[-1]
+        if recorded:
+            self._count(took_ns)
+        self._elapsed_ns += took_ns
+        self.on = self._cost_ns <= MOST_SHARE * self._elapsed_ns + _HEAD_START_NS
+        before, self._profiled = self._profiled, self.profiling()
+        if before or self._profiled:
+            self.profiled += 1
+            return False
+        index = len(durations_ns) - 1
+        if recorded:
+            self._last.append(StepTape(index, start_ns, end_ns, self._at, self._codes))
+        due = self.limit is not None and index + 1 >= self._next
+        if not due and (not recorded or took_ns <= self._limit_ns or self._is_outdone(took_ns)):
+            return False
+        began = self._now()
+        if due and self.limit is not None:
+            self._limit_ns = self.limit(durations_ns[-JUDGED_BY:])
+            self._next = int(GROWTH * self._next) + 1
+        if recorded and took_ns > self._limit_ns and not self._is_outdone(took_ns):
+            self._keep(index, took_ns)
+        spent_ns = self._now() - began
+        self.spent_ns += spent_ns
+        self._cost_ns += spent_ns
+        return True
+
+    def _count(self, took_ns: int) -> None:
+        """Count the cost of a recorded step; record fewer levels where they cost too much."""
+        self.recorded += 1
+        self.events += len(self._at)
+        self._cost_ns += len(self._at) * self._event_ns + self._step_ns
+        self._span_ns += took_ns
+        if self._calls * 2 * self._event_ns > MODULE_SHARE * self._span_ns:
+            self.depth = max(1, min(self.depth, self._deepest()) - 1)
+            self._calls = self._span_ns = 0
+
+    def _is_outdone(self, took_ns: int) -> bool:
+        """Whether as many slower steps are held as there may be."""
+        return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
+
+    def _keep(self, index: int, took_ns: int) -> None:
+        full = len(self._slow) >= self.keep + SPARE
+        steps = tuple(self._last)
+        samples = list(self.samples)  # one call, so that the sampler cannot add meanwhile
+        first = bisect_left(samples, steps[0].start_ns, key=itemgetter(0))
+        entry = took_ns, index, SlowTape(steps, tuple(samples[first:]))
+        (heapreplace if full else heappush)(self._slow, entry)
+
+    def _deepest(self) -> int:
+        """Levels of module calls in the last step."""
+        level = deepest = 0
+        for code in self._codes:
+            level += (code >= FIRST_MODULE) - (code == LEAVE)
+            deepest = max(deepest, level)
+        return deepest
+
+    # -- afterwards -----------------------------------------------------------------------------
+
+    def held(self) -> dict[int, SlowTape]:
+        """The steps held, by number."""
+        return {index: tape for _, index, tape in self._slow}
+
+    def module_names(self) -> list[str]:
+        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place."""
+        paths: dict[int, str] = {}
+        alive = [reference() for _, reference in self._names]
+        for module in alive:  # outer modules are called first
+            if module is not None and id(module) not in paths:
+                paths |= {id(each): name for name, each in module.named_modules()} | paths
+        return [
+            f"{name} {paths[id(module)]}".rstrip() if module is not None else name
+            for (name, _), module in zip(self._names, alive, strict=True)
+        ]
+
+    def cost_ns(self) -> float:
+        """Time that recording took in all, in ns."""
+        return self.events * self._event_ns + self.recorded * self._step_ns + self.spent_ns
+
+    def measure_cost(self) -> None:
+        """Measure the time that recording an event takes, and that ending a step takes."""
+        trial = FlightRecorder(1, self._now)
+        target, repeats = _Target(), MOST_EVENTS // 4
+        trial.enter(target)
+        began = self._now()
+        for _ in range(repeats):
+            trial.enter(target)
+            trial.leave()
+        self._event_ns = (self._now() - began) / (2 * repeats)
+        trial._limit_ns, durations = 2.0, array("q", (1,))
+        began = self._now()
+        for _ in range(repeats):
+            trial.begin(0, 0)
+            trial.finish(durations, 0, 1)
+        self._step_ns = (self._now() - began) / repeats
+
+
+class _Target:
+    """Something to record for a trial."""
