@@ -180,6 +180,16 @@ def test_only_as_many_as_asked_are_kept(tmp_path, one_thread):
     assert len(os.listdir(tmp_path)) == 1
 
 
+def test_slow_steps_without_a_trace_are_counted(tmp_path, one_thread):
+    seen = steady.watch(keep_slow=2, traces=tmp_path)
+    with seen:
+        Run(dict.fromkeys((55, 58), "script")).train(70)
+        seen.clock.flight.clear()
+    of_steps_told(seen.result, [55, 58])
+    assert not any(step.trace for step in seen.result.slowest)
+    assert any("2 of the 2 slowest steps have no trace" in text for text in seen.result.remarks)
+
+
 def test_a_steady_run_leaves_no_folder(tmp_path, one_thread):
     with steady.watch(keep_slow=5, traces=tmp_path / "t") as seen:
         Run({}).train(3)

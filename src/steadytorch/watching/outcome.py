@@ -215,6 +215,12 @@ def _with_traces(
     from steadytorch.watching.tracefile import Names, file_name, write_trace
 
     held, names = flight.held(), Names(flight.module_names(), lines)
+    most = slowest[: flight.keep]
+    if missing := sum(step.index not in held for step in most):
+        remarks.append(
+            f"{missing} of the {counted(len(most), 'slowest step')} have no trace: they were not "
+            "recorded, or did not stand out yet when they ran."
+        )
     rank, found = os.environ.get("RANK", "0"), []
     for place, step in enumerate(slowest):
         if place < flight.keep and step.index in held:
