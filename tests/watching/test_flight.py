@@ -180,11 +180,12 @@ def test_modules_are_bounded_and_ids_that_are_used_again_told_apart(monkeypatch)
         flight.enter(kind())
         flight.leave()
         gc.collect()
-    assert flight.module_names() == ["ReLU", "GELU", "SiLU"]
+    assert flight.module_names() == ["ReLU", "GELU", "SiLU", "another module"]
     for _ in range(10):
         flight.enter(nn.Tanh())
         flight.leave()
-    assert len(flight.module_names()) == 5
+    assert len(flight.module_names()) == 6
+    assert max(flight._codes) == flights.FIRST_MODULE + 5
 
 
 def test_names_of_modules_give_their_place():
@@ -192,7 +193,7 @@ def test_names_of_modules_give_their_place():
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
     for module in (model, model[0], model[1], model[1][0]):
         flight.enter(module)
-    assert flight.module_names() == ["Sequential", "Linear 0", "Sequential 1", "ReLU 1.0"]
+    assert flight.module_names()[:4] == ["Sequential", "Linear 0", "Sequential 1", "ReLU 1.0"]
 
 
 def test_fewer_levels_are_recorded_where_calls_cost_too_much():
@@ -398,5 +399,27 @@ def test_a_step_that_is_not_recorded_leaves_open_calls_alone():
     assert flight.recorded == 0
     assert not flight.held()
     assert flight.on
+    train(clock, time, MS)
+    assert flight.held().keys() == {1}
+
+
+def test_an_interrupt_within_the_recorder_costs_one_step():
+    time, clock, flight = made()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert clock.begin(FORWARD)
+    flight._now = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        flight.enter(nn.Identity(), outermost=True)
+    flight._now = time
+    flight._open.append(1)  # as if it had come a little later
+    clock.end()
+    clock.boundary(OPTIMIZING, 1)
+    assert flight.recorded == 0
+    assert flight.enter(nn.Identity(), outermost=True)
+    assert flight.leave()
+    assert flight._open == []
     train(clock, time, MS)
     assert flight.held().keys() == {1}

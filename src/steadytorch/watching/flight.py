@@ -136,7 +136,7 @@ class FlightRecorder:
         self._slow: list[tuple[int, int, SlowTape]] = []
         self._last: deque[StepTape] = deque(maxlen=LEAD + 1)
         self._limit_ns, self._next = -1.0, FIRST_LIMIT
-        self._calls = self._span_ns = 0
+        self._calls = self._span_ns = self.recorded = 0
         self._elapsed_ns = self._cost_ns = 0.0
         self._at, self._codes = array("q"), array("i")
         self.on = True
@@ -167,6 +167,8 @@ class FlightRecorder:
         """
         if threading.get_ident() != self._thread:
             return outermost
+        if outermost:  # an interrupt may have skipped the end of an earlier call
+            self._open.clear()
         if not self.on or len(self._open) >= self.depth or len(self._at) >= MOST_EVENTS:
             if outermost:
                 self._open.append(_UNRECORDED)
@@ -202,7 +204,7 @@ class FlightRecorder:
         """The code of a module that is new. It ends with the module, since ids are reused."""
         key = id(module)
         if len(self._names) >= MOST_MODULES:
-            return FIRST_MODULE + MOST_MODULES - 1
+            return FIRST_MODULE + MOST_MODULES
         reference = weakref.ref(module, lambda _: self._modules.pop(key, None))
         code = FIRST_MODULE + len(self._names)
         self._modules[key] = code, reference
@@ -227,7 +229,8 @@ class FlightRecorder:
         Returns:
             Whether this took long enough to begin the next step after it.
         """
-        recorded, took_ns = self.on, durations_ns[-1]
+        took_ns = durations_ns[-1]
+        recorded = self.on and len(self._at) == len(self._codes)  # an interrupt may come between
         if recorded:
             self._count(took_ns)
         self._elapsed_ns += took_ns
@@ -290,16 +293,20 @@ class FlightRecorder:
         return {index: tape for _, index, tape in self._slow}
 
     def module_names(self) -> list[str]:
-        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place."""
+        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place.
+
+        The last is for all modules beyond `MOST_MODULES`.
+        """
         paths: dict[int, str] = {}
         alive = [reference() for _, reference in self._names]
         for module in alive:  # outer modules are called first
             if module is not None and id(module) not in paths:
                 paths |= {id(each): name for name, each in module.named_modules()} | paths
-        return [
+        names = [
             f"{name} {paths[id(module)]}".rstrip() if module is not None else name
             for (name, _), module in zip(self._names, alive, strict=True)
         ]
+        return [*names, "another module"]
 
     def cost_ns(self) -> float:
         """Time that recording took in all, in ns."""
