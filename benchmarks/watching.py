@@ -39,8 +39,8 @@ PROMISES = {"watch": 0.005, "keep_slow": 0.02}
 KEPT = 10
 BLOCK_S = 1.0
 FIRST_STEPS = 60
-"""Steps before a timed block: the recorder has its first limit."""
-LEAST_STEPS = 5
+"""Most steps before a timed block: by then the recorder has its first limit."""
+LEAST_STEPS = 3
 SCRIPT = """
 import time, torch
 model = torch.nn.Linear(64, 64)
@@ -74,10 +74,10 @@ def resnet18() -> Step:
 
 
 def transformer() -> Step:
-    """An encoder of six layers, 8 sequences of 64 tokens."""
+    """An encoder of six layers, 4 sequences of 64 tokens."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
     model = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return training(model, torch.randn(8, 64, 256))
+    return training(model, torch.randn(4, 64, 256))
 
 
 def small() -> Step:
@@ -123,7 +123,7 @@ def overhead(step: Step, mode: str, rng: Random, say: Callable[[str], None]) -> 
     step()
     one = time.perf_counter_ns() - began
     steps = max(LEAST_STEPS, round(BLOCK_S * 1e9 / one))
-    first = min(FIRST_STEPS, steps)
+    first = min(FIRST_STEPS, max(2, steps // 4))
     pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
     stated: list[float] = []
     found: list[Any] = []

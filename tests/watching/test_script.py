@@ -112,13 +112,17 @@ def test_training_is_the_same_and_reported(script, tmp_path):
     assert b"steady run" in files[1].read_bytes()
 
 
-def test_ctrl_c_reaches_the_script_and_the_summary_follows(script):
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--keep-slow", "3"], marks=pytest.mark.slow)]
+)
+def test_ctrl_c_reaches_the_script_and_the_summary_follows(script, tmp_path, options):
     path = script(TRAIN.format(end="import time; print('ready', flush=True); time.sleep(60)"))
     # A test run in the background may ignore the signal, and pass that on.
     heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    heed += "os.execv(sys.executable, [sys.executable, '-m', 'steadytorch', 'run', sys.argv[1]])"
-    line = [sys.executable, "-c", heed, str(path)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    heed += "os.execv(sys.executable, [sys.executable, '-m', 'steadytorch', 'run', *sys.argv[1:]])"
+    line = [sys.executable, "-c", heed, *options, str(path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    with subprocess.Popen(line, **pipes) as child:
         assert child.stdout is not None
         while child.stdout.readline() not in (b"ready\n", b""):
             pass

@@ -57,7 +57,7 @@ _NAMES = {
     "evaluation": "evaluation",
     "rest": "the script's own code",
 }
-_SLICE = re.compile(r"\b(?:(?:gpu|idle|cpu)_[a-z_]+|input_wait|rest(?= \d))\b")
+_SLICE = re.compile(r"\b(?:(?:gpu|idle|cpu)_[a-z_]+|input_wait)\b")
 
 
 def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICES) -> None:

@@ -1,4 +1,6 @@
-"""Records every step in a short ring, and keeps the slow ones with the steps before them.
+"""Records every step in a short ring, and holds the slowest with the steps before them.
+
+Which of them are slow is decided at the end, when all steps are known.
 
 Only the standard library is imported here: the recorder starts before a script imports anything.
 """
@@ -21,14 +23,14 @@ LEAD = 8
 """Steps kept before each slow step, to compare it with."""
 MOST_EVENTS = 4096
 """Events of a step: 48 KiB. Later ones are not recorded."""
-FIRST_LIMIT = 50
-"""Steps after which slow ones can be told: fewer are too few for `measure` to judge."""
+SPARE = 100
+"""Steps held beyond those to keep: only the end shows which steps are warm-up."""
+FIRST_LIMIT = 20
+"""Steps after which a running step can be overdue."""
 JUDGED_BY = 2000
-"""Latest steps by which a step is judged."""
+"""Latest steps by which a running step is overdue."""
 GROWTH = 1.2
-"""The limit is computed again each time the number of steps has grown by this factor."""
-SPARE = 50
-"""Steps held beyond those to keep: slow steps of the warm-up are only recognised at the end."""
+"""That is computed again each time the number of steps has grown by this factor."""
 MODULE_SHARE = 0.005
 """Most time that recording module calls may take, as a share of the steps; else fewer levels of
 nested calls are recorded."""
@@ -47,6 +49,7 @@ MOST_SAMPLES = 4096
 LEAVE, FULL, FIRST_MODULE = -1, -2, 64
 """Codes of events: a module call ends; nothing more was recorded in this step. Codes from 0 are
 slices that begin, codes from `FIRST_MODULE` calls of modules."""
+_REPEATS, _CALLS = 10, 100
 _UNRECORDED, _NESTED, _OUTERMOST = range(3)
 
 
@@ -55,11 +58,13 @@ class Sample(NamedTuple):
 
     Attributes:
         at_ns: time on `time.perf_counter_ns`.
+        phase: the slice, as an index into `clock.SLICES`.
         place: the line, as an index into `StackSampler.names`; -1 if none is the user's.
         others: name and line of each other thread that is in the user's code.
     """
 
     at_ns: int
+    phase: int
     place: int
     others: tuple[tuple[str, int], ...]
 
@@ -94,17 +99,20 @@ class SlowTape:
     steps: tuple[StepTape, ...]
     samples: tuple[Sample, ...]
 
+    def of_slow(self) -> list[Sample]:
+        """The samples of the slow step."""
+        return [each for each in self.samples if each.at_ns >= self.steps[-1].start_ns]
+
 
 class FlightRecorder:
-    """Keeps the slowest of the slow steps.
+    """Holds the slowest steps so far.
 
     Args:
         keep: steps to keep.
         now: returns ns on the clock of the steps.
 
     Attributes:
-        limit: gives the duration above which a step is slow, from the latest durations; None keeps
-            the slowest steps of all.
+        limit: gives the duration above which a running step is overdue, from the latest durations.
         samples: latest samples of the stacks.
         profiling: whether the script's own profiler is running.
         events: events so far.
@@ -135,11 +143,11 @@ class FlightRecorder:
         """Forget all steps: another kind of step has begun."""
         self._slow: list[tuple[int, int, SlowTape]] = []
         self._last: deque[StepTape] = deque(maxlen=LEAD + 1)
-        self._limit_ns, self._next = -1.0, FIRST_LIMIT
-        self._calls = self._span_ns = 0
+        self._limit_ns, self._next = 0.0, FIRST_LIMIT
+        self._calls = self._span_ns = self.recorded = 0
         self._elapsed_ns = self._cost_ns = 0.0
         self._at, self._codes = array("q"), array("i")
-        self.on = True
+        self.on, self._began_ns = True, self._now()
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -167,6 +175,8 @@ class FlightRecorder:
         """
         if threading.get_ident() != self._thread:
             return outermost
+        if outermost:  # an interrupt may have skipped the end of an earlier call
+            self._open.clear()
         if not self.on or len(self._open) >= self.depth or len(self._at) >= MOST_EVENTS:
             if outermost:
                 self._open.append(_UNRECORDED)
@@ -202,7 +212,7 @@ class FlightRecorder:
         """The code of a module that is new. It ends with the module, since ids are reused."""
         key = id(module)
         if len(self._names) >= MOST_MODULES:
-            return FIRST_MODULE + MOST_MODULES - 1
+            return FIRST_MODULE + MOST_MODULES
         reference = weakref.ref(module, lambda _: self._modules.pop(key, None))
         code = FIRST_MODULE + len(self._names)
         self._modules[key] = code, reference
@@ -213,11 +223,12 @@ class FlightRecorder:
 
     def begin(self, at_ns: int, code: int) -> None:
         """Begin a step."""
+        self._began_ns = at_ns
         if self.on:
             self._at, self._codes = array("q", (at_ns,)), array("i", (code,))
 
     def finish(self, durations_ns: Sequence[int], start_ns: int, end_ns: int) -> bool:
-        """End a step, and keep it if it is slow.
+        """End a step, and hold it if it is among the slowest.
 
         Args:
             durations_ns: durations of all steps, with that of this one at the end.
@@ -227,7 +238,8 @@ class FlightRecorder:
         Returns:
             Whether this took long enough to begin the next step after it.
         """
-        recorded, took_ns = self.on, durations_ns[-1]
+        took_ns = durations_ns[-1]
+        recorded = self.on and len(self._at) == len(self._codes)  # an interrupt may come between
         if recorded:
             self._count(took_ns)
         self._elapsed_ns += took_ns
@@ -240,18 +252,23 @@ class FlightRecorder:
         if recorded:
             self._last.append(StepTape(index, start_ns, end_ns, self._at, self._codes))
         due = self.limit is not None and index + 1 >= self._next
-        if not due and (not recorded or took_ns <= self._limit_ns or self._is_outdone(took_ns)):
+        slow = recorded and not self._is_outdone(took_ns)
+        if not due and not slow:
             return False
         began = self._now()
         if due and self.limit is not None:
             self._limit_ns = self.limit(durations_ns[-JUDGED_BY:])
             self._next = int(GROWTH * self._next) + 1
-        if recorded and took_ns > self._limit_ns and not self._is_outdone(took_ns):
-            self._keep(index, took_ns)
+        if slow:
+            self._hold(index, took_ns)
         spent_ns = self._now() - began
         self.spent_ns += spent_ns
         self._cost_ns += spent_ns
         return True
+
+    def is_overdue(self, now: int) -> bool:
+        """Whether the running step takes long already; other threads may ask."""
+        return 0 < self._limit_ns < now - self._began_ns
 
     def _count(self, took_ns: int) -> None:
         """Count the cost of a recorded step; record fewer levels where they cost too much."""
@@ -267,7 +284,7 @@ class FlightRecorder:
         """Whether as many slower steps are held as there may be."""
         return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
 
-    def _keep(self, index: int, took_ns: int) -> None:
+    def _hold(self, index: int, took_ns: int) -> None:
         full = len(self._slow) >= self.keep + SPARE
         steps = tuple(self._last)
         samples = list(self.samples)  # one call, so that the sampler cannot add meanwhile
@@ -290,16 +307,20 @@ class FlightRecorder:
         return {index: tape for _, index, tape in self._slow}
 
     def module_names(self) -> list[str]:
-        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place."""
+        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place.
+
+        The last is for all modules beyond `MOST_MODULES`.
+        """
         paths: dict[int, str] = {}
         alive = [reference() for _, reference in self._names]
         for module in alive:  # outer modules are called first
             if module is not None and id(module) not in paths:
                 paths |= {id(each): name for name, each in module.named_modules()} | paths
-        return [
+        names = [
             f"{name} {paths[id(module)]}".rstrip() if module is not None else name
             for (name, _), module in zip(self._names, alive, strict=True)
         ]
+        return [*names, "another module"]
 
     def cost_ns(self) -> float:
         """Time that recording took in all, in ns."""
@@ -307,21 +328,26 @@ class FlightRecorder:
 
     def measure_cost(self) -> None:
         """Measure the time that recording an event takes, and that ending a step takes."""
-        trial = FlightRecorder(1, self._now)
-        target, repeats = _Target(), MOST_EVENTS // 4
-        trial.enter(target)
-        began = self._now()
-        for _ in range(repeats):
-            trial.enter(target)
+        trial, durations = FlightRecorder(1 - SPARE, self._now), array("q", (1,))
+        for _ in range(2):
+            trial.finish(durations, 0, 1)
+
+        def call() -> None:
+            trial.enter(durations)
             trial.leave()
-        self._event_ns = (self._now() - began) / (2 * repeats)
-        trial._limit_ns, durations = 2.0, array("q", (1,))
-        began = self._now()
-        for _ in range(repeats):
+
+        def step() -> None:
             trial.begin(0, 0)
             trial.finish(durations, 0, 1)
-        self._step_ns = (self._now() - began) / repeats
 
+        self._event_ns, self._step_ns = self._least_ns(call) / 2, self._least_ns(step)
 
-class _Target:
-    """Something to record for a trial."""
+    def _least_ns(self, call: Callable[[], None]) -> float:
+        """Least time of a call over several repetitions, in ns."""
+        found = []
+        for _ in range(_REPEATS):
+            began = self._now()
+            for _ in range(_CALLS):
+                call()
+            found.append(self._now() - began)
+        return min(found) / _CALLS

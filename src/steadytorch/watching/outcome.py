@@ -27,7 +27,7 @@ from steadytorch.results.explain import SlowStep
 from steadytorch.results.measure import Measurement
 from steadytorch.results.watched import LineShare, Watched
 from steadytorch.rules import findings
-from steadytorch.watching.clock import SLICES, UNITS, StepClock
+from steadytorch.watching.clock import REST, SLICES, UNITS, StepClock
 from steadytorch.watching.flight import DEEPEST, MODULE_SHARE, MOST_SHARE
 from steadytorch.watching.probes import probe_cost
 
@@ -188,7 +188,7 @@ class _Seen:
         for each in slow[:most]:
             excess = each.sample_ns - measured.median_ns
             what = [] if each.cause == UNATTRIBUTED else [each.cause]
-            what += self._differences(each.index, excess)
+            what += self._differences(each.index, excess, held.get(each.index))
             if each.index in held:
                 what += self._meanwhile(held[each.index])
             name = f"step {each.index}"
@@ -197,9 +197,9 @@ class _Seen:
 
     def _meanwhile(self, tape: SlowTape) -> list[str]:
         """The lines that other threads ran in a slow step, but not in those before it."""
-        began = tape.steps[-1].start_ns
-        before = {each for s in tape.samples if s.at_ns < began for each in s.others}
-        during = [s for s in tape.samples if s.at_ns >= began]
+        during = tape.of_slow()
+        earlier = tape.samples[: len(tape.samples) - len(during)]
+        before = {each for s in earlier for each in s.others}
         counts = Counter(each for s in during for each in s.others if each not in before)
         return [
             f"thread {name} meanwhile at {self._names[line]}"
@@ -207,18 +207,25 @@ class _Seen:
             if 2 * count >= len(during)
         ]
 
-    def _differences(self, step: int, excess: float) -> list[str]:
-        """The slices that took longer than usual in a step, and the line seen most in each."""
+    def _differences(self, step: int, excess: float, tape: SlowTape | None) -> list[str]:
+        """The slices that took longer than usual in a step, and the line seen most in each.
+
+        A flight recorder has more samples of slow steps.
+        """
         told = []
         for place, column in enumerate(self._slices):
             usual = float(np.median(column))
             over = float(column[step]) - usual
             if over < TOLD * excess:
                 continue
-            here = self._place[(self._step == step) & (self._phase == place)]
-            counts = Counter(here[here >= 0].tolist()).most_common(1)
+            if tape is None:
+                here = self._place[(self._step == step) & (self._phase == place)].tolist()
+            else:
+                here = [each.place for each in tape.of_slow() if each.phase == place]
+            counts = Counter(line for line in here if line >= 0).most_common(1)
             line = f" ({self._names[counts[0][0]]})" if counts else ""
-            text = f"{SLICES[place]} {duration(float(column[step]))}, usually {duration(usual)}"
+            name = "own code" if place == REST else SLICES[place]
+            text = f"{name} {duration(float(column[step]))}, usually {duration(usual)}"
             told.append((over, text + line))
         return [text for _, text in sorted(told, reverse=True)]
 
@@ -235,6 +242,12 @@ def _with_traces(
     from steadytorch.watching.tracefile import Names, file_name, write_trace
 
     held, names = flight.held(), Names(flight.module_names(), lines)
+    most = slowest[: flight.keep]
+    if missing := sum(step.index not in held for step in most):
+        remarks.append(
+            f"{missing} of the {counted(len(most), 'slowest step')} have no trace: they were not "
+            "recorded, or many of the warm-up were slower."
+        )
     rank, found = os.environ.get("RANK", "0"), []
     for place, step in enumerate(slowest):
         if place < flight.keep and step.index in held:

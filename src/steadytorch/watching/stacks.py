@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
-FLIGHT_INTERVAL_S = 0.01
-FLIGHT_CPU_SHARE = 0.005
+FLIGHT_INTERVAL_S = 0.025
+FLIGHT_CPU_SHARE = 0.002
 """The same for a flight recorder, which needs samples of single steps."""
+OVERDUE_INTERVAL_S = 0.01
+"""Time between samples of a step that takes too long already."""
+_BURST_NS = 20_000_000
+"""CPU time that samples of such steps may take beyond the maximum."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
 PROMPT_NS = 200_000
@@ -38,8 +42,8 @@ class StackSampler:
     """Samples the thread that made it, from a thread of its own.
 
     Args:
-        clock: the clock of that thread; its flight recorder gets samples of other threads too, and
-            has them taken more often.
+        clock: the clock of that thread. Its flight recorder gets samples of other threads too, and
+            more of them while a step is slow.
         process: sampled along; None for the thread alone.
         interval_s: time between samples, in seconds; None for the usual.
 
@@ -89,31 +93,48 @@ class StackSampler:
     def _run(self) -> None:
         began_ns = asked_ns = time.perf_counter_ns()
         pause_s, forced_ns = self._interval_s, sys.getswitchinterval() * 1e9
-        started_ns = 0  # the first sample takes milliseconds and would delay the second
+        due_ns = started_ns = 0  # the first sample takes milliseconds and would delay the second
         while not self._stop.acquire(timeout=pause_s):
-            phase, now = self._clock.phase, time.perf_counter_ns()
-            frames = sys._current_frames()
-            place = self._place(frames.get(self._watched))
-            if PROMPT_NS < now - asked_ns - pause_s * 1e9 < forced_ns:
-                place = -1
-            if self._flight is not None:
-                self._flight.samples.append(Sample(now, place, self._others(frames)))
-            del frames
-            self.at_ns.append(now)
-            self.phases.append(phase)
-            self.places.append(place)
-            if len(self.at_ns) >= MOST_SAMPLES:
-                self.at_ns, self.phases = self.at_ns[::2], self.phases[::2]
-                self.places = self.places[::2]
-                self._interval_s *= 2
-            if self.process is not None:
-                self.process.look(self._line)
+            now = time.perf_counter_ns()
+            overdue = self._flight is not None and self._flight.is_overdue(now)
+            if overdue or now >= due_ns:
+                prompt = not PROMPT_NS < now - asked_ns - pause_s * 1e9 < forced_ns
+                self._sample(now, regular=now >= due_ns, prompt=prompt)
             self.cpu_ns = time.thread_time_ns()
             started_ns = started_ns or self.cpu_ns
             spent_ns = self.cpu_ns - started_ns
-            due_ns = spent_ns / self._cpu_share - (time.perf_counter_ns() - began_ns)
-            pause_s = max(self._interval_s, due_ns * 1e-9)
+            if now >= due_ns:
+                due_ns = max(now + self._interval_s * 1e9, began_ns + spent_ns / self._cpu_share)
             asked_ns = time.perf_counter_ns()
+            pause_s = max(0.001, (due_ns - asked_ns) * 1e-9)
+            if self._flight is not None and spent_ns < _BURST_NS + self._cpu_share * (
+                now - began_ns
+            ):
+                pause_s = min(pause_s, OVERDUE_INTERVAL_S if overdue else self._interval_s)
+
+    def _sample(self, now: int, *, regular: bool, prompt: bool) -> None:
+        """Take a sample.
+
+        Args:
+            now: the time.
+            regular: whether it counts for the share of the time that a line takes.
+            prompt: whether the thread is still where it was at the time asked for.
+        """
+        phase, frames = self._clock.phase, sys._current_frames()
+        place = self._place(frames.get(self._watched)) if prompt else -1
+        if self._flight is not None:
+            self._flight.samples.append(Sample(now, phase, place, self._others(frames)))
+        if not regular:
+            return
+        self.at_ns.append(now)
+        self.phases.append(phase)
+        self.places.append(place)
+        if len(self.at_ns) >= MOST_SAMPLES:
+            self.at_ns, self.phases = self.at_ns[::2], self.phases[::2]
+            self.places = self.places[::2]
+            self._interval_s *= 2
+        if self.process is not None:
+            self.process.look(self._line)
 
     def _line(self, frame: FrameType | None) -> str:
         place = self._place(frame)
