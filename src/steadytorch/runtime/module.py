@@ -37,6 +37,7 @@ from steadytorch.runtime.dispatch import (
     Probation,
     Resolution,
     Resolver,
+    Run,
     SlowPaths,
     fast_path,
     obstacle,
@@ -86,6 +87,15 @@ class TunedModule(ModuleProxy):
         options: how to serve.
     """
 
+    _resolve: Resolver
+    _fits: Callable[[nn.Module], str | None] | None
+    _options: ServingOptions
+    _entries: Entries
+    _gate: Gate
+    _tally: Tally
+    _run: Run
+    _run_unchecked: Run
+
     def __init__(
         self,
         model: nn.Module,
@@ -94,12 +104,7 @@ class TunedModule(ModuleProxy):
         options: ServingOptions = _OPTIONS,
     ) -> None:
         super().__init__(model)
-        state = self.__dict__  # ModuleProxy.__setattr__ would set these on the model
-        state["_resolve"], state["_fits"], state["_options"] = resolve, fits, options
-        state["_entries"] = Entries(model, resolve, options)
-        state["_found"] = state["_entries"].found
-        state["_gate"] = Gate(model.training)
-        state["_tally"] = Tally()
+        entries, gate = Entries(model, resolve, options), Gate(model.training)
         slow_paths = SlowPaths(
             self._slow_path,
             self._without_key,
@@ -108,17 +113,23 @@ class TunedModule(ModuleProxy):
             self._known_miss,
             self._checked,
         )
-        state["_run"] = runner(slow_paths, options.verify_every)
-        state["_run_unchecked"] = runner(slow_paths)
         compiled, _ = load()
-        state["_key"] = key_function(compiled)
-        serve = fast_path(model, self._gate, self._found, slow_paths, self._run, compiled)
-        state["_entrance"] = (
-            serve,
-            [
-                *[state[f"_{kind}_hooks"] for kind in _HOOKS],
-                *[getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS],
-            ],
+        run = runner(slow_paths, options.verify_every)
+        serve = fast_path(model, gate, entries.found, slow_paths, run, compiled)
+        hooks = [vars(self)[f"_{kind}_hooks"] for kind in _HOOKS]
+        hooks += [getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS]
+        vars(self).update(  # ModuleProxy.__setattr__ would set these on the model
+            _resolve=resolve,
+            _fits=fits,
+            _options=options,
+            _entries=entries,
+            _found=entries.found,
+            _gate=gate,
+            _tally=Tally(),
+            _run=run,
+            _run_unchecked=runner(slow_paths),
+            _key=key_function(compiled),
+            _entrance=(serve, hooks),
         )
         watch(self)
         self._gate.off = self._why_off()
@@ -184,7 +195,8 @@ class TunedModule(ModuleProxy):
             executor = entry.executor
             if entry.call is None or executor is None or executor.static is None:
                 return args, kwargs
-            same = quick_key(*executor.static) == quick_key(args, kwargs)
+            static_args, static_kwargs = executor.static
+            same = quick_key(static_args, static_kwargs) == quick_key(args, kwargs)
         except Exception:
             return args, kwargs
         return executor.static if same else (args, kwargs)

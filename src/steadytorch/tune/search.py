@@ -72,6 +72,8 @@ def _layers(workload: Workload) -> int:
 
 
 Chooser = Callable[[Candidate, float], str]
+_Final = tuple[Measurement, Measurement, LiveTrial, Speedup]
+"""Untouched workload and winner on fresh blocks, the winner, and its speedup."""
 
 
 class Search:
@@ -116,7 +118,7 @@ class Search:
         self._rng = Random(options.seed)
         self._pool = CandidatePool(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
-        self._final: tuple[Measurement, Measurement, LiveTrial, Speedup] | None = None
+        self._final: _Final | None = None
 
     def run(self) -> TuneResult:
         """Searches until all candidates are tried or the budget is exhausted.
@@ -265,38 +267,43 @@ class Search:
         return [with_stem_config(leader, config)] if config else []
 
     def _decide(self) -> None:
-        arms = [self._pool.baseline, *self._pool.finalists()]
-        chosen = arms[-1]
-        if len(arms) > 2:
-            self._watcher.phase(
-                f"final race of {len(arms) - 1} candidates and the untouched workload"
-            )
-            reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
-            result = race(
-                [self._pool.arm(trial) for trial in arms],
-                rng=self._rng,
-                stop=lambda: self._budget.remaining() < reserve_s,
-            )
-            peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
-            if result.times[0]:
-                chosen = arms[choose(result, [trial.candidate for trial in arms], peaks)]
-            else:  # no time for a single round: confirm the leader of the screening
-                chosen = arms[1]
-        self._confirm(chosen)
+        """Confirms the winner on fresh pairs; if it dies meanwhile, that of another race."""
+        while (chosen := self._raced()) is not self._pool.baseline:
+            if (confirmed := self._confirmed(chosen)) is not None:
+                self._final = confirmed
+                return
+        mark = len(chosen.blocks)
+        self._watcher.phase("timing the untouched workload")
+        for _ in range(LOOKS[0]):
+            self._pool.arm(chosen)()
+        alone = chosen.measured(self._options.metric, mark)
+        self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
 
-    def _confirm(self, chosen: LiveTrial) -> None:
+    def _raced(self) -> LiveTrial:
+        """The winner of a race of the finalists and the untouched workload."""
+        arms = [self._pool.baseline, *self._pool.finalists()]
+        if len(arms) <= 2:
+            return arms[-1]
+        self._watcher.phase(f"final race of {len(arms) - 1} candidates and the untouched workload")
+        reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
+        result = race(
+            [self._pool.arm(trial) for trial in arms],
+            rng=self._rng,
+            stop=lambda: self._budget.remaining() < reserve_s,
+        )
+        if not result.times[0]:  # no time for a single round: the leader of the screening
+            return arms[1]
+        peaks = [trial.set_up.peak_memory_bytes if trial.set_up else 0 for trial in arms]
+        return arms[choose(result, [trial.candidate for trial in arms], peaks)]
+
+    def _confirmed(self, chosen: LiveTrial) -> _Final | None:
         """Times fresh pairs of baseline and winner; keeps the baseline unless the winner is faster.
 
-        A winner that dies is rejected, and another one is chosen.
+        Returns:
+            The decision; None if the winner died, which rejects it.
         """
         self._watcher.phase(f"confirming {describe(chosen.candidate)} on fresh pairs")
         marks = {id(t): len(t.blocks) for t in (self._pool.baseline, chosen)}
-        if chosen is self._pool.baseline:
-            for _ in range(LOOKS[0]):
-                self._pool.arm(chosen)()
-            alone = self._measured(chosen, marks)
-            self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
-            return
         try:
             judgement, _ = compare(
                 lambda: self._pool.timed_block(self._pool.baseline),
@@ -307,14 +314,13 @@ class Search:
             )
             self._top_up(chosen, marks)
         except WorkerFault:
-            self._decide()
-            return
+            return None
         faster = judgement.verdict == "faster"
         winner = chosen if faster else self._pool.baseline
         if not faster:
             chosen.status = "ok"
             chosen.reason = f"not shown to be faster on fresh pairs ({judgement.verdict})"
-        self._final = (
+        return (
             self._measured(self._pool.baseline, marks),
             self._measured(winner, marks),
             winner,
