@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -191,6 +192,7 @@ def main() -> None:
         print(text, file=sys.stderr, flush=True)
 
     found: dict[str, Any] = {}
+    load = [os.getloadavg()[0]]
     for name in options.only:
         say(name)
         step = WORKLOADS[name]()
@@ -205,6 +207,7 @@ def main() -> None:
         "python": sys.version.split()[0],
         "device": device_name("cpu"),
         "threads": options.threads,
+        "load_average": [*load, os.getloadavg()[0]],
         "protocol": "blocks of one second, plain and watched, in random order in one process; "
         "99 % intervals over pairs",
         "workloads": found,
