@@ -1,6 +1,6 @@
 """Write the comparison tables of README and docs from the committed results.
 
-The README gets a row per machine, docs/benchmarks.md a row per workload.
+The README gets a row per machine, docs/results.md a row per workload.
 
 python benchmarks/rivals/readme_table.py           # rewrites the blocks between the marks
 python benchmarks/rivals/readme_table.py --check   # fails if a block is out of date
@@ -33,7 +33,7 @@ def blocks(results: Path) -> dict[Path, str]:
     documents = [read(path) for path in newest(results)]
     return {
         ROOT / "README.md": brief(documents) if documents else "",
-        ROOT / "docs" / "benchmarks.md": "\n".join(map(page, documents)),
+        ROOT / "docs" / "results.md": "\n".join(map(page, documents)),
     }
 
 

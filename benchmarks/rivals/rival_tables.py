@@ -278,7 +278,7 @@ def page_cells(document: Document, name: str) -> list[str] | None:
 
 
 def page(document: Document) -> str:
-    """Format the table of one machine for `docs/benchmarks.md`, with its versions."""
+    """Format the table of one machine for `docs/results.md`, with its versions."""
     cells = [page_cells(document, name) for name in document["workloads"]]
     shown = [each for each in cells if each is not None]
     lines = [f"{heading(document)}:", "", *table(PAGE, shown), "", *over_all(document)]
