@@ -1,12 +1,13 @@
 """Provokes idle-cores: PyTorch has one thread, as torchrun sets it by default.
 
-`slow` trains on one thread, `mended` on the number that PyTorch chooses.
+`slow` trains on one thread, `mended` on one for each core.
 
     steady run examples/idle_cores.py slow
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -32,6 +33,7 @@ def slow() -> None:
 
 
 def mended() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     train()
 
 

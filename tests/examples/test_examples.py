@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -137,3 +140,23 @@ def test_the_slow_script_provokes_its_finding_and_the_mended_does_not(others, fi
     if found != [True, False] and others() > CROWDED:
         pytest.skip(f"other programs had {others():.0%} of the cores")
     assert found == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finding", provoked.OF_RANKS)
+def test_the_slow_job_provokes_its_finding_and_the_mended_does_not(finding, tmp_path):
+    found = []
+    for which in ("slow", "mended"):
+        result = tmp_path / f"{which}.json"
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+        steady_run = (sys.executable, "-m", "steadytorch", "run", "--quiet", "--json", result)
+        subprocess.run(
+            [*torchrun, "--no-python", "--nproc-per-node=2", *steady_run,
+             provoked.path_of(finding), which],
+            check=True, timeout=240,
+        )  # fmt: skip
+        document = json.loads(result.read_bytes())
+        assert sorted(document["ranks"]) == ["0", "1"]
+        found.append([each["title"] for each in document["findings"] if each["id"] == finding])
+    assert found[0][0].startswith("rank 1 is late by ")
+    assert found[1] == []

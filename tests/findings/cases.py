@@ -66,7 +66,7 @@ def watched(
     lines: dict[str, Any] | None = None,
     *,
     setting: Setting | None = None,
-    ranks: dict[int, dict[str, float]] | None = None,
+    ranks: dict[int, dict[str, tuple[float, float]]] | None = None,
     **times: Any,
 ) -> Case:
     """A case of 100 watched steps with 10 ms of forward, and these times in ns besides."""

@@ -19,7 +19,15 @@ def ranks(size, late, name, by, waits="backward"):
     found = {rank: dict(USUAL) for rank in range(size)}
     for rank, times in found.items():
         times[name if rank == late else waits] += by
-    return found
+    return with_errors(found)
+
+
+def with_errors(ranks, share=0.01):
+    """Means with a standard error of this share."""
+    return {
+        rank: {name: (mean, share * mean) for name, mean in times.items()}
+        for rank, times in ranks.items()
+    }
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -46,14 +54,22 @@ def test_equal_ranks_are_not_accused(size, seed):
         rank: {name: value * draw.uniform(0.98, 1.02) for name, value in USUAL.items()}
         for rank in range(size)
     }
-    assert rule(watched(ranks=alike)) == ()
+    assert rule(watched(ranks=with_errors(alike))) == ()
 
 
 def test_a_rank_for_which_nobody_waits_is_not_late():
     times = {rank: dict(USUAL) for rank in range(3)}
     times[1]["input_wait"] += 10 * MS
-    assert rule(watched(ranks=times)) == ()
+    assert rule(watched(ranks=with_errors(times))) == ()
 
 
 def test_one_process_abstains():
     assert isinstance(rule(watched()), Abstention)
+
+
+def test_a_difference_within_its_error_is_chance():
+    noisy = {
+        rank: {name: (mean, 0.3 * mean) for name, (mean, _) in times.items()}
+        for rank, times in ranks(2, 1, "input_wait", 5 * MS).items()
+    }
+    assert rule(watched(ranks=noisy)) == ()

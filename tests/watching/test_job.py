@@ -33,19 +33,19 @@ def ranks(environment, numbers):
 def test_the_first_rank_collects_the_times_of_all(environment):
     first, second, third = ranks(environment, range(3))
     found = []
-    waiting = threading.Thread(target=lambda: found.append(first.exchange({"rest": 1.0})))
+    waiting = threading.Thread(target=lambda: found.append(first.exchange({"rest": (1.0, 0.1)})))
     waiting.start()
-    assert third.exchange({"rest": 3.0}) == ({}, "")
-    assert second.exchange({"rest": 2.0}) == ({}, "")
+    assert third.exchange({"rest": (3.0, 0.1)}) == ({}, "")
+    assert second.exchange({"rest": (2.0, 0.1)}) == ({}, "")
     waiting.join()
-    assert found == [({rank: {"rest": rank + 1.0} for rank in range(3)}, "")]
+    assert found == [({rank: {"rest": (rank + 1.0, 0.1)} for rank in range(3)}, "")]
 
 
 def test_a_rank_that_does_not_answer_is_named(environment, monkeypatch):
     monkeypatch.setattr(job, "DEADLINE_S", 0.2)
     first, second = ranks(environment, range(2))
-    second.exchange({"rest": 2.0})
-    times, remark = first.exchange({"rest": 1.0})
+    second.exchange({"rest": (2.0, 0.1)})
+    times, remark = first.exchange({"rest": (1.0, 0.1)})
     assert sorted(times) == [0, 1]
     assert remark == "No times within 0 s from rank 2."
 
@@ -54,7 +54,7 @@ def test_a_store_that_is_gone_costs_the_comparison_alone(environment, monkeypatc
     monkeypatch.setattr(job, "DEADLINE_S", 0.2)
     (first,) = ranks(environment, [0])
     first._environment = {**environment, "MASTER_PORT": "1"}
-    times, remark = first.exchange({"rest": 1.0})
+    times, remark = first.exchange({"rest": (1.0, 0.1)})
     assert times == {}
     assert remark.startswith("Ranks are not compared: ")
 
@@ -62,4 +62,4 @@ def test_a_store_that_is_gone_costs_the_comparison_alone(environment, monkeypatc
 def test_without_torchrun_there_is_no_job():
     alone = Job({"WORLD_SIZE": "4", "RANK": "2"})
     assert (alone.rank, alone.size) == (0, 1)
-    assert alone.exchange({"rest": 1.0}) == ({}, "")
+    assert alone.exchange({"rest": (1.0, 0.1)}) == ({}, "")

@@ -65,15 +65,15 @@ class WatchedSteps:
             Lines of the function seen most come first.
         setting: how the process is set up.
         rank: the rank of this process in its job.
-        ranks: rank to the mean time of each slice of a step in ns, this rank included; empty
-            if there are no others, or another rank collects the times.
+        ranks: rank to the mean time of each slice of a step and its standard error, in ns, this
+            rank included; empty if there are no others, or another rank collects the times.
     """
 
     slices_ns: dict[str, np.ndarray]
     lines: dict[str, tuple[tuple[str, float], ...]]
     setting: Setting = Setting()
     rank: int = 0
-    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    ranks: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def totals_ns(self) -> np.ndarray:

@@ -15,11 +15,15 @@ LEAST_SHARE = 0.05
 """Minimum share of the step by which a rank is late."""
 LEAST_MATCH = 0.5
 """Minimum part of the lateness that the other ranks spend in longer waits."""
+LEAST_ERRORS = 3.0
+"""Minimum lateness in standard errors: ranks that share cores differ by chance."""
+_Times = Mapping[str, tuple[float, float]]
 _OWN = ("input_wait", "collection", "copies", "optimizer", "evaluation")
 """Slices in which no rank waits for another."""
 _MAY_WAIT = ("forward", "rest")
 """Slices in which a rank may wait, though most wait in `backward`."""
 
+_NEVER = (0.0, 0.0)
 _WORDS = {"input_wait": "waiting for data", "collection": "garbage collection"}
 
 
@@ -47,11 +51,11 @@ def rule(case: Case) -> Verdict:
     found = _latest(steps.ranks)
     if found is None:
         return ()
-    total = float(np.mean([sum(times.values()) for times in steps.ranks.values()]))
+    total = _step_ns(steps.ranks)
     cost = round(found.by_ns)
     usual = _usual(steps.ranks, found.rank, found.slice)
     where = _WORDS.get(found.slice, found.slice)
-    mine = steps.ranks[found.rank][found.slice]
+    mine, _ = steps.ranks[found.rank][found.slice]
     return (
         Finding(
             id=NAME,
@@ -75,32 +79,49 @@ def rule(case: Case) -> Verdict:
     )
 
 
-def _latest(ranks: Mapping[int, Mapping[str, float]]) -> _Late | None:
+def _latest(ranks: Mapping[int, _Times]) -> _Late | None:
     """The rank and slice with the largest lateness that the others wait for."""
-    total = float(np.mean([sum(times.values()) for times in ranks.values()]))
+    least = LEAST_SHARE * _step_ns(ranks)
     found = []
     for own, waits in ((_OWN, ("backward", *_MAY_WAIT)), (_MAY_WAIT, ("backward",))):
         for rank, times in ranks.items():
             for name in own:
-                late = times.get(name, 0.0) - _usual(ranks, rank, name)
+                mine, error = times.get(name, _NEVER)
+                late = mine - _usual(ranks, rank, name)
+                error = float(np.hypot(error, _error(ranks, rank, name)))
                 where, waited = _longest_wait(ranks, rank, waits)
-                if late >= LEAST_SHARE * total and waited >= LEAST_MATCH * late:
+                if late >= max(least, LEAST_ERRORS * error) and waited >= LEAST_MATCH * late:
                     found.append(_Late(rank, name, late, where, waited))
         if found:
             break
     return max(found, key=lambda each: each.by_ns, default=None)
 
 
-def _usual(ranks: Mapping[int, Mapping[str, float]], rank: int, name: str) -> float:
+def _step_ns(ranks: Mapping[int, _Times]) -> float:
+    """Mean time of a step over all ranks."""
+    return float(np.mean([sum(mean for mean, _ in times.values()) for times in ranks.values()]))
+
+
+def _others(ranks: Mapping[int, _Times], rank: int, name: str) -> np.ndarray:
+    """Mean times of a slice on the other ranks, and their errors, float64, (ranks, 2)."""
+    found = [times.get(name, _NEVER) for other, times in ranks.items() if other != rank]
+    return np.asarray(found, dtype=np.float64)
+
+
+def _usual(ranks: Mapping[int, _Times], rank: int, name: str) -> float:
     """Median time of a slice on the other ranks."""
-    others = [times.get(name, 0.0) for other, times in ranks.items() if other != rank]
-    return float(np.median(others))
+    return float(np.median(_others(ranks, rank, name)[:, 0]))
+
+
+def _error(ranks: Mapping[int, _Times], rank: int, name: str) -> float:
+    """Standard error of a slice on one of the other ranks, as their median."""
+    return float(np.median(_others(ranks, rank, name)[:, 1]))
 
 
 def _longest_wait(
-    ranks: Mapping[int, Mapping[str, float]], rank: int, names: tuple[str, ...]
+    ranks: Mapping[int, _Times], rank: int, names: tuple[str, ...]
 ) -> tuple[str, float]:
     """The slice in which the others take longest beyond a rank, and by how much."""
-    beyond = {name: _usual(ranks, rank, name) - ranks[rank].get(name, 0.0) for name in names}
+    beyond = {n: _usual(ranks, rank, n) - ranks[rank].get(n, _NEVER)[0] for n in names}
     name = max(beyond, key=lambda each: beyond[each])
     return name, beyond[name]

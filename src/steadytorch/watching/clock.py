@@ -9,6 +9,8 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from math import inf
+from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ UNITS = ("model calls", "batches", "optimizer steps", "iterations")
 """Names of the steps, by what ends them."""
 MOST_STEPS = 1_000_000
 """Steps kept: 88 MB. Later ones are counted, not timed."""
+
+MOST_COMPARED = 10_000
+"""Steps that ranks of a job are compared by."""
 
 
 class StepClock:
@@ -96,12 +101,15 @@ class StepClock:
         """Number of finished steps that were timed."""
         return len(self.durations_ns)
 
-    def late_means_ns(self) -> dict[str, float]:
-        """Slice to its mean time in the later half of the steps, in ns; empty without steps."""
-        first = self.steps // 2
+    def late_means_ns(self) -> dict[str, tuple[float, float]]:
+        """Mean time of each slice and its standard error, in ns; empty without steps.
+
+        Over the later half of the steps, and the last `MOST_COMPARED` at most.
+        """
+        first = max(self.steps // 2, self.steps - MOST_COMPARED)
         late = [column[first:] for column in self.slices_ns]
         return {
-            name: sum(column) / len(column)
+            name: (mean(column), stdev(column) / len(column) ** 0.5 if len(column) > 1 else inf)
             for name, column in zip(SLICES, late, strict=True)
             if column
         }

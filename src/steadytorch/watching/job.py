@@ -12,6 +12,7 @@ from typing import Any
 DEADLINE_S = 10.0
 """Longest wait of rank 0 for the times of the others, after its own steps have ended."""
 MOST_RANKS = 1024
+Times = dict[str, tuple[float, float]]
 _watches = itertools.count()
 
 
@@ -36,22 +37,25 @@ class Job:
         run = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"steadytorch/watch/{run}/{next(_watches)}"
 
-    def exchange(self, mean_ns: Mapping[str, float]) -> tuple[dict[int, dict[str, float]], str]:
-        """Publish the mean time of each slice; rank 0 collects those of the others.
+    def exchange(self, mine: Times) -> tuple[dict[int, Times], str]:
+        """Publish this rank's times; rank 0 collects those of the others.
+
+        Args:
+            mine: mean time of each slice, and its standard error, in ns.
 
         Returns:
-            By rank, the mean times in ns, on rank 0; nothing on others. And what is missing.
+            The times by rank, on rank 0; nothing on others. And what is missing.
         """
         if self.size == 1 or self.size > MOST_RANKS:
             return {}, ""
         try:
-            return self._exchange(dict(mean_ns))
+            return self._exchange(dict(mine))
         except Exception as error:  # the store may have ended with its agent
             from steadytorch.errors import one_line
 
             return {}, f"Ranks are not compared: {one_line(error)}."
 
-    def _exchange(self, mine: dict[str, float]) -> tuple[dict[int, dict[str, float]], str]:
+    def _exchange(self, mine: Times) -> tuple[dict[int, Times], str]:
         store = self._store()
         store.set(self._key(self.rank), json.dumps(mine))
         if self.rank:
@@ -86,5 +90,5 @@ class Job:
         )
 
 
-def _times(content: bytes) -> dict[str, float]:
-    return {str(name): float(value) for name, value in json.loads(content).items()}
+def _times(content: bytes) -> Times:
+    return {str(name): (float(m), float(error)) for name, (m, error) in json.loads(content).items()}

@@ -50,7 +50,7 @@ def outcome(
     error: BaseException | None = None,
     optimizers: dict[str, bool] | None = None,
     rank: int = 0,
-    ranks: tuple[dict[int, dict[str, float]], str] = ({}, ""),
+    ranks: tuple[dict[int, dict[str, tuple[float, float]]], str] = ({}, ""),
     traces: Path | None = None,
 ) -> Watched:
     """Make the result of a watch.
@@ -63,7 +63,8 @@ def outcome(
         error: the exception that ended the watched code.
         optimizers: class of each optimizer that stepped, and whether it is fused.
         rank: this process's rank in its job.
-        ranks: mean time of each slice by rank in ns, if this rank collected them, and a remark.
+        ranks: by rank, mean time of each slice and its standard error in ns, if this rank
+            collected them; and a remark.
         traces: folder for the traces of slow steps, if the clock has a flight recorder.
     """
     known: dict[str, Any] = {
@@ -119,7 +120,10 @@ def outcome(
         abstained=abstained,
         host=host_block(np.median(seen.durations), series.overhead_ns, recording),
         overhead_share=overhead,
-        ranks=ranks[0],
+        ranks={
+            number: {name: mean for name, (mean, _) in times.items()}
+            for number, times in ranks[0].items()
+        },
         traces=str(traces) if any(step.trace is not None for step in slowest) else None,
         remarks=tuple(remarks),
     )
