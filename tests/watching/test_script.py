@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -65,6 +66,10 @@ def run(*arguments, **options):
         "if __name__ == '__main__':\n    with m.get_context('fork').Pool(2) as p:\n"
         "        print(p.map(f, [1, 2]))",
         "import os\nif os.fork():\n    os.wait(); print('parent')\nelse:\n    print('child')",
+        "import os\nif os.fork():\n    os.wait(); print('left')\nelse:\n    os.setsid()\n"
+        "    if os.fork():\n        os._exit(0)\n    os.close(1)",
+        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *a: print('heard'))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)",
         "import random as r, os; r.seed(3); print(r.random(), 'STEADYTORCH_RUN' in os.environ)",
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
     ],
@@ -77,6 +82,20 @@ def test_a_script_behaves_as_without_us(script, text):
     assert found.returncode == expected.returncode
     assert found.stdout == expected.stdout
     assert found.stderr == expected.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "steadytorch", "run", "--quiet"]])
+def test_a_script_may_need_a_terminal(script, command):
+    path = script("import os, sys; print(sys.stdin.isatty(), os.get_terminal_size(0), input())")
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, *command, str(path)], stdin=its, stdout=subprocess.PIPE
+    ) as child:
+        os.write(ours, b"typed\n")
+        out, _ = child.communicate(timeout=60)
+    os.close(ours)
+    os.close(its)
+    assert out == b"True os.terminal_size(columns=0, lines=0) typed\n"
 
 
 def test_a_module_behaves_as_without_us(tmp_path):
