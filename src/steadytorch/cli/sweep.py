@@ -205,6 +205,7 @@ def _show(ctx: click.Context, shared: SweepFolder) -> Sweep:
 def _work(ctx: click.Context, shared: SweepFolder, order: list[Item]) -> None:
     from steadytorch.quantities import counted
     from steadytorch.report.sweep import format_row
+    from steadytorch.report.text import plain
 
     console = options.console(ctx.params["quiet"])
 
@@ -215,7 +216,12 @@ def _work(ctx: click.Context, shared: SweepFolder, order: list[Item]) -> None:
         tell(f"waiting for {counted(count, 'workload')} of other workers")
 
     tell(f"{counted(len(order), 'workload')}, shared in {shared.path}")
-    run = runner(ctx.params["store"], ctx.params["mode"], ctx.params["device"], shared.worker)
+    tuned = runner(ctx.params["store"], ctx.params["mode"], ctx.params["device"], shared.worker)
+
+    def run(item: Item) -> SweepRow:
+        tell(f"tuning {plain(item.text)}")
+        return tuned(item)
+
     shared.work(order, run, lambda row: tell(format_row(row)), waiting)
 
 

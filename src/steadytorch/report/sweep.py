@@ -13,7 +13,7 @@ from steadytorch.results.sweep import Sweep, SweepRow
 
 
 def render_sweep(console: Console, sweep: Sweep) -> None:
-    """Prints a row per workload, then a line per failure."""
+    """Prints a row per workload, then a line per reason."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("workload", ratio=1, overflow="fold")
     table.add_column("plan", no_wrap=True)
@@ -24,8 +24,8 @@ def render_sweep(console: Console, sweep: Sweep) -> None:
         table.add_row(*map(Text, _cells(row)))
     console.print(table)
     for row in sweep.rows:
-        if row.status == "failed":
-            reason = Text(f"{plain(row.workload)}: {plain(row.reason or 'failed')}", "yellow")
+        if row.reason is not None:
+            reason = Text(f"{plain(row.workload)}: {plain(row.reason)}", "yellow")
             console.print(reason, soft_wrap=True)
     console.print(_totals(sweep))
 

@@ -20,7 +20,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         workload: the line of the list, without its comment.
         status: `done`: it has a plan; `failed`: see `reason`; `running`: a worker holds its lease;
             `waiting`: no worker does.
-        reason: why it failed, in one line.
+        reason: why it failed, or why a plan has no bundle, in one line.
         plan: the stored plan.
         speedup: of the plan over the untouched workload.
         replayed: whether the plan was in the store already.

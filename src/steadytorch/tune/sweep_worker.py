@@ -61,9 +61,9 @@ class SweepHandler:
         plan = find_or_search(session, mode)
         if plan.path is None:
             return {"unable": f"the plan was not stored: {session.store_trouble}"}
-        if bundle:
-            session.keep_bundle(plan)
+        reason = session.keep_bundle(plan) if bundle else None
         return {
+            "reason": None if reason is None else f"no bundle: {reason}",
             "plan": msgspec.to_builtins(kept_plan(plan)),
             "speedup": msgspec.to_builtins(gain(plan.evidence.speedup)),
             "replayed": replayed,
