@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def fake(monkeypatch, folder):
     """Makes the worker processes of this process run `tuning.py`."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr(sweep_command, "HANDLER", "tuning:Handler")
-    monkeypatch.setenv("STEADYTORCH_SWEEP_LEASE", "1")
+    monkeypatch.setenv("STEADYTORCH_SWEEP_LEASE", "0.5")
     return folder
 
 
@@ -269,17 +270,47 @@ def test_a_shard_starts_at_its_part(steady, fake, monkeypatch):
     assert (fake / "tuned.log").read_text().split()[1::5] == ["3", "4", "1", "2"]
 
 
-def test_a_machine_that_can_tune_nothing_leaves_the_list_to_others(steady, fake):
-    listed(fake, "unable")
-    ended = steady("tune", "--list", "list.txt", "--quiet")
-    assert (ended.code, only_line(ended.err)) == (3, "no GPU here")
+@pytest.mark.parametrize(
+    ("line", "device", "said"),
+    [
+        ("unable", "auto", "the plan was not stored"),
+        ("good", "cuda:7", "this machine cannot tune: no GPU here"),
+    ],
+)
+def test_a_machine_that_can_tune_nothing_leaves_the_list_to_others(
+    steady, fake, line, device, said
+):
+    listed(fake, line)
+    ended = steady("tune", "--list", "list.txt", "--quiet", "--device", device)
+    assert (ended.code, only_line(ended.err)) == (3, said)
     assert not list((fake / "list.txt.sweep").iterdir())
 
 
+def test_so_does_a_machine_whose_installation_is_broken(steady, fake, monkeypatch):
+    monkeypatch.setattr(sweep_command, "HANDLER", "not_installed:Handler")
+    listed(fake, "good")
+    ended = steady("tune", "--list", "list.txt", "--quiet")
+    assert ended.code == 3
+    assert "No module named 'not_installed'" in only_line(ended.err)
+    assert not list((fake / "list.txt.sweep").iterdir())
+
+
+def test_so_does_a_machine_without_room_for_a_process(steady, fake, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    listed(fake, "good")
+    ended = steady("tune", "--list", "list.txt", "--quiet")
+    assert ended.code == 3
+    assert "no process can start here" in only_line(ended.err)
+
+
 def test_a_device_of_the_line_fails_the_line_alone(steady, fake):
-    listed(fake, "unable --device cuda:7", "good")
+    listed(fake, "good --device cuda:7", "good")
     ended = steady("tune", "--list", "list.txt")
     assert ended.code == 1
+    assert "good --device cuda:7: no GPU here" in ended.out
     assert "1 of 2 workloads done, 1 failed" in ended.out
 
 

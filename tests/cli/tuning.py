@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from steadytorch.errors import UnsupportedError
+
 GAIN = {
     "estimate": 1.32,
     "low": 1.28,
@@ -21,6 +23,10 @@ class Handler:
     def __init__(self, directory):
         self.scratch = directory
 
+    def check(self, *, device):
+        if device == "cuda:7":
+            raise UnsupportedError("no GPU here")
+
     def tune(self, *, workload, shape, options, device, store, mode, bundle):
         with Path("tuned.log").open("a") as log:
             print(workload, shape["batch"], options["budget_s"], device, mode, file=log)
@@ -29,7 +35,7 @@ class Handler:
         if workload == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if workload == "unable":
-            return {"unable": "no GPU here"}
+            return {"unable": "the plan was not stored"}
         if workload == "sleeps":
             (self.scratch / "left").touch()
             Path("sleeping").write_text(str(self.scratch))

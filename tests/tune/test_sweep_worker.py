@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from steadytorch.errors import PlanError, UsageError
+from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.measure.measurement import summarize
 from steadytorch.plan.record import Speedup
 from steadytorch.results.sweep import SweepRow
@@ -107,9 +107,14 @@ def test_a_plan_that_is_not_stored_says_why(ask, searches, tmp_path):
     assert "cannot be written" in ask()["unable"]
 
 
-def test_a_missing_device_is_not_the_fault_of_the_workload(ask, searches):
-    assert "cuda:99" in ask(device="cuda:99")["unable"]
-    assert not searches
+def test_a_missing_device_is_found_before_any_workload(tmp_path):
+    handler = SweepHandler(tmp_path)
+    handler.check(device="cpu")
+    handler.check(device="auto")
+    with pytest.raises(UnsupportedError, match="cuda:99"):
+        handler.check(device="cuda:99")
+    with pytest.raises(UsageError, match="tpu"):
+        handler.check(device="tpu")
 
 
 def test_a_bundle_that_cannot_be_kept_is_named(ask, searches, monkeypatch):

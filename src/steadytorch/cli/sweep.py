@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from click.core import ParameterSource
 
 from steadytorch import __version__
 from steadytorch.cli import INTERRUPTED, options
-from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.errors import UnsupportedError, UsageError, one_line
 
 if TYPE_CHECKING:
+    from steadytorch.process.worker import Worker
     from steadytorch.results.sweep import Sweep, SweepRow
     from steadytorch.sweeps.worker import Item, SweepFolder
 
@@ -38,6 +39,8 @@ _MOST_BYTES = 16 << 20
 _SHAPE = ("batch", "inputs", "train", "seed")
 _GRACE_S = 1200.0
 """Seconds beyond twice the budget after which a workload counts as hung."""
+_START_S = 600.0
+"""Seconds after which a process that imports PyTorch counts as hung."""
 
 
 def read_items(path: Path, ctx: click.Context) -> list[Item]:
@@ -90,7 +93,7 @@ def _lines(path: Path) -> list[str]:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise UsageError(f"list {path} exceeds {_MOST_BYTES >> 20} MiB: split it")
-        return content.decode().split("\n")
+        return content.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"list {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -241,42 +244,61 @@ def runner(store: Path | None, mode: str, device: str, worker: str) -> Callable[
 
     from steadytorch.process.folder import shared_folder
     from steadytorch.process.worker import Worker, WorkerFault
-    from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.results.sweep import SweepRow
 
     def run(item: Item) -> SweepRow:
-        given, began = item.options, time.monotonic()
-        budget_s, most = parse_duration(given["budget"]), given["max_memory"]
-        names = ("objective", "precision", "tolerance", "seed")
-        asked = {name: given[name] for name in names} | {
-            "budget_s": budget_s,
-            "max_memory_bytes": None if most is None else parse_bytes(most),
-        }
-        with shared_folder() as scratch:
-            process = Worker(HANDLER, scratch, "tune", {"TMPDIR": str(scratch)})
+        began = time.monotonic()
+        row: dict[str, Any] = {"workload": item.text, "worker": worker}
+        with ExitStack() as at_the_end:
             try:
-                found = process.call(
-                    "tune",
-                    2 * budget_s + _GRACE_S,
-                    workload=given["workload"],
-                    shape={name: given[name] for name in _SHAPE},
-                    options=asked,
-                    device=given["device"],
-                    store=None if store is None else str(store),
-                    mode=mode,
-                    bundle=given["bundle"],
-                )
-                outcome: dict[str, Any] = {"status": "done", **found}
-                if reason := found.get("unable"):
-                    if given["device"] == device:
-                        raise UnsupportedError(reason)
-                    outcome = {"status": "failed", "reason": reason}
+                scratch = at_the_end.enter_context(shared_folder())
+                process = Worker(HANDLER, scratch, "tune", {"TMPDIR": str(scratch)})
+            except OSError as error:
+                raise UnsupportedError(f"no process can start here: {one_line(error)}") from error
+            at_the_end.callback(process.kill)
+            try:
+                _check_machine(process, item, device)
+                found = _tuned(process, item, store, mode)
             except WorkerFault as fault:
-                outcome = {"status": "failed", "reason": fault.reason}
-            finally:
-                process.kill()
-        took = time.monotonic() - began
-        row = {"workload": item.text, "worker": worker, "seconds": took, **outcome}
+                found = {"status": "failed", "reason": fault.reason}
+        row |= found | {"seconds": time.monotonic() - began}
         return msgspec.convert(row, SweepRow)
 
     return run
+
+
+def _check_machine(process: Worker, item: Item, device: str) -> None:
+    from steadytorch.process.worker import WorkerFault
+
+    try:
+        process.call("check", _START_S, device=item.options["device"])
+    except WorkerFault as fault:
+        if item.options["device"] != device:
+            raise  # the line is wrong, or for another machine
+        raise UnsupportedError(f"this machine cannot tune: {fault.reason}") from fault
+
+
+def _tuned(process: Worker, item: Item, store: Path | None, mode: str) -> dict[str, Any]:
+    from steadytorch.quantities import parse_bytes, parse_duration
+
+    given = item.options
+    budget_s, most = parse_duration(given["budget"]), given["max_memory"]
+    names = ("objective", "precision", "tolerance", "seed")
+    asked = {name: given[name] for name in names} | {
+        "budget_s": budget_s,
+        "max_memory_bytes": None if most is None else parse_bytes(most),
+    }
+    found = process.call(
+        "tune",
+        2 * budget_s + _GRACE_S,
+        workload=given["workload"],
+        shape={name: given[name] for name in _SHAPE},
+        options=asked,
+        device=given["device"],
+        store=None if store is None else str(store),
+        mode=mode,
+        bundle=given["bundle"],
+    )
+    if reason := found.get("unable"):
+        raise UnsupportedError(reason)
+    return {"status": "done", **found}

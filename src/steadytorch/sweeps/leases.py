@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -105,10 +105,14 @@ class Leases:
         """Seconds between two looks at the leases of others."""
         return self._timeout_s / POLLS
 
-    def held(self) -> dict[str, Held]:
-        """The newest lease of each item that has one, dead or alive."""
+    def held(self, names: Iterable[str] | None = None) -> dict[str, Held]:
+        """The newest lease of each item that has one, dead or alive.
+
+        Args:
+            names: the files in the folder; None to list them.
+        """
         found: dict[str, Held] = {}
-        for name in os.listdir(self._folder):
+        for name in os.listdir(self._folder) if names is None else names:
             match = _NAME.fullmatch(name)
             if match is None:
                 continue

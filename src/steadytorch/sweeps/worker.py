@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,8 @@ class SweepFolder:
                 found = msgspec.json.decode(content, type=SweepRow)
             except (UsageError, msgspec.DecodeError, UnicodeError, RecursionError):
                 return None
+            if found.status not in ("done", "failed"):
+                return None
             self._known[item.id] = found
         return found
 
@@ -137,7 +139,12 @@ class SweepFolder:
         Raises:
             UsageError: the folder cannot be read.
         """
-        held = self._held()
+        try:
+            _, held = self._look()
+        except FileNotFoundError:
+            held = {}
+        except OSError as error:
+            raise _unusable(self.path, error) from None
         return tuple(
             self.result(item) or self._open(item, held.get(item.id)) for item in self.items
         )
@@ -148,13 +155,11 @@ class SweepFolder:
         worker = self.leases.holder(held)
         return SweepRow(workload=item.text, status="running", worker=worker)
 
-    def _held(self) -> dict[str, Held]:
-        try:
-            return self.leases.held()
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise _unusable(self.path, error) from None
+    def _look(self) -> tuple[set[str], dict[str, Held]]:
+        """Lists the folder once: ids of items with a result file, and the leases."""
+        names = os.listdir(self.path)
+        ended = {name.removesuffix(_RESULT) for name in names if name.endswith(_RESULT)}
+        return ended, self.leases.held(names)
 
     def _result_path(self, item: Item) -> Path:
         return self.path / f"{item.id}{_RESULT}"
@@ -193,23 +198,35 @@ class SweepFolder:
         waiting: Callable[[int], None],
     ) -> None:
         said = 0
-        while left := [item for item in order if self.result(item) is None]:
-            held = self.leases.held()
+        while True:
+            ended, held = self._look()
+            left = [item for item in order if item.id not in ended or self.result(item) is None]
+            if not left:
+                return
             free = [item for item in left if item.id not in held]
-            for item in free or left:
-                lease = self.leases.claim(item.id, held.get(item.id))
-                if lease is None:
-                    continue
+            if self._worked(free or left, held, run, finished):
+                continue
+            if not free and len(left) != said:
+                said = len(left)
+                waiting(said)
+            time.sleep(self.leases.poll_s)
+
+    def _worked(
+        self,
+        items: Sequence[Item],
+        held: Mapping[str, Held],
+        run: Callable[[Item], SweepRow],
+        finished: Callable[[SweepRow], None],
+    ) -> bool:
+        """Runs the first item that can be claimed; returns False if none can."""
+        for item in items:
+            lease = self.leases.claim(item.id, held.get(item.id))
+            if lease is not None:
                 with lease:
                     if self.result(item) is None:  # finished between the look and the claim
                         finished(self.write(item, run(item)))
-                break
-            else:
-                if not free:
-                    if len(left) != said:
-                        waiting(len(left))
-                    said = len(left)
-                    time.sleep(self.leases.poll_s)
+                return True
+        return False
 
 
 def _unusable(path: Path, error: Exception) -> UsageError:

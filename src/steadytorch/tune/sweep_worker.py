@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from steadytorch.device.facts import resolve_device
-from steadytorch.errors import UnsupportedError
 from steadytorch.plan.record import gain, kept_plan
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session, find_or_search
@@ -24,6 +23,15 @@ class SweepHandler:
 
     def __init__(self, directory: Path) -> None:
         pass
+
+    def check(self, *, device: str) -> None:
+        """Checks that this machine has a device.
+
+        Raises:
+            UnsupportedError: it has not.
+            UsageError: the text names no device.
+        """
+        resolve_device(device)
 
     def tune(
         self,
@@ -49,12 +57,8 @@ class SweepHandler:
 
         Returns:
             The fields of `SweepRow` that follow from the plan; or `unable`, with the reason why
-            this machine cannot tune or store any workload like this.
+            this machine cannot store plans.
         """
-        try:
-            resolve_device(device)
-        except UnsupportedError as error:
-            return {"unable": str(error)}
         loaded = load_workload(workload, device="cpu", **shape)
         session = Session(loaded, SearchOptions(**options), device, store)
         replayed = mode != "tune" and session.look_up(explained=False)[0] is not None
