@@ -32,6 +32,7 @@ FLOORS = {
     "rates": 3,
     "plan": 4,
     "rewrite": 4,
+    "sweeps": 5,
     "backends": 5,
     "graphs": 5,
     "compiled": 5,

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from steadytorch.errors import UnsupportedError, UsageError
 
@@ -127,6 +128,16 @@ def shaping(command: Command) -> Command:
 def workload(command: Command) -> Command:
     """The argument WORKLOAD and the options that shape it."""
     return click.argument("workload", metavar="WORKLOAD")(shaping(command))
+
+
+def refuse_without(ctx: click.Context, needed: str, names: Sequence[str]) -> None:
+    """Raises a usage error if the user gave one of these parameters without the needed option."""
+    for each in ctx.command.params:
+        if (
+            each.name in names
+            and ctx.get_parameter_source(each.name) == ParameterSource.COMMANDLINE
+        ):
+            raise UsageError(f"{each.opts[0]} needs {needed}")
 
 
 def load(

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from steadytorch.results.tune import TuneReport
     from steadytorch.tune.session import Session
 
+OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm")
+"""Parameters that need `--list`."""
+
 
 @click.command()
-@options.workload
+@click.argument("workload", metavar="[WORKLOAD]", required=False)
+@options.shaping
 @click.option(
     "--objective",
     type=click.Choice(["auto", "latency", "p99", "throughput"]),
@@ -52,10 +56,49 @@ if TYPE_CHECKING:
     help="Also keep compiled code, for faster cold starts (see docs/production.md).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show the table of all candidates.")
+@click.option(
+    "--list",
+    "list_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Tune every WORKLOAD of a list, one a line with its options; any number of processes "
+    "share the work (see docs/ranks.md).",
+)
+@click.option(
+    "--sweep",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder that the processes of a list share.  [default: FILE.sweep]",
+)
+@click.option(
+    "--shard",
+    default="auto",
+    show_default=True,
+    metavar="auto|K/N",
+    help="Part of a list to begin with; auto: from SLURM, Kubernetes or torchrun.",
+)
+@click.option("--status", is_flag=True, help="Show the table of a list, and do no work.")
+@click.option("--retry", is_flag=True, help="Search the failed workloads of a list again.")
+@click.option(
+    "--submit",
+    type=click.IntRange(min=1, max=10_000),
+    metavar="N",
+    help="Submit N jobs for a list to SLURM, and return (pip install 'steadytorch[slurm]').",
+)
+@click.option("--partition", metavar="NAME", help="SLURM partition of these jobs.")
+@click.option(
+    "--slurm",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of submitit, such as gpus_per_node=1 or slurm_account=x; repeat for several.",
+)
 @options.json_file
 @options.quiet
+@click.pass_context
 def tune(
-    workload: str,
+    ctx: click.Context,
+    workload: str | None,
     batch: int | None,
     inputs: tuple[str, ...],
     device: str,
@@ -70,6 +113,14 @@ def tune(
     mode: str,
     bundle: bool,
     everything: bool,
+    list_path: Path | None,
+    folder: Path | None,
+    shard: str,
+    status: bool,
+    retry: bool,
+    submit: int | None,
+    partition: str | None,
+    slurm: tuple[str, ...],
     json_path: Path | None,
     quiet: bool,
 ) -> None:
@@ -79,6 +130,14 @@ def tune(
     torchvision:NAME, timm:NAME, transformers:NAME, path/to/file.py:factory or
     package.module:factory.
     """
+    if list_path is not None:
+        from steadytorch.cli.sweep import sweep
+
+        sweep(ctx)
+        return
+    options.refuse_without(ctx, "--list", OF_A_LIST)
+    if workload is None:
+        raise click.MissingParameter(ctx=ctx, param_hint="'WORKLOAD'", param_type="argument")
     from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.report.text import plain
     from steadytorch.tune.select import SearchOptions

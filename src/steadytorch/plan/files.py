@@ -312,6 +312,24 @@ def write_whole(
             os.fsync(folder)
 
 
+def create(path: Path, data: bytes) -> None:
+    """Creates a file exclusively. Readers may see it before it has its content.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: it cannot be created, or not written; then it does not exist.
+    """
+    with open_folder(path.parent) as folder:
+        try:
+            _write_new(path.name, data, folder, 0o600)
+        except FileExistsError:
+            raise
+        except OSError:
+            with suppress(OSError):
+                os.unlink(path.name, dir_fd=folder)
+            raise
+
+
 def check_writable(path: Path) -> None:
     """Tests whether `write_whole` could write a file, by a temporary file without a name.
 

@@ -109,6 +109,11 @@ class Session:
         self._store = store if isinstance(store, Store) else Store(store)
         self._converted: artefact.Held | None = None
 
+    @property
+    def store_trouble(self) -> str:
+        """Why plans are kept in memory only; empty if they are written to disk."""
+        return self._store.trouble
+
     def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
         """The stored plan, or None and the reason for the miss.
 
@@ -400,7 +405,7 @@ def tune(
     session = Session(workload_of(workload), options, device, store)
     ranks = ranks_of(group, agree)
     if ranks is None:
-        plan = _found_or_searched(session, mode, watcher)
+        plan = find_or_search(session, mode, watcher)
     else:
         plan = _agreed(session, mode, watcher, ranks)
     if bundle:
@@ -408,7 +413,18 @@ def tune(
     return plan
 
 
-def _found_or_searched(session: Session, mode: str, watcher: ProgressListener | None) -> Plan:
+def find_or_search(session: Session, mode: str, watcher: ProgressListener | None = None) -> Plan:
+    """The stored plan of a session, or one that a search finds and stores.
+
+    Args:
+        session: the workload and its options.
+        mode: `replay`, `tune` or `strict`; see `tune`.
+        watcher: receives the progress of the search.
+
+    Raises:
+        PlanError: mode is `strict`, and no plan is stored.
+        KeyboardInterrupt: interrupted by the user; the workers have ended.
+    """
     if mode != "tune":
         plan, reason = session.look_up()
         if plan is not None:

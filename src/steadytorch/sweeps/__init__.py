@@ -1,0 +1,1 @@
+"""Many workloads, tuned by any number of processes that share a folder."""
