@@ -12,7 +12,6 @@ from steadytorch.report.tune import (
     render_plan,
     render_summary,
     render_trials,
-    short_hashes,
 )
 from steadytorch.results.candidate import NOT_INSTALLED
 
@@ -265,12 +264,6 @@ def test_an_interrupted_search_shows_the_fastest_five(screen):
     assert len(lines) <= 9
     assert "2.02x   14.20 ms  fold_batch_norm" in lines[1]
     assert "All candidates: run with --all" in screen.flat
-
-
-def test_hashes_are_cut_to_12_digits():
-    assert short_hashes(f"workload was {'0123456789ab' * 5}0123, is x") == (
-        "workload was 0123456789ab, is x"
-    )
 
 
 # -- what was left out --------------------------------------------------------------------------

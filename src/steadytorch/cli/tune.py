@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from steadytorch.cli import INTERRUPTED, options
-from steadytorch.errors import PlanError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,27 +194,24 @@ def run(
     from steadytorch.plan.record import as_result
     from steadytorch.report.progress import Progress
     from steadytorch.report.text import plain
-    from steadytorch.report.tune import render_missing, render_plan, short_hashes
+    from steadytorch.report.tune import render_missing, render_plan
     from steadytorch.results.saved import to_json
 
     name, facts = session.workload.name, session.facts
     where = f"{facts.name or facts.device}, {session.key.signature}"
     step = ", a training step," if session.workload.is_training else ""
     console.print(Text.assemble((plain(name), "bold"), f"{step} on {plain(where)}"))
-    if mode != "tune":
-        plan, reason = session.look_up()
-        reason = short_hashes(reason)
-        if plan is not None:
-            stored = as_result(plan)
-            if everything:
-                _render_all(console, stored)
-            render_plan(console, stored, "Stored plan")
-            console.print("  replayed; search anew with --mode tune")
-            render_missing(console, stored)
-            options.write_json(json_path, to_json(stored, name, facts))
-            return plan
-        if mode == "strict":
-            raise PlanError(f"no stored plan for {name}: {reason}")
+    plan, reason = session.find(mode)
+    if plan is not None:
+        stored = as_result(plan)
+        if everything:
+            _render_all(console, stored)
+        render_plan(console, stored, "Stored plan")
+        console.print("  replayed; search anew with --mode tune")
+        render_missing(console, stored)
+        options.write_json(json_path, to_json(stored, name, facts))
+        return plan
+    if reason:
         console.print(Text(plain(reason), "dim"))
     with Progress(console, session.options.budget_s, brief) as progress:
         found = session.search(progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,17 +29,11 @@ _MOST_LISTED = 6
 _RUNNERS_UP = 2
 _MOST_INTERRUPTED = 5
 """Candidates listed after an interrupted search."""
-_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 
 
 def name_of(candidate: Sequence[object]) -> str:
     """A candidate in one line."""
     return plain(describe(candidate))
-
-
-def short_hashes(text: str) -> str:
-    """The text with long hashes cut to 12 digits."""
-    return _HASH.sub(r"\1", text)
 
 
 # -- the summary --------------------------------------------------------------------------------

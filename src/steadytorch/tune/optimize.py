@@ -259,12 +259,9 @@ class PlanSource:
         if self._guard.observe(session.key.digest) is not None:
             return f"{WITHHELD}: {self._guard.why}"
         try:
-            result = session.search()
+            return session.search_and_keep()
         except SteadyError as error:
             return f"{FAILED}: {error}"
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return session.keep(result)
 
     def _why_missed(self, key: Key) -> str:
         return str(self._store.nearest(key))
@@ -303,10 +300,7 @@ class PlanSource:
 
     def _search(self, session: Session) -> Resolution:
         try:
-            result = session.search()
-            if result.interrupted:
-                raise KeyboardInterrupt
-            plan = session.keep(result)
+            plan = session.search_and_keep()
         except SteadyError as error:
             return Resolution(None, FAILED, str(error))
         except Exception as error:

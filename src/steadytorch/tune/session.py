@@ -127,6 +127,47 @@ class Session:
             return (None, violation) if violation else (plan, "")
         return None, str(found)
 
+    def find(self, mode: str) -> tuple[Plan | None, str]:
+        """The stored plan if the mode allows one, or None and the reason.
+
+        Args:
+            mode: `replay`, `tune` or `strict`; see `tune`.
+
+        Raises:
+            PlanError: mode is `strict`, and no plan is stored.
+        """
+        plan, reason = (None, "") if mode == "tune" else self.look_up()
+        if plan is None and mode == "strict":
+            raise PlanError(f"no stored plan for {self.workload.name}: {reason}")
+        return plan, reason
+
+    def find_or_search(self, mode: str, watcher: ProgressListener | None = None) -> Plan:
+        """The stored plan, or one that a search finds and stores.
+
+        Args:
+            mode: as for `find`.
+            watcher: receives the progress of the search.
+
+        Raises:
+            PlanError: mode is `strict`, and no plan is stored.
+            KeyboardInterrupt: interrupted by the user; the workers have ended.
+        """
+        plan, _ = self.find(mode)
+        return self.search_and_keep(watcher, anew=mode == "tune") if plan is None else plan
+
+    def search_and_keep(
+        self, watcher: ProgressListener | None = None, *, anew: bool = False
+    ) -> Plan:
+        """Searches, and stores the plan; see `search` and `keep`.
+
+        Raises:
+            KeyboardInterrupt: interrupted by the user; the workers have ended.
+        """
+        result = self.search(watcher)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return self.keep(result, anew=anew)
+
     def search(self, watcher: ProgressListener | None = None) -> TuneResult:
         """Searches within the budget, with each candidate in its own worker process.
 
@@ -405,7 +446,7 @@ def tune(
     session = Session(workload_of(workload), options, device, store)
     ranks = ranks_of(group, agree)
     if ranks is None:
-        plan = find_or_search(session, mode, watcher)
+        plan = session.find_or_search(mode, watcher)
     else:
         plan = _agreed(session, mode, watcher, ranks)
     if bundle:
@@ -413,40 +454,10 @@ def tune(
     return plan
 
 
-def find_or_search(session: Session, mode: str, watcher: ProgressListener | None = None) -> Plan:
-    """The stored plan of a session, or one that a search finds and stores.
-
-    Args:
-        session: the workload and its options.
-        mode: `replay`, `tune` or `strict`; see `tune`.
-        watcher: receives the progress of the search.
-
-    Raises:
-        PlanError: mode is `strict`, and no plan is stored.
-        KeyboardInterrupt: interrupted by the user; the workers have ended.
-    """
-    if mode != "tune":
-        plan, reason = session.look_up()
-        if plan is not None:
-            return plan
-        if mode == "strict":
-            raise PlanError(f"no stored plan for {session.workload.name}: {reason}")
-    result = session.search(watcher)
-    if result.interrupted:
-        raise KeyboardInterrupt
-    return session.keep(result, anew=mode == "tune")
-
-
 def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks) -> Plan:
     """One plan on all ranks; the leader searches if none has a plan."""
     plan = None if mode == "tune" else session.look_up()[0]
-
-    def search() -> Plan:
-        result = session.search(watcher)
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return session.keep(result, anew=mode == "tune")
-
+    search = partial(session.search_and_keep, watcher, anew=mode == "tune")
     proposed = agreed.propose(
         ranks,
         session.key,

@@ -10,7 +10,7 @@ import msgspec
 from steadytorch.device.facts import resolve_device
 from steadytorch.plan.record import gain, kept_plan
 from steadytorch.tune.select import SearchOptions
-from steadytorch.tune.session import Session, find_or_search
+from steadytorch.tune.session import Session
 from steadytorch.workload.loading import load_workload
 
 
@@ -62,7 +62,7 @@ class SweepHandler:
         loaded = load_workload(workload, device="cpu", **shape)
         session = Session(loaded, SearchOptions(**options), device, store)
         replayed = mode != "tune" and session.look_up(explained=False)[0] is not None
-        plan = find_or_search(session, mode)
+        plan = session.find_or_search(mode)
         if plan.path is None:
             return {"unable": f"the plan was not stored: {session.store_trouble}"}
         reason = session.keep_bundle(plan) if bundle else None
