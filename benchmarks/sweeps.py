@@ -157,8 +157,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    from steadytorch.device.facts import load_facts
+
+    name = load_facts("cpu").name or platform.machine()
     result: dict[str, Any] = {
-        "processor": platform.processor() or platform.machine(),
+        "processor": name,
         "cores": len(os.sched_getaffinity(0)),
         "load_before": psutil.getloadavg(),
         "budget": asked.budget,

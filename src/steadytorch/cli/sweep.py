@@ -148,6 +148,7 @@ def sweep(ctx: click.Context) -> None:
         UsageError: the list, an option or the folder is wrong.
         UnsupportedError: this machine cannot tune or store anything, or submitit is missing.
     """
+    from steadytorch.report.text import plain
     from steadytorch.sweeps.shard import parse_shard
     from steadytorch.sweeps.worker import SweepFolder, lease_timeout_s
 
@@ -172,7 +173,8 @@ def sweep(ctx: click.Context) -> None:
         _work(ctx, shared, order.order(items))
     except KeyboardInterrupt:
         _show(ctx, shared)
-        click.echo(f"steady: interrupted; results so far are in {shared.path}", err=True)
+        folder = plain(shared.path)
+        click.echo(f"steady: interrupted; results so far are in {folder}", err=True)
         sys.exit(INTERRUPTED)
     sys.exit(1 if _show(ctx, shared).count("failed") else 0)
 
@@ -218,7 +220,7 @@ def _work(ctx: click.Context, shared: SweepFolder, order: list[Item]) -> None:
     def waiting(count: int) -> None:
         tell(f"waiting for {counted(count, 'workload')} of other workers")
 
-    tell(f"{counted(len(order), 'workload')}, shared in {shared.path}")
+    tell(f"{counted(len(order), 'workload')}, shared in {plain(shared.path)}")
     tuned = runner(ctx.params["store"], ctx.params["mode"], ctx.params["device"], shared.worker)
 
     def run(item: Item) -> SweepRow:

@@ -78,7 +78,7 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
     help="Part of a list to begin with; auto: from SLURM, Kubernetes or torchrun.",
 )
 @click.option("--status", is_flag=True, help="Show the table of a list, and do no work.")
-@click.option("--retry", is_flag=True, help="Search the failed workloads of a list again.")
+@click.option("--retry", is_flag=True, help="Forget the failures of a list first; for one worker.")
 @click.option(
     "--submit",
     type=click.IntRange(min=1, max=10_000),
