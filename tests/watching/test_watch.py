@@ -83,6 +83,11 @@ def test_one_watch_at_a_time():
     assert seen.result.measured is None
 
 
+def test_a_watch_is_true_whatever_its_length():
+    assert steady.watch()
+    assert steady.watch([])
+
+
 def test_only_a_loader_can_be_iterated():
     with pytest.raises(UsageError, match="pass one to iterate over"):
         next(iter(steady.watch()))

@@ -113,6 +113,9 @@ class Watch(Generic[T]):
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        return True  # also without a loader, which has a length
+
     # -- in pieces ------------------------------------------------------------------------------
 
     def start(self) -> None:
