@@ -83,7 +83,8 @@ SIGNATURES = {
     "doctor": "(device: 'str' = 'auto', plugins: 'bool' = False) -> 'CheckUp'",
     "explain": (
         "(subject: 'Workload | tuple[Any, Any] | str | Path | TracePaths', *, "
-        "device: 'str | None' = None, budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
+        "device: 'str | None' = None, budget: 'str | float' = '20s', steps: 'int' = 5, "
+        "pause: 'str | float | None' = None, "
         "candidate: 'Candidate' = (), "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'Explanation | RankComparison'"
     ),

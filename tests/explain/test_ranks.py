@@ -245,7 +245,7 @@ def test_traces_without_collectives_accuse_none():
 def test_missing_ranks_and_steps_are_told():
     files = job([[10] * 9] * 4, steps=[set(range(3, 12)), *[set(range(4, 12))] * 3])
     remarks = compared(files[:3]).remarks
-    assert "3 of the job's 4 ranks: the others may be later" in remarks
+    assert remarks[0].startswith("3 of the job's 4 ranks: the others may be later")
     assert "8 of 9 steps are in all traces" in remarks
 
 

@@ -30,14 +30,15 @@ def ranks(size=4, steps=10, **fields):
             step_ns=50e6,
             slices_ns={"cpu_compute": 20e6, "cpu_data_wait": 1e3 * rank},
             transfer_ns=5e6,
-            waiting_ns=1e6 * (size - rank),
+            waiting_ns=1e6 * min(size - rank, 8),
             communication_ns=8e6,
             overlap=0.25,
         )
         for rank in range(size)
     ]
     of = tuple(
-        JobStep(index=n, own_ns=10**7 + n, latest=n % size, late_ns=10**6) for n in range(steps)
+        JobStep(index=n, without_waiting_ns=10**7 + n, latest=n % size, late_ns=10**6)
+        for n in range(steps)
     )
     shares = {f"rank {rank}": 1 / (size + 1) for rank in range(size)} | {
         "all ranks": 1 / (size + 1)
@@ -46,10 +47,10 @@ def ranks(size=4, steps=10, **fields):
     return RankComparison(environment=DeviceFacts(device="cpu"), **(given | fields))
 
 
-def text_of(result):
-    console = Console(file=StringIO(), width=80, highlight=False)
-    render_ranks(console, result)
-    return console.file.getvalue()
+def text_of(result, everything=False):
+    file = StringIO()
+    render_ranks(Console(file=file, width=80, highlight=False), result, everything)
+    return file.getvalue()
 
 
 LONG = {"title": "t " * 200, "evidence": ("e " * 200,) * 3, "fix": "f " * 200}
@@ -109,3 +110,14 @@ def test_without_findings_it_says_so():
 
 def test_hostile_names_are_escaped():
     assert "\x1b" not in text_of(ranks(remarks=("ranks of \x1b[2J.json",)))
+
+
+def test_all_shows_every_rank_finding_and_remark():
+    findings = tuple(msgspec.structs.replace(FINDING, title=f"title {n}") for n in range(5))
+    result = ranks(size=64, findings=findings, remarks=tuple(f"remark {n}" for n in range(9)))
+    text = text_of(result, everything=True)
+    assert text.count("products, convolutions") == 64
+    assert all(f"title {n}" in text for n in range(5))
+    assert all(f"remark {n}" in text for n in range(9))
+    assert "--all" not in text
+    assert text_of(result).count("--all") == 2

@@ -65,7 +65,7 @@ def explain(
     """
     subject, *others = subjects
     if others:
-        _compare(subjects, options.console(quiet), json_path)
+        _compare(subjects, options.console(quiet), everything, json_path)
         return
     from steadytorch.report.explain import render_explain
     from steadytorch.report.text import plain
@@ -90,7 +90,9 @@ def explain(
         sys.exit(1)
 
 
-def _compare(subjects: tuple[str, ...], console: Console, json_path: Path | None) -> None:
+def _compare(
+    subjects: tuple[str, ...], console: Console, everything: bool, json_path: Path | None
+) -> None:
     """Compares the traces of several ranks."""
     from steadytorch.explain.session import explain as explained
     from steadytorch.report.ranks import render_ranks
@@ -104,7 +106,7 @@ def _compare(subjects: tuple[str, ...], console: Console, json_path: Path | None
             )
     _refuse_run_options()
     result = explained([*subjects], progress=options.teller(console))
-    render_ranks(console, result)
+    render_ranks(console, result, everything)
     options.write_json(json_path, to_json(result, " ".join(subjects), result.environment))
 
 

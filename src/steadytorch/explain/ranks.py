@@ -28,6 +28,8 @@ ALL = "all ranks"
 MOST_STEPS = 8
 """Maximum steps listed in a finding."""
 _DRAWS = 10_000
+_MOST_DEALT = 1_000_000
+"""Steps dealt at a time, to bound memory."""
 _IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 
 
@@ -93,7 +95,7 @@ def compare_ranks(files: Sequence[RankFile], environment: DeviceFacts) -> RankCo
         environment=environment,
         ranks=tuple(_times(p, rank, files[p].path, compared) for p, rank in enumerate(ranks)),
         steps=tuple(
-            JobStep(index=n, own_ns=round(own), latest=ranks[latest], late_ns=round(by))
+            JobStep(index=n, without_waiting_ns=round(own), latest=ranks[latest], late_ns=round(by))
             for n, own, latest, by in zip(
                 compared.numbers, lateness.own, lateness.latest, lateness.late, strict=True
             )
@@ -217,10 +219,15 @@ def _chance(late: np.ndarray, cost: np.ndarray) -> np.ndarray:
     Among equal ranks each step's lateness falls on any of them alike. So it is dealt out at random,
     and the largest sum of a rank is compared with the observed ones.
     """
-    dealt = np.random.default_rng(0).integers(0, len(cost), (_DRAWS, len(late)))
-    sums = [np.where(dealt == rank, late, 0.0).mean(axis=1) for rank in range(len(cost))]
-    largest = np.max(sums, axis=0)
-    return (1 + (largest[:, None] >= cost * (1 - 1e-9)).sum(axis=0)) / (1 + _DRAWS)
+    generator, ranks, steps = np.random.default_rng(0), len(cost), len(late)
+    rows, exceeded = max(1, _MOST_DEALT // steps), np.ones(ranks)
+    for start in range(0, _DRAWS, rows):
+        count = min(rows, _DRAWS - start)
+        dealt = generator.integers(0, ranks, (count, steps)) + ranks * np.arange(count)[:, None]
+        sums = np.bincount(dealt.ravel(), np.tile(late, count), count * ranks)
+        largest = sums.reshape(count, ranks).max(axis=1) / steps
+        exceeded += (largest[:, None] >= cost * (1 - 1e-9)).sum(axis=0)
+    return exceeded / (1 + _DRAWS)
 
 
 def _least_steps(ranks: int) -> int:
@@ -323,7 +330,10 @@ def _remarks(
 ) -> Iterator[str]:
     size = files[0].job.get("world_size")
     if type(size) is int and size > len(files):
-        yield f"{len(files)} of the job's {size} ranks: the others may be later"
+        yield (
+            f"{len(files)} of the job's {size} ranks: the others may be later, and transfer "
+            "includes waiting for them"
+        )
     if remark:
         yield remark
     recorded = max(len(each.steps.numbers) for each in files)

@@ -178,7 +178,8 @@ def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
             rank.
     """
     numbers = tuple(sorted(set.intersection(*(set(rank.numbers) for rank in ranks))))
-    places = [np.array([rank.numbers.index(n) for n in numbers], np.int64) for rank in ranks]
+    by_number = [{n: place for place, n in enumerate(rank.numbers)} for rank in ranks]
+    places = [np.array([of[n] for n in numbers], np.int64) for of in by_number]
     moving, unmatched = _transfers(ranks, set(numbers))
 
     def measure(spans: Sequence[Spans]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -19,23 +19,24 @@ MOST_SLOW = 2
 _MOST_REMARKS = 3
 
 
-def render_ranks(console: Console, result: RankComparison) -> None:
+def render_ranks(console: Console, result: RankComparison, everything: bool = False) -> None:
     """Prints who is late, the split of a step by rank, and the slowest steps.
 
     Args:
         console: where to print.
         result: the comparison.
+        everything: whether to print all findings, ranks and remarks, at any length.
     """
     print_indented(console, Text(headline(result), "bold"), 0, 1)
-    _findings(console, result)
-    _table(console, result)
+    _findings(console, result, everything)
+    _table(console, result, everything)
     lines = list(slow_steps(result))
     if lines:
         console.print(Text("Longest steps, without waiting", "bold"))
     for line in lines:
         print_indented(console, Text(line), 2, 1)
-    for line in list(remarks(result))[:_MOST_REMARKS]:
-        print_indented(console, Text(plain(line), "dim"), 0, 1)
+    for line in list(remarks(result))[: None if everything else _MOST_REMARKS]:
+        print_indented(console, Text(plain(line), "dim"), 0, None if everything else 1)
 
 
 def headline(result: RankComparison) -> str:
@@ -44,27 +45,29 @@ def headline(result: RankComparison) -> str:
     return f"{ranks}, {steps}: {duration(result.step_ns)} a step"
 
 
-def _findings(console: Console, result: RankComparison) -> None:
+def _findings(console: Console, result: RankComparison, everything: bool) -> None:
     for abstention in result.abstained:
         text = f"{abstention.rule}: cannot tell: {abstention.why}; {abstention.recapture}"
         print_indented(console, Text(plain(text), "yellow"), 0, 2)
     if not result.findings and not result.abstained:
         console.print(Text("No rank is late more than chance explains", "bold"))
-    most = 2 if len(result.findings) == 1 else 1
-    for number, finding in enumerate(result.findings[:MOST_FINDINGS], 1):
+    most = None if everything else 2 if len(result.findings) == 1 else 1
+    shown = result.findings if everything else result.findings[:MOST_FINDINGS]
+    for number, finding in enumerate(shown, 1):
         title = in_words(plain(f"{number}. {finding.title}"))
         print_indented(console, Text(title, "bold yellow"), 0, most)
         for line in (*finding.evidence, f"fix: {finding.fix}"):
             print_indented(console, Text(in_words(plain(line))), 3, most)
-    more = len(result.findings) - MOST_FINDINGS
-    if more > 0:
-        console.print(Text(f"{counted(more, 'more late rank')}: --json lists them", "dim"))
+    more = len(result.findings) - len(shown)
+    if more:
+        console.print(Text(f"{counted(more, 'more late rank')}: --all", "dim"))
 
 
-def _table(console: Console, result: RankComparison) -> None:
+def _table(console: Console, result: RankComparison, everything: bool) -> None:
     head = f"{'Rank':<8}{'own work':>10}{'transfer':>10}{'waiting':>10}{'latest':>8}"
     console.print(Text(f"{head}{'variance':>10}  longest slice", "bold"))
-    for each in shown_ranks(result):
+    shown = result.ranks if everything else _shown_ranks(result)
+    for each in shown:
         own = each.step_ns - each.waiting_ns - each.transfer_ns
         latest = sum(step.latest == each.rank for step in result.steps)
         line = (
@@ -73,9 +76,9 @@ def _table(console: Console, result: RankComparison) -> None:
             f"{_share(result, f'rank {each.rank}'):>10}  {_longest(each)}"
         )
         print_indented(console, Text(line), 2, 1)
-    more = len(result.ranks) - MOST_RANKS
-    if more > 0:
-        print_indented(console, Text(f"and {more} more; --json lists them", "dim"), 2, 1)
+    more = len(result.ranks) - len(shown)
+    if more:
+        print_indented(console, Text(f"and {more} more: --all", "dim"), 2, 1)
     if result.variance_shares is not None:
         print_indented(console, Text(f"{'all':<44}{_share(result, 'all ranks'):>10}"), 2, 1)
     elif result.why_no_variance_shares is not None:
@@ -83,12 +86,14 @@ def _table(console: Console, result: RankComparison) -> None:
         print_indented(console, Text(text, "dim"), 2, 1)
 
 
-def shown_ranks(result: RankComparison) -> list[RankTimes]:
+def _shown_ranks(result: RankComparison) -> Sequence[RankTimes]:
     """Ranks with a line: late ones first, then those that wait least."""
-    late = {each.rank: -place for place, each in enumerate(result.late, -len(result.late))}
     if len(result.ranks) <= MOST_RANKS:
-        return list(result.ranks)
-    return sorted(result.ranks, key=lambda r: (-late.get(r.rank, 0), r.waiting_ns))[:MOST_RANKS]
+        return result.ranks
+    late = [each.rank for each in result.late]
+    order = {rank: place for place, rank in enumerate(late)}
+    ranked = sorted(result.ranks, key=lambda r: (order.get(r.rank, len(late)), r.waiting_ns))
+    return ranked[:MOST_RANKS]
 
 
 def _longest(each: RankTimes) -> str:
@@ -101,13 +106,14 @@ def _share(result: RankComparison, name: str) -> str:
 
 
 def slow_steps(result: RankComparison) -> Iterator[str]:
-    """The steps with the most own work of the latest rank, a line each."""
-    usual = float(np.median([step.own_ns for step in result.steps]))
-    for step in sorted(result.steps, key=lambda step: -step.own_ns)[:MOST_SLOW]:
-        if step.own_ns > usual:
+    """The steps that are longest without waiting, a line each."""
+    usual = float(np.median([step.without_waiting_ns for step in result.steps]))
+    for step in sorted(result.steps, key=lambda step: -step.without_waiting_ns)[:MOST_SLOW]:
+        if step.without_waiting_ns > usual:
+            over = duration(step.without_waiting_ns - usual)
             yield (
-                f"step {step.index}: {duration(step.own_ns - usual)} over the median; rank "
-                f"{step.latest} was the latest, by {duration(step.late_ns)}"
+                f"step {step.index}: {over} over the median; rank {step.latest} was the latest, "
+                f"by {duration(step.late_ns)}"
             )
 
 

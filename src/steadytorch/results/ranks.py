@@ -38,13 +38,13 @@ class JobStep(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: its number in the traces.
-        own_ns: own work of the latest rank: its step without waiting.
-        latest: the rank with the most own work.
-        late_ns: its excess over the median own work of the other ranks.
+        without_waiting_ns: step of the latest rank, without its waiting.
+        latest: the rank whose step without waiting is longest.
+        late_ns: its excess over the median of the other ranks' steps without waiting.
     """
 
     index: int
-    own_ns: int
+    without_waiting_ns: int
     latest: int
     late_ns: int
 
@@ -76,8 +76,8 @@ class RankComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
         steps: the steps in order.
         late: late ranks, the latest first.
         variance_shares: `rank 0`, ... and `all ranks` to the share of the variance of the job's
-            steps (`JobStep.own_ns`), adding up to 1; None if unknown. A rank's part of a step is
-            its lateness where it was the latest.
+            steps (`JobStep.without_waiting_ns`), adding up to 1; None if unknown. A rank's part of
+            a step is its lateness where it was the latest.
         why_no_variance_shares: why they are unknown, else None.
         findings: as in an explanation.
         abstained: rules that lacked data.
