@@ -82,10 +82,11 @@ SIGNATURES = {
     ),
     "doctor": "(device: 'str' = 'auto', plugins: 'bool' = False) -> 'CheckUp'",
     "explain": (
-        "(subject: 'Workload | tuple[Any, Any] | str | Path', *, device: 'str | None' = None, "
-        "budget: 'str | float' = '20s', steps: 'int' = 5, pause: 'str | float | None' = None, "
+        "(subject: 'Workload | tuple[Any, Any] | str | Path | TracePaths', *, "
+        "device: 'str | None' = None, budget: 'str | float' = '20s', steps: 'int' = 5, "
+        "pause: 'str | float | None' = None, "
         "candidate: 'Candidate' = (), "
-        "progress: 'Callable[[str], None]' = PROGRESS) -> 'Explanation'"
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'Explanation | RankComparison'"
     ),
     "optimize": (
         "(model: 'nn.Module', mode: 'str' = 'replay', *, store: 'str | Path | None' = None, "

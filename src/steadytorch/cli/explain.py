@@ -20,7 +20,7 @@ TRACES = (".json", ".json.gz")
 
 
 @click.command()
-@click.argument("subject", metavar="WORKLOAD|TRACE")
+@click.argument("subjects", nargs=-1, required=True, metavar="WORKLOAD|TRACE...")
 @options.shaping
 @click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
 @click.option(
@@ -44,7 +44,7 @@ TRACES = (".json", ".json.gz")
 @options.json_file
 @options.quiet
 def explain(
-    subject: str,
+    subjects: tuple[str, ...],
     batch: int | None,
     inputs: tuple[str, ...],
     device: str,
@@ -60,8 +60,13 @@ def explain(
     """Find where time and variability go in WORKLOAD, or in the steps of TRACE.
 
     WORKLOAD takes the forms that steady measure takes. TRACE is a .json or .json.gz file of
-    PyTorch's profiler; reading it runs no code of the workload.
+    PyTorch's profiler; reading it runs no code of the workload. Several traces, one for each rank
+    of a job, are compared: who is late, in what, at which steps.
     """
+    subject, *others = subjects
+    if others:
+        _compare(subjects, options.console(quiet), everything, json_path)
+        return
     from steadytorch.report.explain import render_explain
     from steadytorch.report.text import plain
     from steadytorch.results.saved import to_json
@@ -83,6 +88,26 @@ def explain(
     if result.failed is not None:
         click.echo(f"steady: the workload failed while timed: {plain(result.failed)}", err=True)
         sys.exit(1)
+
+
+def _compare(
+    subjects: tuple[str, ...], console: Console, everything: bool, json_path: Path | None
+) -> None:
+    """Compares the traces of several ranks."""
+    from steadytorch.explain.session import explain as explained
+    from steadytorch.report.ranks import render_ranks
+    from steadytorch.results.saved import to_json
+
+    for subject in subjects:
+        if not is_trace(subject):
+            raise UsageError(
+                f"{subject!r} is not a trace (.json, .json.gz): pass one workload, or traces of "
+                "the ranks of one job"
+            )
+    _refuse_run_options()
+    result = explained([*subjects], progress=options.teller(console))
+    render_ranks(console, result, everything)
+    options.write_json(json_path, to_json(result, " ".join(subjects), result.environment))
 
 
 def is_trace(subject: str) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.device.probes import corrupts_dropout
 from steadytorch.errors import UsageError
+from steadytorch.explain.ranks import compare_ranks, rank_file
+from steadytorch.findings.figures import many
 from steadytorch.findings.finding import Case
 from steadytorch.ledger.conditions import Conditions, join
 from steadytorch.ledger.ledger import Ledger, build_ledger
@@ -19,6 +21,7 @@ from steadytorch.quantities import parse_duration
 from steadytorch.rates.regime import regime_of
 from steadytorch.rates.roofline import roofline
 from steadytorch.results.explain import Explanation, StepTime
+from steadytorch.results.ranks import RankComparison
 from steadytorch.rules import findings
 from steadytorch.traces.quality import quality
 from steadytorch.traces.reader import read_trace
@@ -29,13 +32,32 @@ if TYPE_CHECKING:
     from steadytorch.traces.events import Trace
     from steadytorch.workload.workload import Workload
 
+TracePaths = list[str] | list[Path] | tuple[str, ...] | tuple[Path, ...]
+"""Trace files of the ranks of one job."""
 MOST_STEPS = 1000
 MOST_LINES = 50
 """Maximum kernels kept in an explanation."""
 
 
+@overload
+def explain(subject: TracePaths, *, progress: Callable[[str], None] = ...) -> RankComparison: ...
+
+
+@overload
 def explain(
     subject: Workload | tuple[Any, Any] | str | Path,
+    *,
+    device: str | None = ...,
+    budget: str | float = ...,
+    steps: int = ...,
+    pause: str | float | None = ...,
+    candidate: Candidate = ...,
+    progress: Callable[[str], None] = ...,
+) -> Explanation: ...
+
+
+def explain(
+    subject: Workload | tuple[Any, Any] | str | Path | TracePaths,
     *,
     device: str | None = None,
     budget: str | float = "20s",
@@ -43,16 +65,16 @@ def explain(
     pause: str | float | None = None,
     candidate: Candidate = (),
     progress: Callable[[str], None] = lambda message: None,
-) -> Explanation:
+) -> Explanation | RankComparison:
     """Explain where the time of a workload, or of the steps in a trace file, goes.
 
-    A workload is measured in a fresh process without the profiler, then profiled there. For a trace
-    file nothing runs. Ctrl-C keeps what is complete; before anything was timed it raises
-    `KeyboardInterrupt`.
+    A workload is measured in a fresh process without the profiler, then profiled there. For trace
+    files nothing runs. Several of them, one for each rank of a job, are compared. Ctrl-C keeps what
+    is complete; before anything was timed it raises `KeyboardInterrupt`.
 
     Args:
         subject: a workload, its `(model, inputs)`, or the path of a Chrome trace of PyTorch's
-            profiler, `.json` or `.json.gz`.
+            profiler, `.json` or `.json.gz`; or a list of such paths, two or more.
         device: where to run a workload; None for its own device.
         budget: time for sampling and profiling, such as `20s`, excluding start-up.
         steps: maximum number of steps to profile, 1 to 1,000.
@@ -61,14 +83,18 @@ def explain(
         progress: receives progress messages.
 
     Raises:
-        UsageError: the workload fails before anything was timed, the file is not a trace, or an
-            argument is invalid.
+        UsageError: the workload fails before anything was timed, a file is not a trace, traces are
+            not of the ranks of one job, or an argument is invalid.
         UnsupportedError: the device is not available.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise UsageError(f"cannot profile {steps} steps: give 1 to {MOST_STEPS:,}")
     seconds = parse_duration(budget)
     pause_s = None if pause is None else parse_duration(pause)
+    paths = _traces(subject)
+    if paths is not None:
+        return _compared(paths, progress)
+    assert not isinstance(subject, list)
     if isinstance(subject, str | Path):
         progress(f"reading {Path(subject).name}")
         trace = read_trace(Path(subject))
@@ -102,6 +128,31 @@ def explain(
     explained = _explained(case, facts, "capture")
     remarks = (*explained.remarks, *_on_dropout(subject, facts))
     return _with_capture(msgspec.structs.replace(explained, remarks=remarks), seen)
+
+
+def _traces(subject: object) -> list[Path] | None:
+    """The paths of several traces; None for any other subject, such as `(model, inputs)`."""
+    if not isinstance(subject, list | tuple):
+        return None
+    if not all(isinstance(each, str | Path) for each in subject):
+        return None
+    if len(subject) < 2:
+        raise UsageError(
+            f"{many(len(subject), 'trace')} in a list: pass one path, or the traces of two or more "
+            "ranks"
+        )
+    return [Path(each) for each in subject]
+
+
+def _compared(paths: Sequence[Path], progress: Callable[[str], None]) -> RankComparison:
+    files, environment = [], None
+    for path in paths:
+        progress(f"reading {path.name}")
+        trace = read_trace(path)
+        environment = environment or facts_of(trace)
+        files.append(rank_file(trace, path))
+    assert environment is not None
+    return compare_ranks(files, environment)
 
 
 def _on_dropout(workload: Workload, facts: DeviceFacts) -> tuple[str, ...]:

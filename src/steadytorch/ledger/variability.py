@@ -68,16 +68,16 @@ def variance_shares(
     slowest = _slowest(trace, ledger, total, slices, again, conditions)
     if not np.ptp(total):
         return VarianceShares(None, "all steps took the same time", slowest, None)
-    shares = {name: _share(values, total) for name, values in slices.items()}
+    shares = {name: share_of_variance(values, total) for name, values in slices.items()}
     split = None
     if again is not None:
-        more = _share(again.usual_ns, total)
+        more = share_of_variance(again.usual_ns, total)
         split = KernelSplit(more, shares["gpu_kernel"] - more)
     return VarianceShares(shares, None, slowest, split)
 
 
-def _share(part: np.ndarray, total: np.ndarray) -> float:
-    """cov(part, total) / var(total)."""
+def share_of_variance(part: np.ndarray, total: np.ndarray) -> float:
+    """cov(part, total) / var(total), of values by step."""
     off = total - total.mean()
     return float((part - part.mean()) @ off / (off @ off))
 

@@ -16,6 +16,7 @@ from steadytorch.report.doctor import render_doctor
 from steadytorch.report.explain import render_explain
 from steadytorch.report.measure import render_measure, render_series
 from steadytorch.report.plans import render_reverified, render_show
+from steadytorch.report.ranks import render_ranks
 from steadytorch.report.run import render_run
 from steadytorch.report.tune import render_left_out, render_plan, render_trials
 from steadytorch.results.tune import TuneReport
@@ -51,6 +52,7 @@ RENDERERS: dict[str, Callable[[Console, Any], None]] = {
     "MeasureResult": lambda console, result: render_measure(console, result.metric, result),
     "Measurement": lambda console, result: render_series(console, result.metric, result),
     "PlanRecord": lambda console, plan: render_show(console, plan, Path(plan.path or "not stored")),
+    "RankComparison": render_ranks,
     "Reverified": render_reverified,
     "TuneReport": _tune,
     "Watched": lambda console, result: render_run(console, "", result),

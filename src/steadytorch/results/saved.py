@@ -20,6 +20,7 @@ from steadytorch.results.conv import ConvReport
 from steadytorch.results.explain import Explanation
 from steadytorch.results.machine import CheckUp, DeviceFacts
 from steadytorch.results.measure import MeasureResult
+from steadytorch.results.ranks import RankComparison
 from steadytorch.results.tune import Replayed, Searched, TuneReport
 from steadytorch.results.watched import Watched
 
@@ -34,6 +35,7 @@ FORMS: dict[str, Any] = {
     "doctor": CheckUp,
     "explain": Explanation,
     "measure": MeasureResult,
+    "ranks": RankComparison,
     "run": Watched,
     "tune": TuneReport,
 }

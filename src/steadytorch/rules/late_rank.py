@@ -24,10 +24,16 @@ _MAY_WAIT = ("forward", "rest")
 """Slices in which a rank may wait, though most wait in `backward`."""
 
 _NEVER = (0.0, 0.0)
-_WORDS = {"input_wait": "waiting for data", "collection": "garbage collection"}
+_WORDS = {
+    "input_wait": "waiting for data",
+    "collection": "garbage collection",
+    "unknown": "code without records",
+}
 
 
-class _Late(NamedTuple):
+class Late(NamedTuple):
+    """A late rank: by how much in which slice, and how much more the others spend in `waits`."""
+
     rank: int
     slice: str
     by_ns: float
@@ -46,40 +52,79 @@ def rule(case: Case) -> Verdict:
     steps = case.watched
     if steps is None or len(steps.ranks) < 2:
         why = "one process was watched" if steps else "no script was watched"
-        advice = "run `torchrun --no-python steady run SCRIPT`; rank 0 compares"
+        advice = (
+            "run `torchrun --no-python steady run SCRIPT`, or pass the traces of all ranks to "
+            "`steady explain`"
+        )
         return Abstention(NAME, why, advice)
     found = _latest(steps.ranks)
     if found is None:
         return ()
-    total = _step_ns(steps.ranks)
-    cost = round(found.by_ns)
-    usual = _usual(steps.ranks, found.rank, found.slice)
-    where = _WORDS.get(found.slice, found.slice)
     mine, _ = steps.ranks[found.rank][found.slice]
     return (
-        Finding(
-            id=NAME,
-            source="synchronisation",
-            title=f"rank {found.rank} is late by {duration(cost)} a step "
-            f"({percent(cost / total)}), in {where}",
-            evidence=(
-                f"{where}: {duration(mine)} a step on rank {found.rank}, {duration(usual)} on the "
-                "others",
-                f"the others spend {duration(found.waited_ns)} more in {found.waits}, where ranks "
-                "wait for one another",
-            ),
-            cost_ns=cost,
-            recoverable_ns=(0, cost),
+        finding(
+            found,
+            step_ns=_step_ns(steps.ranks),
+            mine_ns=mine,
+            usual_ns=_usual(steps.ranks, found.rank, found.slice),
             confidence="high" if found.slice in _OWN else "medium",
-            fix=f"Look at rank {found.rank} alone (its own --json file): its data, its cores, its "
-            "machine. Give all ranks equal work.",
+            look_at="its own --json file",
             check="run the job under `steady run` again",
-            false_alarm="ranks have different work on purpose, such as stages of a pipeline.",
         ),
     )
 
 
-def _latest(ranks: Mapping[int, _Times]) -> _Late | None:
+def finding(
+    late: Late,
+    *,
+    step_ns: float,
+    mine_ns: float,
+    usual_ns: float,
+    confidence: str,
+    look_at: str,
+    check: str,
+    more: tuple[str, ...] = (),
+    variance_share: float | None = None,
+) -> Finding:
+    """The finding about a late rank. Times are in ns per step.
+
+    Args:
+        late: the rank.
+        step_ns: duration of a step.
+        mine_ns: time of the slice on this rank.
+        usual_ns: its median on the other ranks.
+        confidence: one of `CONFIDENCES`.
+        look_at: where the times of this rank alone are.
+        check: a command that shows whether the fix worked.
+        more: further evidence.
+        variance_share: share of this rank in the variance of the steps; None if unknown.
+    """
+    cost = round(late.by_ns)
+    where = _WORDS.get(late.slice, late.slice)
+    return Finding(
+        id=NAME,
+        source="synchronisation",
+        title=f"rank {late.rank} is late by {duration(cost)} a step "
+        f"({percent(cost / step_ns)}), in {where}",
+        evidence=(
+            f"{where}: {duration(mine_ns)} a step on rank {late.rank}, {duration(usual_ns)} on the "
+            "others",
+            f"the others spend {duration(late.waited_ns)} more in {late.waits}, where ranks "
+            "wait for one another",
+            *more,
+        ),
+        cost_ns=cost,
+        recoverable_ns=(0, cost),
+        variance_share=variance_share,
+        confidence=confidence,
+        fix=f"Look at rank {late.rank} alone ({look_at}): its data, its cores, its "
+        "machine. Give all ranks equal work.",
+        check=check,
+        false_alarm="ranks have different work on purpose, such as stages of a pipeline.",
+    )
+
+
+def _latest(ranks: Mapping[int, _Times]) -> Late | None:
     """The rank and slice with the largest lateness that the others wait for."""
     least = LEAST_SHARE * _step_ns(ranks)
     found = []
@@ -91,7 +136,7 @@ def _latest(ranks: Mapping[int, _Times]) -> _Late | None:
                 error = float(np.hypot(error, _error(ranks, rank, name)))
                 where, waited = _longest_wait(ranks, rank, waits)
                 if late >= max(least, LEAST_ERRORS * error) and waited >= LEAST_MATCH * late:
-                    found.append(_Late(rank, name, late, where, waited))
+                    found.append(Late(rank, name, late, where, waited))
         if found:
             break
     return max(found, key=lambda each: each.by_ns, default=None)

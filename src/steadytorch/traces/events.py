@@ -88,6 +88,8 @@ class Trace:
             those with a column.
         origin_ns: unix time of time zero, in ns; None if the trace has none.
         devices: `deviceProperties` as found.
+        job: `distributedInfo` as found, such as `rank`, `world_size` and `backend`; empty outside
+            of a job of several ranks.
         recorded: recording switches that were on: any of "shapes", "stacks", "memory", "sync".
         source: file name or "capture".
         notes: omissions while reading, as sentences.
@@ -102,6 +104,7 @@ class Trace:
     details: tuple[dict[str, Any], ...] = ()
     origin_ns: int | None = None
     devices: tuple[dict[str, Any], ...] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
     recorded: frozenset[str] = frozenset()
     source: str = ""
     notes: tuple[str, ...] = ()

@@ -80,6 +80,7 @@ def parse_trace(data: bytes, source: str) -> Trace:
         details=tuple(builder.details.values),
         origin_ns=origin,
         devices=tuple(_value(text.top, "deviceProperties", list[dict[str, Any]]) or ()),
+        job=_value(text.top, "distributedInfo", dict[str, Any]) or {},
         recorded=frozenset(builder.recorded.union(_switched_on(text.top, builder))),
         source=source,
         notes=tuple(_LEFT_OUT[kind].format(f"{count:,}") for kind, count in irregular.items()),

@@ -252,12 +252,14 @@ def _with_traces(
             f"{missing} of the {counted(len(most), 'slowest step')} have no trace: they were not "
             "recorded, or many of the warm-up were slower."
         )
-    rank, found = os.environ.get("RANK", "0"), []
+    rank, size, found = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1"), []
+    in_job = rank.isdecimal() and size.isdecimal() and int(size) > 1
+    job = {"rank": int(rank), "world_size": int(size)} if in_job else None
     for place, step in enumerate(slowest):
         if place < flight.keep and step.index in held:
             path = folder / file_name(step.index, rank)
             try:
-                write_trace(path, held[step.index], names, recording, step.what)
+                write_trace(path, held[step.index], names, recording, step.what, job)
             except OSError as error:
                 remarks.append(f"Traces could not be written to {folder}: {one_line(error)}.")
                 return [*found, *slowest[place:]]

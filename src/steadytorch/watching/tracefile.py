@@ -6,7 +6,7 @@ import gzip
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,7 +47,12 @@ def file_name(index: int, rank: str = "0") -> str:
 
 
 def write_trace(
-    path: Path, slow: SlowTape, names: Names, recording: Recording, what: Sequence[str]
+    path: Path,
+    slow: SlowTape,
+    names: Names,
+    recording: Recording,
+    what: Sequence[str],
+    job: Mapping[str, int] | None = None,
 ) -> None:
     """Write the trace of a slow step.
 
@@ -57,6 +62,7 @@ def write_trace(
         names: names of modules and lines.
         recording: telemetry, whose garbage collections are shown.
         what: what differed in the slow step, one line each.
+        job: `rank` and `world_size`, written as PyTorch's profiler does; None outside of a job.
 
     Raises:
         OSError: the file cannot be written.
@@ -93,6 +99,7 @@ def write_trace(
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": origin + time.time_ns() - time.perf_counter_ns(),
+        **({"distributedInfo": dict(job)} if job else {}),
         "steadytorch": {"slow_step": slow.steps[-1].number, "what": [*map(_text, what)]},
         "traceEvents": events,
     }
