@@ -19,6 +19,7 @@ from steadytorch.plan.files import (
     BrokenError,
     bounded,
     clean,
+    create,
     decoded,
     encoded,
     open_folder,
@@ -280,3 +281,20 @@ def test_any_file_of_our_own_is_read_up_to_a_size(tmp_path: Path) -> None:
 def test_a_reader_without_end_is_cut_off() -> None:
     with pytest.raises(BrokenError, match="larger than 100 bytes"):
         bounded(lambda most: b"0" * min(most, 7), 100)
+
+
+def test_a_file_is_created_once(tmp_path):
+    create(tmp_path / "lease", b"first")
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "lease", b"second")
+    assert (tmp_path / "lease").read_bytes() == b"first"
+
+
+def test_a_created_file_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        create(tmp_path / "lease", b"first")
+    assert not (tmp_path / "lease").exists()
