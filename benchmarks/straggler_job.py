@@ -24,7 +24,7 @@ from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, Dataset
 
 LATE = 1
-PAUSE_S = 0.03
+PAUSE_S = 0.05
 BUSY = 8
 """Processes beside the late rank, on its core."""
 STEPS = schedule(wait=4, warmup=2, active=16, repeat=1)

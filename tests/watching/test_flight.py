@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steadytorch.device.recording import Recording
+from steadytorch.explain.session import explain
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.ledger.operator_slices import PARTS
 from steadytorch.measure.measurement import summarize
@@ -255,11 +256,28 @@ def test_a_stronger_sign_forgets_the_steps_before():
     assert not flight.held()
 
 
-def written(path, flight, step, lines=(), what=(), **recording):
+def written(path, flight, step, lines=(), what=(), job=None, **recording):
     known = Recording(device="cpu", interval_ns=1, **recording)
     names = Names(flight.module_names(), list(lines))
-    write_trace(path, flight.held()[step], names, known, what)
+    write_trace(path, flight.held()[step], names, known, what, job)
     return read_trace(path)
+
+
+def test_traces_of_ranks_name_them_and_are_compared(tmp_path):
+    paths = []
+    for rank in range(2):
+        time, clock, flight = made(limit=None)
+        for _ in range(9):
+            during(clock, time, FORWARD, MS)
+            during(clock, time, BACKWARD, 2 * MS if rank == 1 else 7 * MS)
+            time.now += 5 * MS * rank  # the script's own code
+            clock.boundary(OPTIMIZING, 1)
+        job = {"rank": rank, "world_size": 2}
+        paths.append(tmp_path / f"{1 - rank}.json.gz")
+        assert written(paths[-1], flight, 8, job=job).job == job
+    (late,) = explain(paths).late
+    assert (late.rank, late.slice) == (1, "cpu_script")
+    assert late.late_ns == pytest.approx(5 * MS, rel=0.01)
 
 
 STEPS = st.lists(
