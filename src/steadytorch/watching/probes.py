@@ -256,9 +256,10 @@ def _recorded(
     """The probes of a module call, with nested calls recorded too."""
 
     def begin_recorded(module: Any) -> bool:
-        if begin(module):
-            return flight.enter(module, outermost=True)
-        return clock.phase != REST and flight.enter(module)
+        if clock.phase != REST and clock.phase != OPTIMIZER:
+            clock.checks += 1
+            return flight.enter(module)
+        return begin(module) and flight.enter(module, outermost=True)
 
     def end_recorded(module: Any) -> None:
         if flight.leave():
