@@ -28,7 +28,7 @@ SLOW = {
     107: "forward", 116: "script", 125: "gc", 134: "thread", 143: "loader", 152: "forward",
     161: "script", 199: "gc",
 }  # fmt: skip
-EXCESS_S = 0.15
+EXCESS_S = 0.2
 TOLD = {
     "loader": ("waiting for data", "__getitem__"),
     "forward": ("forward", "in_forward"),

@@ -17,7 +17,7 @@ INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
 FLIGHT_INTERVAL_S = 0.025
-FLIGHT_CPU_SHARE = 0.003
+FLIGHT_CPU_SHARE = 0.005
 """The same for a flight recorder, which needs samples of single steps."""
 OVERDUE_INTERVAL_S = 0.01
 """Time between samples of a step that takes too long already."""
