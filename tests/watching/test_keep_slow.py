@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ SLOW = {
     107: "forward", 116: "script", 125: "gc", 134: "thread", 143: "loader", 152: "forward",
     161: "script", 199: "gc",
 }  # fmt: skip
-EXCESS_S = 0.15
+EXCESS_S = 0.2
 TOLD = {
     "loader": ("waiting for data", "__getitem__"),
     "forward": ("forward", "in_forward"),
@@ -130,7 +131,7 @@ def test_fourteen_slow_steps_among_two_hundred_are_kept_and_explained(tmp_path, 
     with steady.watch(keep_slow=14, traces=tmp_path / "t") as seen:
         Run(SLOW).train()
     result = seen.result
-    of_steps_told(result, SLOW)
+    of_steps_told(result.measured, SLOW)
     kept = {step.index: step for step in result.slowest if step.trace is not None}
     assert kept.keys() == SLOW.keys()
     assert result.traces == str(tmp_path / "t")
@@ -154,11 +155,14 @@ def test_fourteen_slow_steps_among_two_hundred_are_kept_and_explained(tmp_path, 
     )
 
 
-def of_steps_told(result, slow):
-    """Skip where other programs make the steps so uneven that these do not stand out."""
-    samples = result.measured.samples_ns
-    others = max(ns for step, ns in enumerate(samples) if step not in slow)
-    if (limit := max(slow_limit(samples), others)) > min(samples[step] for step in slow):
+def of_steps_told(measured, slow):
+    """Skip where other programs make other steps as slow, or so uneven that none stands out."""
+    samples, dropped = measured.samples_ns, measured.warmup_dropped
+    if dropped > min(slow):
+        pytest.skip(f"too crowded: the first {dropped} steps count as warm-up")
+    others = [ns for step, ns in enumerate(samples) if step not in slow]
+    least = min(samples[step] for step in slow)
+    if (limit := max(*others, slow_limit(samples))) >= least:
         pytest.skip(f"too crowded: only steps above {limit / 1e6:.0f} ms stand out")
 
 
@@ -176,7 +180,7 @@ def test_only_as_many_as_asked_are_kept(tmp_path, one_thread):
     slow = dict.fromkeys((55, 58, 61), "script")
     with steady.watch(keep_slow=1, traces=tmp_path) as seen:
         Run(slow).train(70)
-    of_steps_told(seen.result, slow)
+    of_steps_told(seen.result.measured, slow)
     (trace,) = [step.trace for step in seen.result.slowest if step.trace is not None]
     assert trace == seen.result.slowest[0].trace
     assert len(os.listdir(tmp_path)) == 1
@@ -188,7 +192,7 @@ def test_slow_steps_without_a_trace_are_counted(tmp_path, one_thread):
     with seen:
         Run(dict.fromkeys((55, 58), "script")).train(70)
         seen.clock.flight.clear()
-    of_steps_told(seen.result, [55, 58])
+    of_steps_told(seen.result.measured, [55, 58])
     assert not any(step.trace for step in seen.result.slowest)
     assert any("2 of the 2 slowest steps have no trace" in text for text in seen.result.remarks)
 
@@ -205,7 +209,7 @@ def test_traces_that_cannot_be_written_are_told(tmp_path, one_thread):
     with steady.watch(keep_slow=5, traces=tmp_path / "t") as seen:
         Run({55: "script"}).train(60)
         (tmp_path / "t").write_text("a file")
-    of_steps_told(seen.result, [55])
+    of_steps_told(seen.result.measured, [55])
     assert seen.result.traces is None
     assert any("could not be written" in text for text in seen.result.remarks)
 
@@ -235,7 +239,7 @@ def test_what_ends_the_loop_early_keeps_the_traces(tmp_path, one_thread, error):
     seen = steady.watch(keep_slow=1, traces=tmp_path)
     with pytest.raises(type(error)):
         failing(seen, error)
-    of_steps_told(seen.result, [55])
+    of_steps_told(seen.result.measured, [55])
     assert os.listdir(tmp_path) == ["step-55.json.gz"]
 
 
@@ -308,11 +312,12 @@ def test_a_script_runs_as_without_a_recorder(tmp_path):
     assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
     lines = found.stderr.decode().splitlines()
     assert len(lines) <= 30
+    content = (tmp_path / "a.json").read_bytes()
+    of_steps_told(decode(Path("a.json"), content, "run").result.measured, [60, 80, 100])
     assert any(
         "3 traces kept; open one: steady explain steady-traces/step-" in line for line in lines
     )
-    saved = json.loads((tmp_path / "a.json").read_bytes())
-    assert {s["index"] for s in saved["slowest"] if s["trace"]} == {60, 80, 100}
+    assert {s["index"] for s in json.loads(content)["slowest"] if s["trace"]} == {60, 80, 100}
     quiet = subprocess.run([*command[:4], "--quiet", *command[4:6], str(path)], **options)
     assert quiet.stderr == expected.stderr
     explained = subprocess.run(

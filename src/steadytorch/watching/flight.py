@@ -27,16 +27,16 @@ SPARE = 100
 """Steps held beyond those to keep: only the end shows which steps are warm-up."""
 FIRST_LIMIT = 20
 """Steps after which a running step can be overdue."""
-JUDGED_BY = 2000
+JUDGED_BY = 1000
 """Latest steps by which a running step is overdue."""
-GROWTH = 1.2
+GROWTH = 1.3
 """That is computed again each time the number of steps has grown by this factor."""
 MODULE_SHARE = 0.005
 """Most time that recording module calls may take, as a share of the steps; else fewer levels of
 nested calls are recorded."""
 MOST_SHARE = 0.01
 """Most time that recording may take in all, as a share of the steps; else some are not recorded."""
-_HEAD_START_NS = 1_000_000
+_HEAD_START_NS = 5_000_000
 """Time that recording may take at the start, so that the first steps are recorded."""
 DEEPEST = 32
 """Levels of nested module calls recorded at most."""
@@ -96,7 +96,7 @@ class SlowTape:
 
     Attributes:
         steps: the tapes, the slow step last.
-        samples: samples of the threads during these steps.
+        samples: samples of the threads during these steps; none if the step was not overdue.
     """
 
     steps: tuple[StepTape, ...]
@@ -113,27 +113,33 @@ class FlightRecorder:
     Args:
         keep: steps to keep.
         now: returns ns on the clock of the steps.
+        cpu: returns the CPU time of the thread in ns, in which waits for a core do not count.
 
     Attributes:
         limit: gives the duration above which a running step is overdue, from the latest durations.
         samples: latest samples of the stacks.
         profiling: whether the script's own profiler is running.
         events: events so far.
-        spent_ns: time spent between steps.
+        spent_ns: CPU time spent between steps.
         recorded: steps recorded.
         profiled: steps left out because the script's own profiler ran.
         on: whether the current step is recorded.
         depth: levels of nested module calls that are recorded.
     """
 
-    def __init__(self, keep: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(
+        self,
+        keep: int,
+        now: Callable[[], int] = time.perf_counter_ns,
+        cpu: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
         self.keep = keep
         self.limit: Callable[[Any], float] | None = None
         self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
         self.profiling: Callable[[], bool] = bool
         self.events = self.spent_ns = self.recorded = self.profiled = 0
         self.depth = DEEPEST
-        self._now = now
+        self._now, self._cpu = now, cpu
         self._thread = threading.get_ident()
         self._event_ns = self._step_ns = 0.0
         self._profiled = False
@@ -255,16 +261,18 @@ class FlightRecorder:
         if recorded:
             self._last.append(StepTape(index, start_ns, end_ns, self._at, self._codes))
         due = self.limit is not None and index + 1 >= self._next
-        slow = recorded and not self._is_outdone(took_ns)
-        if not due and not slow:
+        held, slow = recorded and not self._is_outdone(took_ns), took_ns > self._limit_ns
+        if not due and not (held and slow):
+            if held:
+                self._hold(index, took_ns, ())
             return False
-        began = self._now()
+        began = self._cpu()
         if due and self.limit is not None:
             self._limit_ns = self.limit(durations_ns[-JUDGED_BY:])
             self._next = int(GROWTH * self._next) + 1
-        if slow:
-            self._hold(index, took_ns)
-        spent_ns = self._now() - began
+        if held:
+            self._hold(index, took_ns, self._samples_since(self._last[0].start_ns) if slow else ())
+        spent_ns = self._cpu() - began
         self.spent_ns += spent_ns
         self._cost_ns += spent_ns
         return True
@@ -287,13 +295,14 @@ class FlightRecorder:
         """Whether as many slower steps are held as there may be."""
         return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
 
-    def _hold(self, index: int, took_ns: int) -> None:
+    def _hold(self, index: int, took_ns: int, samples: tuple[Sample, ...]) -> None:
+        entry = took_ns, index, SlowTape(tuple(self._last), samples)
         full = len(self._slow) >= self.keep + SPARE
-        steps = tuple(self._last)
-        samples = list(self.samples)  # one call, so that the sampler cannot add meanwhile
-        first = bisect_left(samples, steps[0].start_ns, key=itemgetter(0))
-        entry = took_ns, index, SlowTape(steps, tuple(samples[first:]))
         (heapreplace if full else heappush)(self._slow, entry)
+
+    def _samples_since(self, at_ns: int) -> tuple[Sample, ...]:
+        samples = list(self.samples)  # one call, so that the sampler cannot add meanwhile
+        return tuple(samples[bisect_left(samples, at_ns, key=itemgetter(0)) :])
 
     def _deepest(self) -> int:
         """Levels of module calls in the last step."""
@@ -331,7 +340,7 @@ class FlightRecorder:
 
     def measure_cost(self) -> None:
         """Measure the time that recording an event takes, and that ending a step takes."""
-        trial, durations = FlightRecorder(1 - SPARE, self._now), array("q", (1,))
+        trial, durations = FlightRecorder(1 - SPARE, self._now, self._cpu), array("q", (1,))
         for _ in range(2):
             trial.finish(durations, 0, 1)
 

@@ -204,11 +204,14 @@ class _Seen:
         during = tape.of_slow()
         earlier = tape.samples[: len(tape.samples) - len(during)]
         before = {each for s in earlier for each in s.others}
-        counts = Counter(each for s in during for each in s.others if each not in before)
+        lines = Counter(each for s in during for each in s.others if each not in before)
+        threads: Counter[str] = Counter()
+        for (name, _), count in lines.items():
+            threads[name] += count
         return [
             f"thread {name} meanwhile at {self._names[line]}"
-            for (name, line), count in counts.most_common(1)
-            if 2 * count >= len(during)
+            for (name, line), _ in lines.most_common(1)
+            if 2 * threads[name] >= len(during)
         ]
 
     def _differences(self, step: int, excess: float, tape: SlowTape | None) -> list[str]:

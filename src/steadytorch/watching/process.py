@@ -123,6 +123,12 @@ def _run_and_wait_ns(thread: int) -> tuple[int, int] | None:
     return int(ran), int(waited)
 
 
+def core_wait_ns(thread: int) -> int:
+    """Time that a thread was ready to run without a core; 0 if unknown."""
+    found = _run_and_wait_ns(thread)
+    return 0 if found is None else found[1]
+
+
 def _modes(torch: Any, device: str) -> list[str]:
     found = []
     if torch.is_anomaly_enabled():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import Sample
+from steadytorch.watching.process import core_wait_ns
 
 if TYPE_CHECKING:
     from steadytorch.watching.process import ProcessSampler
@@ -21,17 +22,17 @@ INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
 FLIGHT_INTERVAL_S = 0.025
-FLIGHT_CPU_SHARE = 0.002
+FLIGHT_CPU_SHARE = 0.005
 """The same for a flight recorder, which needs samples of single steps."""
 OVERDUE_INTERVAL_S = 0.01
 """Time between samples of a step that takes too long already."""
-_BURST_NS = 20_000_000
-"""CPU time that samples of such steps may take beyond the maximum."""
+EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.001
+"""CPU time that samples of such steps may take besides: so much, and a share of the time."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
 PROMPT_NS = 200_000
 """A sample that waits longer for the interpreter's lock, but not for a forced switch, is taken
-where the watched thread happened to release it, not where it was."""
+where the watched thread happened to release it, not where it was. Waits for a core do not count."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
 _OURS = str(Path(__file__).parent.parent / "x")[:-1]
@@ -91,28 +92,30 @@ class StackSampler:
             self.process.stop()
 
     def _run(self) -> None:
-        began_ns = asked_ns = time.perf_counter_ns()
-        pause_s, forced_ns = self._interval_s, sys.getswitchinterval() * 1e9
-        due_ns = started_ns = 0  # the first sample takes milliseconds and would delay the second
+        began_ns, pause_s = time.perf_counter_ns(), self._interval_s
+        due_ns = started_ns = extra_ns = 0  # the first sample takes milliseconds: not counted
+        asked_ns, forced_ns = began_ns, sys.getswitchinterval() * 1e9
+        own = threading.get_native_id()
+        waited_ns = core_wait_ns(own)
         while not self._stop.acquire(timeout=pause_s):
-            now = time.perf_counter_ns()
+            now, before_ns = time.perf_counter_ns(), self.cpu_ns
+            regular = now >= due_ns
             overdue = self._flight is not None and self._flight.is_overdue(now)
-            if overdue or now >= due_ns:
-                prompt = not PROMPT_NS < now - asked_ns - pause_s * 1e9 < forced_ns
-                self._sample(now, regular=now >= due_ns, prompt=prompt)
+            if regular or overdue:
+                late_ns = now - asked_ns - pause_s * 1e9 - (core_wait_ns(own) - waited_ns)
+                self._sample(now, regular, prompt=not PROMPT_NS < late_ns < forced_ns)
             self.cpu_ns = time.thread_time_ns()
             started_ns = started_ns or self.cpu_ns
-            spent_ns = self.cpu_ns - started_ns
-            if now >= due_ns:
+            extra_ns += 0 if regular else self.cpu_ns - before_ns
+            if regular:
+                spent_ns = self.cpu_ns - started_ns - extra_ns
                 due_ns = max(now + self._interval_s * 1e9, began_ns + spent_ns / self._cpu_share)
-            asked_ns = time.perf_counter_ns()
+            asked_ns, waited_ns = time.perf_counter_ns(), core_wait_ns(own)
             pause_s = max(0.001, (due_ns - asked_ns) * 1e-9)
-            if self._flight is not None and spent_ns < _BURST_NS + self._cpu_share * (
-                now - began_ns
-            ):
-                pause_s = min(pause_s, OVERDUE_INTERVAL_S if overdue else self._interval_s)
+            if overdue and extra_ns < EXTRA_NS + EXTRA_SHARE * (now - began_ns):
+                pause_s = min(pause_s, OVERDUE_INTERVAL_S)
 
-    def _sample(self, now: int, *, regular: bool, prompt: bool) -> None:
+    def _sample(self, now: int, regular: bool, *, prompt: bool) -> None:
         """Take a sample.
 
         Args:
