@@ -55,7 +55,7 @@ COMMANDS = {
         ("[SCRIPT] [ARGS]...", "text", None),
     ],
     "explain": [
-        ("WORKLOAD|TRACE", "text", None),
+        ("WORKLOAD|TRACE...", "text", None),
         *SHAPING,
         ("--budget", "text", "20s"),
         ("--steps", "integer range", 5),

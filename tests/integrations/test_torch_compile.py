@@ -223,7 +223,7 @@ def test_changed_weights_are_seen(model, x, tmp_path, searches):
 
 
 def test_a_fault_of_the_search_leaves_the_graph_as_captured(model, x, tmp_path, monkeypatch):
-    monkeypatch.setattr(Session, "search", lambda self: 1 / 0)
+    monkeypatch.setattr(Session, "search", lambda self, watcher: 1 / 0)
     fast = compiled(model, tmp_path, mode="tune", budget="5s")
     with torch.no_grad():
         for _ in range(3):

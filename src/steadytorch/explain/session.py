@@ -94,7 +94,6 @@ def explain(
     paths = _traces(subject)
     if paths is not None:
         return _compared(paths, progress)
-    assert not isinstance(subject, list)
     if isinstance(subject, str | Path):
         progress(f"reading {Path(subject).name}")
         trace = read_trace(Path(subject))
