@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,11 +39,11 @@ class ProcessSampler:
         self._lines: dict[int, Counter[str]] = {}
         self._looked_ns = 0
 
-    def look(self, line_of: Callable[[FrameType | None], str]) -> None:
+    def look(self, line_of: Callable[[int], str]) -> None:
         """Take one sample.
 
         Args:
-            line_of: names the line of the user's code in a thread's frames; empty if none.
+            line_of: names the line of the user's code at which a thread is; empty if none.
         """
         self._samples += 1
         self._modes.update(_modes(self._torch, self._device))
@@ -53,7 +51,6 @@ class ProcessSampler:
         if now - self._looked_ns < INTERVAL_NS:
             return
         self._looked_ns = now
-        frames = sys._current_frames()
         for thread in threading.enumerate()[:MOST_THREADS]:
             number = thread.native_id
             if number is None or number == self._watched or thread.name.startswith(_OURS):
@@ -63,7 +60,7 @@ class ProcessSampler:
                 continue
             first = self._first.setdefault(number, spent[0])
             self._busy[number] = thread.name, spent[0] - first
-            if line := line_of(frames.get(thread.ident or 0)):
+            if thread.ident is not None and (line := line_of(thread.ident)):
                 self._lines.setdefault(number, Counter())[line] += 1
 
     def stop(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 import threading
 import time
 from array import array
+from collections import deque
+from functools import partial
+from itertools import accumulate, chain, repeat, takewhile
+from operator import attrgetter, call, is_not, methodcaller
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from steadytorch.watching.clock import StepClock
@@ -30,11 +34,16 @@ EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.001
 """CPU time that samples of such steps may take besides: so much, and a share of the time."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
-PROMPT_NS = 200_000
+PROMPT_NS = 1_000_000
 """A sample that waits longer for the interpreter's lock, but not for a forced switch, is taken
-where the watched thread happened to release it, not where it was. Waits for a core do not count."""
+where the watched thread happened to release it, not where it was: its line does not count. Waits
+for a core are no such waits; timers are late by less."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
+Line = tuple[str, str, int | None]
+"""File, qualified name of the function, and number of a line; None for code without a line."""
+_LINE = attrgetter("f_code.co_filename", "f_code.co_qualname", "f_lineno")
+_IS_FRAME = partial(is_not, None)
 _OURS = str(Path(__file__).parent.parent / "x")[:-1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
@@ -74,7 +83,7 @@ class StackSampler:
         self._interval_s = usual_s if interval_s is None else interval_s
         self._cpu_share = MAX_CPU_SHARE if clock.flight is None else FLIGHT_CPU_SHARE
         self._watched = threading.get_ident()
-        self._known: dict[tuple[str, int, str], int] = {}
+        self._known: dict[tuple[Line, str], int] = {}
         self._users: dict[str, bool] = {}
         self._stop = threading.Lock()
 
@@ -123,15 +132,15 @@ class StackSampler:
             regular: whether it counts for the share of the time that a line takes.
             prompt: whether the thread is still where it was at the time asked for.
         """
-        phase, frames = self._clock.phase, sys._current_frames()
-        place = self._place(frames.get(self._watched)) if prompt else -1
+        phase = self._clock.phase
+        place = self._place(stack_of(self._watched))
         if self._flight is not None:
-            self._flight.samples.append(Sample(now, phase, place, self._others(frames)))
+            self._flight.samples.append(Sample(now, phase, place, self._others()))
         if not regular:
             return
         self.at_ns.append(now)
         self.phases.append(phase)
-        self.places.append(place)
+        self.places.append(place if prompt else -1)
         if len(self.at_ns) >= MOST_SAMPLES:
             self.at_ns, self.phases = self.at_ns[::2], self.phases[::2]
             self.places = self.places[::2]
@@ -139,43 +148,33 @@ class StackSampler:
         if self.process is not None:
             self.process.look(self._line)
 
-    def _line(self, frame: FrameType | None) -> str:
-        place = self._place(frame)
+    def _line(self, thread: int) -> str:
+        place = self._place(stack_of(thread))
         return "" if place < 0 else self.names[place]
 
-    def _others(self, frames: dict[int, FrameType]) -> tuple[tuple[str, int], ...]:
+    def _others(self) -> tuple[tuple[str, int], ...]:
         """Name and line of the other threads that are in the user's code."""
-        own = threading.get_ident()
-        places = {
-            thread: self._place(frame)
-            for thread, frame in frames.items()
-            if thread not in (self._watched, own)
-        }
-        if not any(place >= 0 for place in places.values()):
-            return ()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return tuple(
-            (names.get(thread, str(thread)), place)
-            for thread, place in places.items()
-            if place >= 0
+        ours = self._watched, threading.get_ident()
+        places = (
+            (thread.name, self._place(stack_of(thread.ident)))
+            for thread in threading.enumerate()
+            if thread.ident is not None and thread.ident not in ours
         )
+        return tuple((name, place) for name, place in places if place >= 0)
 
-    def _place(self, frame: FrameType | None) -> int:
+    def _place(self, stack: list[Line]) -> int:
         called = ""
-        for _ in range(DEEPEST):
-            if frame is None:
-                return -1
-            file = frame.f_code.co_filename
+        for line in stack:
+            file, qualified, _ = line
             if self._is_users(file):
-                key = (file, frame.f_lineno, called)
+                key = (line, called)
                 if key not in self._known:
                     self._known[key] = len(self.names)
-                    self.names.append(_named(frame, called))
-                    self.functions.append(f"{file}:{_function(frame.f_code)}")
+                    self.names.append(_named(line, called))
+                    self.functions.append(f"{file}:{_function(qualified)}")
                 return self._known[key]
             if not file.startswith(_OURS):
-                called = frame.f_code.co_name
-            frame = frame.f_back
+                called = qualified.rpartition(".")[2]
         return -1
 
     def _is_users(self, file: str) -> bool:
@@ -192,17 +191,47 @@ def is_users(file: str) -> bool:
     ) or file.startswith("<ipython-input")
 
 
-def _function(code: CodeType) -> str:
+def _function(qualified: str) -> str:
     """Name of the function that a comprehension, generator or lambda stands in; else its own."""
-    parts = code.co_qualname.split(".")
+    parts = qualified.split(".")
     while len(parts) > 1 and parts[-1].startswith("<"):
         parts.pop()
     return ".".join(parts)
 
 
-def _named(frame: FrameType, called: str) -> str:
-    code = frame.f_code
+def _named(line: Line, called: str) -> str:
+    file, qualified, number = line
     inner = f", in {called}" if called else ""
-    name = _function(code).rpartition(".")[2]
+    name = _function(qualified).rpartition(".")[2]
     within = "" if name == "<module>" else f" {name}"
-    return f"{Path(code.co_filename).name}:{frame.f_lineno or code.co_firstlineno}{within}{inner}"
+    return f"{Path(file).name}{'' if number is None else f':{number}'}{within}{inner}"
+
+
+def stack_of(thread: int) -> list[Line]:
+    """File, function and line of each call in another thread, the innermost first.
+
+    In Python 3.11, making a frame object may start a garbage collection. Its callbacks let the
+    other thread run on, and the frame object then points to freed memory (CPython issue 97002). So
+    collections are off meanwhile. All steps run within one call in C: no other thread runs between
+    them, nor can it see or change the switch.
+
+    Args:
+        thread: its identity, as `threading.get_ident` gives it.
+    """
+    found: list[Line] = []
+    enabled: list[bool] = []
+    first = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
+    frames = accumulate(chain(first, repeat("f_back", DEEPEST)), getattr)
+    restore = map({True: gc.enable, False: gc.isenabled}.__getitem__, enabled)
+    steps = (
+        partial(enabled.extend, map(call, (gc.isenabled,))),
+        gc.disable,
+        partial(found.extend, map(_LINE, takewhile(_IS_FRAME, frames))),
+        partial(deque(maxlen=0).extend, map(call, restore)),
+    )
+    try:
+        deque(map(call, steps), maxlen=0)
+    except MemoryError:
+        if enabled == [True]:
+            gc.enable()
+    return found
