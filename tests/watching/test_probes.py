@@ -54,7 +54,8 @@ def test_training_is_cut_into_its_parts(probed):
     assert probed.unit == OPTIMIZING
     assert probed.steps == 5
     found = {name for name, column in zip(SLICES, probed.slices_ns, strict=True) if sum(column)}
-    assert found == {"input_wait", "forward", "backward", "optimizer", "rest"}
+    # Earlier tests may have left so much garbage that a collection falls into the steps.
+    assert found - {"collection"} == {"input_wait", "forward", "backward", "optimizer", "rest"}
     for step, total in enumerate(probed.durations_ns):
         assert sum(column[step] for column in probed.slices_ns) == total
 

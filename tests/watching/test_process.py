@@ -18,7 +18,7 @@ def spin(stop):
     return total
 
 
-def test_a_busy_thread_is_seen_with_its_line_and_an_idle_one_without_time():
+def test_a_busy_thread_is_seen_with_its_line_before_an_idle_one():
     stop = threading.Event()
     busy = threading.Thread(target=spin, args=(stop,), name="busy")
     idle = threading.Thread(target=stop.wait, name="idle")
@@ -39,9 +39,10 @@ def test_a_busy_thread_is_seen_with_its_line_and_an_idle_one_without_time():
         idle.join()
     sampler.stop()
     setting = sampler.setting({"SGD": True})
-    by_name = {other.name: other for other in setting.others}
-    assert by_name["busy"].busy > by_name["idle"].busy
-    assert by_name["busy"].line.startswith("test_process.py:")
+    busiest = setting.others[0]  # threads of earlier tests may be listed too
+    assert busiest.name == "busy"
+    assert busiest.busy > 0
+    assert busiest.line.startswith("test_process.py:")
     assert setting.optimizers == (("SGD", True),)
     assert 0 <= setting.off_core <= 1
     assert 0 <= setting.core_wait <= 1
