@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 FEATURES, CLASSES = 256, 10
 
@@ -80,7 +80,7 @@ class Fault:
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def sample(self, data: Samples) -> Dataset[Any]:
+    def sample(self, data: Samples) -> Samples:
         return data
 
     def batches(self, loader: Any) -> Any:
@@ -113,9 +113,8 @@ class Job:
 
     def run(self) -> list[float]:
         fault = self.fault
-        data = fault.sample(Samples(self.steps * self.batch))
-        workers = {"num_workers": self.asked.workers} if self.asked.workers else {}
-        loader = fault.batches(DataLoader(data, self.batch, shuffle=True, **workers))
+        self.data = fault.sample(Samples(self.steps * self.batch))
+        loader = fault.batches(self.loader(self.data))
         model = fault.model(self.net)
         optimizer = fault.optimizer(OPTIMIZERS[self.asked.optimizer](self.net.parameters()))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
@@ -135,6 +134,15 @@ class Job:
                 print(f"step {step + 1}: loss {losses[-1]:.4f}")
         fault.end()
         return losses
+
+    def loader(self, data: Samples) -> DataLoader[Any]:
+        """Loads whole batches where the samples allow it."""
+        workers = {"num_workers": self.asked.workers} if self.asked.workers else {}
+        if type(data) is not Samples:
+            return DataLoader(data, self.batch, shuffle=True, **workers)
+        ready = TensorDataset(data.x, torch.tensor(data.y))
+        batches = BatchSampler(RandomSampler(ready), self.batch, drop_last=False)
+        return DataLoader(ready, batch_size=None, sampler=batches, **workers)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -159,14 +167,14 @@ class _Slow(Samples):
 class SlowStorage(Fault):
     """Each sample is waited for."""
 
-    def sample(self, data: Samples) -> Dataset[Any]:
+    def sample(self, data: Samples) -> Samples:
         return _Slow(data, lambda index: time.sleep(0.0001))
 
 
 class Decoding(Fault):
     """Each sample is decoded in the training process."""
 
-    def sample(self, data: Samples) -> Dataset[Any]:
+    def sample(self, data: Samples) -> Samples:
         def decode(index: int) -> None:
             sum(i * i for i in range(1500))
 
@@ -177,7 +185,7 @@ class ColdReads(Fault):
     """One batch in twenty waits for storage."""
 
     def batches(self, loader: Any) -> Any:
-        data = loader.dataset
+        data = self.job.data
         reads = iter(range(10**9))
 
         def read(index: int) -> None:
@@ -203,7 +211,7 @@ class Respawn(Fault):
     """Workers are started anew for each of many short epochs."""
 
     def batches(self, loader: Any) -> Any:
-        few = torch.utils.data.Subset(loader.dataset, range(25 * self.job.batch))
+        few = torch.utils.data.Subset(self.job.data, range(25 * self.job.batch))
         short = DataLoader(few, self.job.batch, num_workers=1)
 
         def epochs() -> Iterator[Any]:
@@ -392,7 +400,7 @@ class Oversubscribed(Fault):
 
         workers = 2 * (os.cpu_count() or 1)
         return DataLoader(
-            _Slow(loader.dataset, decode), self.job.batch, num_workers=workers, prefetch_factor=8
+            _Slow(self.job.data, decode), self.job.batch, num_workers=workers, prefetch_factor=8
         )
 
 
@@ -494,7 +502,7 @@ class LateRank(Fault):
         dist.init_process_group("gloo")
         return nn.parallel.DistributedDataParallel(model)
 
-    def sample(self, data: Samples) -> Dataset[Any]:
+    def sample(self, data: Samples) -> Samples:
         late = os.environ["RANK"] == "1"
         return _Slow(data, lambda index: time.sleep(0.0004)) if late else data
 
@@ -505,7 +513,7 @@ class LateRank(Fault):
 class Ranks(LateRank):
     """A job whose ranks are alike."""
 
-    def sample(self, data: Samples) -> Dataset[Any]:
+    def sample(self, data: Samples) -> Samples:
         return data
 
 

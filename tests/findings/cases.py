@@ -66,6 +66,7 @@ def watched(
     lines: dict[str, Any] | None = None,
     *,
     setting: Setting | None = None,
+    routine: float = 0.0,
     ranks: dict[int, dict[str, tuple[float, float]]] | None = None,
     **times: Any,
 ) -> Case:
@@ -74,7 +75,9 @@ def watched(
     slices["forward"] += 10 * MS
     for name, value in times.items():
         slices[name] = slices[name] + value
-    steps = WatchedSteps(slices, lines or {}, setting or Setting(), ranks=ranks or {})
+    steps = WatchedSteps(
+        slices, lines or {}, setting or Setting(), routine=routine, ranks=ranks or {}
+    )
     return Case(watched=steps)
 
 

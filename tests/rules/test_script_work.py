@@ -36,6 +36,13 @@ def test_the_usual_rest_is_not():
     assert rule(watched(forward=uneven, rest=0.5 * MS)) == ()
 
 
+def test_losses_and_clipping_do_not_count():
+    assert rule(watched(rest=2 * MS, routine=0.6)) == ()
+    assert rule(watched(rest=2 * MS, routine=1.0)) == ()
+    found = the(rule(watched(rest=4 * MS, routine=0.25)))
+    assert found.cost_ns == 3 * MS
+
+
 def test_without_a_script_it_abstains():
     assert isinstance(rule(Case()), Abstention)
 

@@ -7,10 +7,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import FlightRecorder
-from steadytorch.watching.stacks import StackSampler, stack_of
+from steadytorch.watching.stacks import SWITCH_S, StackSampler, SwitchInterval, stack_of
 
 
 def seen_from_another_thread():
@@ -77,6 +78,80 @@ assert gc.isenabled()
 def test_collections_while_a_stack_is_read_do_no_harm(seconds):
     line = [sys.executable, "-X", "faulthandler", "-c", STRESS, seconds]
     subprocess.run(line, check=True, timeout=120)
+
+
+def sampled(work, seconds=0.5):
+    """The sampler after this thread has worked, and the switch interval meanwhile."""
+    sampler = StackSampler(StepClock(), interval_s=0.002)
+    sampler.start()
+    ends, seen = time.monotonic() + seconds, set()
+    while time.monotonic() < ends:
+        work()
+        seen.add(round(sys.getswitchinterval(), 6))
+    sampler.stop()
+    return sampler, seen
+
+
+def test_lines_that_hold_the_lock_are_seen_and_the_switch_interval_restored():
+    found = sys.getswitchinterval()
+
+    def own_code():
+        total = 0
+        for index in range(30_000):  # one to two milliseconds
+            total += index
+        return total
+
+    def work():
+        own_code()
+        time.sleep(0.001)
+
+    sampler, seen = sampled(work)
+    assert sys.getswitchinterval() == found
+    assert SWITCH_S in seen
+    at = [sampler.names[place] for place in sampler.places if place >= 0]
+    assert any(" own_code" in name for name in at)
+
+
+def test_beside_another_thread_the_switch_interval_stays():
+    found, ended = sys.getswitchinterval(), threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        _, seen = sampled(lambda: time.sleep(0.001), seconds=0.1)
+    finally:
+        ended.set()
+        thread.join()
+    assert seen == {round(found, 6)}
+
+
+def test_a_switch_interval_that_the_script_sets_stays():
+    found = sys.getswitchinterval()
+    try:
+        sampled(lambda: sys.setswitchinterval(0.02), seconds=0.1)
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(found)
+
+
+def test_a_forked_child_has_its_own_switch_interval_again():
+    found = sys.getswitchinterval()
+    switch = SwitchInterval()
+    assert switch.shorten(alone=True)
+    assert sys.getswitchinterval() < found
+    switch.restore()
+    switch.restore()
+    assert sys.getswitchinterval() == found
+
+
+def losses():
+    return torch.nn.functional.cross_entropy(torch.zeros(50_000, 100), torch.zeros(50_000).long())
+
+
+def test_losses_are_told_from_the_scripts_own_code():
+    sampler, _ = sampled(losses)
+    by_name = dict(zip(sampler.names, sampler.routine, strict=True))
+    assert any(routine for name, routine in by_name.items() if name.endswith("in cross_entropy"))
+    assert not any(routine for name, routine in by_name.items() if " sampled" in name)
 
 
 def test_a_flight_recorder_gets_the_lines_of_other_threads():

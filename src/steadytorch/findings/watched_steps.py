@@ -64,6 +64,7 @@ class WatchedSteps:
         lines: slice to the lines of the user's code seen in it, with their share of its time.
             Lines of the function seen most come first.
         setting: how the process is set up.
+        routine: share of `rest` in PyTorch's own functions for losses, clipping and schedules.
         rank: the rank of this process in its job.
         ranks: rank to the mean time of each slice of a step and its standard error, in ns, this
             rank included; empty if there are no others, or another rank collects the times.
@@ -72,6 +73,7 @@ class WatchedSteps:
     slices_ns: dict[str, np.ndarray]
     lines: dict[str, tuple[tuple[str, float], ...]]
     setting: Setting = Setting()
+    routine: float = 0.0
     rank: int = 0
     ranks: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 

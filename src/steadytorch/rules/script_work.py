@@ -13,16 +13,18 @@ LEAST_SHARE = 0.1
 def rule(case: Case) -> Verdict:
     """Report time outside the loader, the model, the backward pass and the optimizer.
 
-    Checkpoints, metrics, logging and printing run there, and the device idles meanwhile unless
-    work is queued. The lines come from sampling. Source: "Asynchronous saving with Distributed
+    PyTorch's functions for losses, clipping and schedules do not count. Checkpoints, metrics,
+    logging and printing run there, and the device idles meanwhile unless work is queued.
+    The lines come from sampling. Source: "Asynchronous saving with Distributed
     Checkpoint" and "Performance Tuning Guide", PyTorch tutorials.
     """
     steps = case.watched
     if steps is None:
         return Abstention(NAME, "no script was watched", "run `steady run SCRIPT`")
-    if not steps.counts("rest", LEAST_SHARE):
+    own = 1 - steps.routine
+    if own <= 0 or not steps.counts("rest", LEAST_SHARE / own):
         return ()
-    share, cost = steps.share("rest"), round(steps.mean("rest"))
+    share, cost = own * steps.share("rest"), round(own * steps.mean("rest"))
     lines = steps.lines.get("rest", ())
     where = f", mostly {lines[0][0]}" if lines else ""
     return (

@@ -144,6 +144,7 @@ class _Seen:
         self.durations = np.asarray(clock.durations_ns, dtype=np.int64)
         self._slices = [np.asarray(column, dtype=np.float64) for column in clock.slices_ns]
         self._names, self._functions = sampler.names, sampler.functions
+        self._routine = np.asarray(sampler.routine, dtype=bool)
         self._flight = clock.flight
         count = len(sampler.places)  # the arrays grow in this order
         at = np.asarray(sampler.at_ns[:count], dtype=np.int64)
@@ -156,15 +157,19 @@ class _Seen:
     def steady(self, first: int) -> WatchedSteps:
         """The steps after the warm-up."""
         late = self._step >= first
-        lines = {}
+        lines, routine = {}, 0.0
         for place, name in enumerate(SLICES):
             here = self._place[late & (self._phase == place)]
-            counts = self._ranked(here[here >= 0].tolist())
+            seen = here[here >= 0]
+            if place == REST:
+                routine = self._routine[seen].sum() / max(1, len(here))
+                seen = seen[~self._routine[seen]]
+            counts = self._ranked(seen.tolist())
             lines[name] = tuple((self._names[line], n / len(here)) for line, n in counts)
         slices: dict[str, np.ndarray] = dict(
             zip(SLICES, (column[first:] for column in self._slices), strict=True)
         )
-        return WatchedSteps(slices, lines)
+        return WatchedSteps(slices, lines, routine=float(routine))
 
     def _ranked(self, places: list[int]) -> list[tuple[int, int]]:
         """Lines and their samples: those of the function seen most first."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 INTERVAL_NS = 250_000_000
 """Time between two looks at the other threads."""
 MOST_THREADS = 64
-_OURS = "steadytorch-"
+OURS = "steadytorch-"
+"""How names of our own threads begin."""
 
 
 class ProcessSampler:
@@ -53,7 +54,7 @@ class ProcessSampler:
         self._looked_ns = now
         for thread in threading.enumerate()[:MOST_THREADS]:
             number = thread.native_id
-            if number is None or number == self._watched or thread.name.startswith(_OURS):
+            if number is None or number == self._watched or thread.name.startswith(OURS):
                 continue
             spent = _run_and_wait_ns(number)
             if spent is None:

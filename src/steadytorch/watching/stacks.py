@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import Sample
-from steadytorch.watching.process import core_wait_ns
+from steadytorch.watching.process import OURS, core_wait_ns
 
 if TYPE_CHECKING:
     from steadytorch.watching.process import ProcessSampler
@@ -25,25 +25,45 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
 """Maximum CPU use, as a share of one core; costlier samples become rarer."""
+FREE_NS = 10_000_000
+"""CPU time of samples that are taken at full rate all the same: runs of a few seconds get some."""
 FLIGHT_INTERVAL_S = 0.025
 FLIGHT_CPU_SHARE = 0.005
 """The same for a flight recorder, which needs samples of single steps."""
 OVERDUE_INTERVAL_S = 0.01
 """Time between samples of a step that takes too long already."""
-EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.001
-"""CPU time that samples of such steps may take besides: so much, and a share of the time."""
+EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.002
+"""CPU time that looking for such steps and sampling them may take besides: so much, and a share of
+the time."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
+SWITCH_S = 0.0005
+"""Switch interval of the interpreter, and so the longest wait for its lock, while the script has no
+other Python thread. With the usual 5 ms, most samples would be taken where the watched thread next
+releases the lock, in a wait or an operator, and its Python code would look idle. Between threads of
+the script it would change who runs when."""
 PROMPT_NS = 1_000_000
-"""A sample that waits longer for the interpreter's lock, but not for a forced switch, is taken
-where the watched thread happened to release it, not where it was: its line does not count. Waits
-for a core are no such waits; timers are late by less."""
+"""A sample that waits longer, but not for a forced switch, is taken where the watched thread
+happened to release the lock, not where it was: its line does not count. Waits for a core are no
+such waits; timers are late by less."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
 Line = tuple[str, str, int | None]
 """File, qualified name of the function, and number of a line; None for code without a line."""
 _LINE = attrgetter("f_code.co_filename", "f_code.co_qualname", "f_lineno")
 _IS_FRAME = partial(is_not, None)
+_WRAPPERS = frozenset(
+    {
+        *("_call_impl", "_wrapped_call_impl", "_no_grad_wrapper", "decorate_context"),
+        *("_fn", "inner", "wrapped", "wrapper"),
+    }
+)
+"""Functions of PyTorch that only call another, whose name says more."""
+_ROUTINE = tuple(
+    f"torch/{name}.py"
+    for name in ("amp/grad_scaler", "nn/functional", "nn/utils/clip_grad", "optim/lr_scheduler")
+)
+"""Files of PyTorch whose functions belong to a step, although no module or optimizer runs them."""
 _OURS = str(Path(__file__).parent.parent / "x")[:-1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
@@ -63,6 +83,7 @@ class StackSampler:
         places: index into `names`, or -1 where no line is the user's.
         names: lines, as `train.py:57 main, in save`.
         functions: the function of each line, in the same order.
+        routine: whether each line is in a loss, in clipping or in a learning rate's schedule.
         process: see above.
         cpu_ns: CPU time spent.
     """
@@ -76,6 +97,7 @@ class StackSampler:
         self.at_ns, self.phases, self.places = array("q"), array("b"), array("l")
         self.names: list[str] = []
         self.functions: list[str] = []
+        self.routine: list[bool] = []
         self.process = process
         self.cpu_ns = 0
         self._clock, self._flight = clock, clock.flight
@@ -86,6 +108,7 @@ class StackSampler:
         self._known: dict[tuple[Line, str], int] = {}
         self._users: dict[str, bool] = {}
         self._stop = threading.Lock()
+        self._switch = SwitchInterval()
 
     def start(self) -> None:
         """Start sampling."""
@@ -97,30 +120,39 @@ class StackSampler:
         """Stop sampling."""
         self._stop.release()
         self._thread.join(1.0)
+        self._switch.restore()
         if self.process is not None:
             self.process.stop()
+
+    def forget(self) -> None:
+        """Leave a forked child as it would be without the sampler."""
+        self._switch.restore()
 
     def _run(self) -> None:
         began_ns, pause_s = time.perf_counter_ns(), self._interval_s
         due_ns = started_ns = extra_ns = 0  # the first sample takes milliseconds: not counted
-        asked_ns, forced_ns = began_ns, sys.getswitchinterval() * 1e9
         own = threading.get_native_id()
-        waited_ns = core_wait_ns(own)
+        asked_ns, short, waited_ns = began_ns, False, core_wait_ns(own)
         while not self._stop.acquire(timeout=pause_s):
             now, before_ns = time.perf_counter_ns(), self.cpu_ns
             regular = now >= due_ns
             overdue = self._flight is not None and self._flight.is_overdue(now)
             if regular or overdue:
-                late_ns = now - asked_ns - pause_s * 1e9 - (core_wait_ns(own) - waited_ns)
+                late_ns = 0.0 if short else now - asked_ns - pause_s * 1e9
+                late_ns -= 0 if short else core_wait_ns(own) - waited_ns
+                forced_ns = sys.getswitchinterval() * 1e9
                 self._sample(now, regular, prompt=not PROMPT_NS < late_ns < forced_ns)
             self.cpu_ns = time.thread_time_ns()
             started_ns = started_ns or self.cpu_ns
             extra_ns += 0 if regular else self.cpu_ns - before_ns
             if regular:
-                spent_ns = self.cpu_ns - started_ns - extra_ns
+                spent_ns = max(0, self.cpu_ns - started_ns - extra_ns - FREE_NS)
                 due_ns = max(now + self._interval_s * 1e9, began_ns + spent_ns / self._cpu_share)
-            asked_ns, waited_ns = time.perf_counter_ns(), core_wait_ns(own)
+            short = self._switch.shorten(alone=is_alone())
+            asked_ns, waited_ns = time.perf_counter_ns(), 0 if short else core_wait_ns(own)
             pause_s = max(0.001, (due_ns - asked_ns) * 1e-9)
+            if self._flight is not None:
+                pause_s = min(pause_s, FLIGHT_INTERVAL_S)  # to see a slow step early
             if overdue and extra_ns < EXTRA_NS + EXTRA_SHARE * (now - began_ns):
                 pause_s = min(pause_s, OVERDUE_INTERVAL_S)
 
@@ -163,7 +195,7 @@ class StackSampler:
         return tuple((name, place) for name, place in places if place >= 0)
 
     def _place(self, stack: list[Line]) -> int:
-        called = ""
+        called, library = "", ""
         for line in stack:
             file, qualified, _ = line
             if self._is_users(file):
@@ -172,9 +204,11 @@ class StackSampler:
                     self._known[key] = len(self.names)
                     self.names.append(_named(line, called))
                     self.functions.append(f"{file}:{_function(qualified)}")
+                    self.routine.append(library.endswith(_ROUTINE))
                 return self._known[key]
             if not file.startswith(_OURS):
-                called = qualified.rpartition(".")[2]
+                name, library = qualified.rpartition(".")[2], file
+                called = called if called and name in _WRAPPERS else name
         return -1
 
     def _is_users(self, file: str) -> bool:
@@ -182,6 +216,40 @@ class StackSampler:
         if known is None:
             known = self._users[file] = is_users(file)
         return known
+
+
+class SwitchInterval:
+    """The interpreter's switch interval: short while one thread of the script can want the lock.
+
+    An interval that the script sets meanwhile stays.
+    """
+
+    def __init__(self) -> None:
+        self._found_s: float | None = None
+
+    def shorten(self, *, alone: bool) -> bool:
+        """Shorten the interval, or put it back; whether it is short.
+
+        Args:
+            alone: whether the script has no Python thread beside the watched one.
+        """
+        if not alone:
+            self.restore()
+        elif self._found_s is None and sys.getswitchinterval() > SWITCH_S:
+            self._found_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_S)
+        return sys.getswitchinterval() <= SWITCH_S
+
+    def restore(self) -> None:
+        """Put the interval back."""
+        if self._found_s is not None and abs(sys.getswitchinterval() - SWITCH_S) < 1e-6:
+            sys.setswitchinterval(self._found_s)
+        self._found_s = None
+
+
+def is_alone() -> bool:
+    """Whether the script has one Python thread."""
+    return sum(not each.name.startswith(OURS) for each in threading.enumerate()) <= 1
 
 
 def is_users(file: str) -> bool:

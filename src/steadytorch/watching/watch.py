@@ -265,6 +265,8 @@ def forget_in_child() -> None:
     """Stop the watch of a parent in its forked child, which has no recorders."""
     for each in _active:
         each.clock.ignore()
+        if each._sampler is not None:
+            each._sampler.forget()
 
 
 _register: Callable[..., None] | None = getattr(os, "register_at_fork", None)
