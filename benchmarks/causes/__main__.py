@@ -2,6 +2,7 @@
 
 Runs `training.py` with one fault at a time, and without any. A cause counts as named if it is the
 first or second finding. The models, optimizers and batch sizes of the runs are drawn from the seed.
+Clean runs load their batches in the training process: a worker would take one of its cores.
 
     python benchmarks/causes [--only FAULT ...] [--clean 20] [--seed 0] [--out benchmarks/results]
 """
@@ -77,8 +78,6 @@ def watched(fault: str, draw: random.Random, ranks: int = 1) -> dict[str, Any]:
         f"--clip={draw.choice((0, 1))}",
         f"--seed={draw.randrange(1000)}",
     ]
-    if fault == "clean":
-        drawn.append(f"--workers={draw.choice((0, 0, 1))}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "run.json"
         steady = ["steady", "run", "--quiet", "--json", str(result), str(SCRIPT), fault, *drawn]

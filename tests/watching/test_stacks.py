@@ -11,6 +11,7 @@ import torch
 
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import FlightRecorder
+from steadytorch.watching import stacks
 from steadytorch.watching.stacks import SWITCH_S, StackSampler, SwitchInterval, stack_of
 
 
@@ -80,19 +81,28 @@ def test_collections_while_a_stack_is_read_do_no_harm(seconds):
     subprocess.run(line, check=True, timeout=120)
 
 
-def sampled(work, seconds=0.5):
-    """The sampler after this thread has worked, and the switch interval meanwhile."""
+def sampled(work, enough):
+    """The sampler after this thread has worked until that is enough, and the switch intervals."""
     sampler = StackSampler(StepClock(), interval_s=0.002)
     sampler.start()
-    ends, seen = time.monotonic() + seconds, set()
-    while time.monotonic() < ends:
+    ends, seen = time.monotonic() + 20, set()
+    while time.monotonic() < ends and not enough(sampler, seen):
         work()
         seen.add(round(sys.getswitchinterval(), 6))
     sampler.stop()
     return sampler, seen
 
 
-def test_lines_that_hold_the_lock_are_seen_and_the_switch_interval_restored():
+def after(samples):
+    return lambda sampler, seen: len(sampler.places) >= samples
+
+
+def is_seen(function):
+    return lambda sampler, seen: any(f" {function}" in name for name in list(sampler.names))
+
+
+def test_lines_that_hold_the_lock_are_seen_and_the_switch_interval_restored(monkeypatch):
+    monkeypatch.setattr(stacks, "is_alone", lambda: True)  # threads of earlier tests may be left
     found = sys.getswitchinterval()
 
     def own_code():
@@ -105,11 +115,10 @@ def test_lines_that_hold_the_lock_are_seen_and_the_switch_interval_restored():
         own_code()
         time.sleep(0.001)
 
-    sampler, seen = sampled(work)
+    sampler, seen = sampled(work, is_seen("own_code"))
     assert sys.getswitchinterval() == found
     assert SWITCH_S in seen
-    at = [sampler.names[place] for place in sampler.places if place >= 0]
-    assert any(" own_code" in name for name in at)
+    assert is_seen("own_code")(sampler, seen)
 
 
 def test_beside_another_thread_the_switch_interval_stays():
@@ -117,7 +126,7 @@ def test_beside_another_thread_the_switch_interval_stays():
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        _, seen = sampled(lambda: time.sleep(0.001), seconds=0.1)
+        _, seen = sampled(lambda: time.sleep(0.001), after(5))
     finally:
         ended.set()
         thread.join()
@@ -127,7 +136,7 @@ def test_beside_another_thread_the_switch_interval_stays():
 def test_a_switch_interval_that_the_script_sets_stays():
     found = sys.getswitchinterval()
     try:
-        sampled(lambda: sys.setswitchinterval(0.02), seconds=0.1)
+        sampled(lambda: sys.setswitchinterval(0.02), after(5))
         assert sys.getswitchinterval() == pytest.approx(0.02)
     finally:
         sys.setswitchinterval(found)
@@ -148,7 +157,7 @@ def losses():
 
 
 def test_losses_are_told_from_the_scripts_own_code():
-    sampler, _ = sampled(losses)
+    sampler, _ = sampled(losses, is_seen("losses"))
     by_name = dict(zip(sampler.names, sampler.routine, strict=True))
     assert any(routine for name, routine in by_name.items() if name.endswith("in cross_entropy"))
     assert not any(routine for name, routine in by_name.items() if " sampled" in name)
