@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from steadytorch.watching import stacks
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import FlightRecorder
-from steadytorch.watching import stacks
 from steadytorch.watching.stacks import SWITCH_S, StackSampler, SwitchInterval, stack_of
 
 
