@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,8 +17,10 @@ from steadytorch.tune import setup_scheduler
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.setup_scheduler import SetupScheduler
+from steadytorch.verification.verdict import OutputError
 
 BF16 = TransformSpec("cast_weights", (("dtype", "bf16"),))
+AUTOCAST = TransformSpec("autocast", (("dtype", "bf16"),))
 LAYOUT, GRAPH, EAGER = map(TransformSpec, ("channels_last", "cuda_graph", "inference_mode"))
 FOLD, BENCHMARK = TransformSpec("fold_batch_norm"), TransformSpec("cudnn_deterministic")
 COMPILED = [
@@ -30,6 +33,7 @@ ATTENTION = [
 AVAILABLE = [FOLD, BF16, LAYOUT, *COMPILED, *ATTENTION, EAGER, BENCHMARK, GRAPH]
 RANGES = {
     "cast_weights": (0.45, 1.0),
+    "autocast": (0.5, 1.05),
     "channels_last": (0.7, 1.15),
     "cuda_graph": (0.3, 0.98),
     "compile": (0.4, 0.95),
@@ -49,14 +53,18 @@ class Machine(Stage):
     Args:
         seed: draws both.
         compile_s: seconds to compile; None to draw them.
+        inexact: transforms that change the outputs too much.
     """
 
-    def __init__(self, seed: int, compile_s: float | None = None) -> None:
+    def __init__(
+        self, seed: int, compile_s: float | None = None, inexact: Collection[TransformSpec] = ()
+    ) -> None:
         super().__init__(regime=random.Random(seed).choice(["compute-bound", "launch-bound"]))
         self.seed, draw = seed, random.Random(seed)
         self.untouched_ns = MS * math.exp(draw.uniform(math.log(1), math.log(60)))
         drawn_s = draw.uniform(9, 35) * draw.lognormvariate(0, 0.3) * draw.choice([0.8, 1, 1, 2])
         self.compile_s = compile_s or drawn_s
+        self.inexact = frozenset(inexact)
 
     def __call__(self, name: str) -> Any:
         self.workers.append(SimulatedWorker(self, name))
@@ -73,6 +81,8 @@ class Machine(Stage):
             if candidate:
                 time_ns *= random.Random(f"{self.seed} {candidate}").uniform(0.97, 1.03)
             self.acts[candidate] = Act(time_ns, setup_s=setup_s)
+            if self.inexact.intersection(candidate):
+                self.acts[candidate].error = OutputError(1.0, 1.0)
         return self.acts[candidate]
 
     def wait_any(self, workers: Any, timeout_s: float) -> None:
@@ -148,7 +158,13 @@ class Outcome(NamedTuple):
     ended: str
 
 
-def search(machine: Machine, budget_s: float, slots: int = 8, watcher: Any = None) -> Any:
+def search(
+    machine: Machine,
+    budget_s: float,
+    slots: int = 8,
+    watcher: Any = None,
+    available: Sequence[TransformSpec] = AVAILABLE,
+) -> Any:
     """Runs a search on a machine; returns its result."""
     options = SearchOptions(budget_s=budget_s, precision="bf16")
     watcher, early = watcher or NullListener(), slots // 2 if slots >= 4 else 0
@@ -157,7 +173,7 @@ def search(machine: Machine, budget_s: float, slots: int = 8, watcher: Any = Non
         return Search(
             workload(),
             scheduler,
-            available=AVAILABLE,
+            available=available,
             not_applicable={},
             options=options,
             watcher=watcher,

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from scripted import NullListener
-from simulated import Machine, outcome, search
+from simulated import AUTOCAST, AVAILABLE, BF16, Machine, outcome, search
 
 from steadytorch.tune.search import compiling
 
@@ -103,3 +103,20 @@ def test_where_the_time_allows_it_the_plan_is_compiled():
     found = [outcome(seed, 60.0, compile_s=20.0) for seed in range(6)]
     assert all(each.compiled for each in found)
     assert statistics.median(each.seconds for each in found) <= 60.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("inexact", [(BF16,), (BF16, AUTOCAST)])
+def test_a_precision_too_low_for_the_model_is_left_after_one_try(seed, inexact):
+    machine, exact = Machine(seed, inexact=inexact), Machine(seed)
+    log = Log(machine)
+    available = [*AVAILABLE, AUTOCAST]
+    result = search(machine, 180.0, watcher=log, available=available)
+    assert [t.transforms for t in result.candidates if (t.error or 0) > 0.5] == [
+        (spec,) for spec in inexact
+    ]
+    assert not set(result.chosen) & set(inexact)
+    assert sum("leaving" in phase for phase in log.phases) == len(inexact)
+    without = [spec for spec in available if spec not in inexact]
+    best = search(exact, 180.0, available=without)
+    assert machine.act(result.chosen).time_ns <= 1.10 * exact.act(best.chosen).time_ns

@@ -90,6 +90,11 @@ class CandidateSource:
         """Weak combinations, tried after variations of the leaders."""
         return [candidate for candidate in self._combinations() if self._is_weak(candidate)]
 
+    def lowered(self) -> Candidate:
+        """The transform that lowers the precision as far as allowed, alone; empty without one."""
+        lower = self._lower()
+        return () if lower is None else (lower,)
+
     def _combinations(self) -> list[Candidate]:
         found = self._of_training() if self._workload.is_training else self._of_inference()
         # With a loader, add prefetch to each candidate: else loading would hide the model's gain.
@@ -106,11 +111,10 @@ class CandidateSource:
         fed = self._workload.is_training or self._spec("prefetch") is not None
         if graph is None or fed or self._regime not in _RECORDED:
             return False
-        cast = self._spec("cast_weights", dtype=self._precision)
-        return graph not in candidate or (cast is not None and cast not in candidate)
+        lower = self._lower()
+        return graph not in candidate or (lower is not None and lower not in candidate)
 
     def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
-        cast = self._spec("cast_weights", dtype=self._precision)
         layout = self._spec("channels_last")
         graph = self._spec("cuda_graph")
         frozen = self._spec("compile", mode="default", freezing=True)
@@ -118,7 +122,7 @@ class CandidateSource:
         trees = self._spec("compile", mode="reduce-overhead", freezing=True)
         autocast = self._spec("autocast", dtype=self._precision)
         eager = self._spec("inference_mode")
-        lower = cast or self._tf32()
+        lower = self._lower() or self._tf32()
         fold, engines = self._spec("fold_batch_norm"), self._spec("cudnn_engines")
         stem = self._spec("fused_kernels", stem=True, residual=False)
         # Only for uncompiled candidates, since compilers fuse poolings themselves.
@@ -183,7 +187,7 @@ class CandidateSource:
         graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
         compiled = self._spec("compile", mode="default", freezing=False)
-        lower = self._spec("autocast", dtype=self._precision) or self._tf32()
+        lower = self._lower() or self._tf32()
         models = [(layout, compiled, lower), (layout, lower), (compiled, lower), (lower,)]
         if engines is not None:
             models += [(layout, engines, compiled, lower), (layout, engines, lower)]
@@ -207,6 +211,12 @@ class CandidateSource:
                 if found is not None:
                     return found
         return None
+
+    def _lower(self) -> TransformSpec | None:
+        autocast = self._spec("autocast", dtype=self._precision)
+        if self._workload.is_training:
+            return autocast
+        return self._spec("cast_weights", dtype=self._precision) or autocast
 
     def _tf32(self) -> TransformSpec | None:
         return self._spec("tf32") if self._precision != "same" else None

@@ -18,6 +18,7 @@ import numpy as np
 
 from steadytorch import transforms
 from steadytorch.errors import UsageError
+from steadytorch.findings.finding import Finding
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.record import Speedup, Trial
@@ -119,6 +120,7 @@ class Search:
         self._pool = CandidatePool(options, self._budget, watcher, self._rng)
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
+        self._lowered: Candidate = ()
 
     def run(self) -> TuneResult:
         """Searches until all candidates are tried or the budget is exhausted.
@@ -142,10 +144,13 @@ class Search:
 
     def _begin_compiling(self) -> None:
         """Begins the compilations that usually win, before anything else."""
-        available = [spec for spec in self._available if spec.name != ENGINES]
-        source = CandidateSource(available, self._workload, self._options.precision, UNKNOWN)
+        source = self._source()
         slow = self._affordable(filter(compiles, source.seeds()))
-        if early := slow[: max(1, self._slots // 4)]:
+        early = slow[: max(1, self._slots // 4)]
+        self._lowered = source.lowered()
+        if self._lowered and self._lowered not in early:
+            early.append(self._lowered)
+        if early:
             deadline_s = self._budget.deadline_s(early, [])
             self._scheduler.begin(early, self._slots, deadline_s)
 
@@ -164,9 +169,9 @@ class Search:
     def _explore(self) -> None:
         character, findings = self._scheduler.character, self._scheduler.findings
         assert character is not None
-        given = (self._workload, self._options.precision, character.regime, findings)
+        self._settle_precision()
         self._available = self._with_engines()
-        source = CandidateSource(self._available, *given)
+        source = self._source(character.regime, findings)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
         seeds, late = source.seeds(), source.late()
@@ -192,6 +197,35 @@ class Search:
         for candidate in [*seeds, *self._neighbours(source), *late]:
             if not self._pool.known(candidate):
                 self._not_tried[describe(candidate)] = STOPPED if self._ended else EXHAUSTED
+
+    def _settle_precision(self) -> None:
+        """Drops transforms that lower the precision too far for this model, tried alone.
+
+        All candidates with such a transform would fail alike: half precision overflows or
+        underflows in some models.
+        """
+        while lowered := self._source().lowered():
+            new, self._lowered = self._affordable([lowered]), lowered
+            self._scheduler.begin(new, self._slots, self._budget.deadline_s(new, []))
+            trial = self._scheduler.finished(lowered)
+            if trial is None or not trial.inexact:
+                return
+            label = describe(lowered)
+            why = f"{label} alone is rejected: {trial.reason}"
+            self._watcher.phase(f"leaving {label} out: {trial.reason}")
+            self._scheduler.give_up(why, lowered[0])
+            self._available = tuple(spec for spec in self._available if spec != lowered[0])
+            self._not_applicable[f"combinations with {label}"] = why
+
+    def _source(self, regime: str = UNKNOWN, findings: Sequence[Finding] = ()) -> CandidateSource:
+        # Without choices, the transform stands for itself: its engines are chosen later.
+        known = [
+            spec
+            for spec in self._available
+            if spec.name != ENGINES or dict(spec.parameters).get("choices")
+        ]
+        precision = self._options.precision
+        return CandidateSource(known, self._workload, precision, regime, findings)
 
     def _pursue(
         self,
@@ -371,7 +405,9 @@ class Search:
                 return False
             self._scheduler.give_up(EXHAUSTED)
             return True
-        return bool(self._scheduler.ready) and soonest_s > needed_s
+        # What was begun for its precision waits for others: a screening of its own takes time.
+        worth = any(trial.candidate != self._lowered for trial in self._scheduler.ready)
+        return worth and soonest_s > needed_s
 
     def _soonest_s(self, trials: Sequence[LiveTrial]) -> float:
         """Expected seconds until one of these trials is ready; inf without trials."""

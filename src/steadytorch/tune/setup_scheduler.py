@@ -13,7 +13,7 @@ import torch
 
 from steadytorch.findings.finding import Finding
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
-from steadytorch.results.candidate import Candidate, describe
+from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import ALLOWED
 from steadytorch.tune.candidates import suggested_by
@@ -202,6 +202,14 @@ class SetupScheduler:
         self._slots = slots
         self._waiting.extend((candidate, deadline_s) for candidate in candidates)
 
+    def finished(self, candidate: Candidate) -> LiveTrial | None:
+        """Waits until a candidate that has begun is set up and verified; None if it never began."""
+        while candidate in [each for each, _ in self._waiting] or any(
+            trial.candidate == candidate for trial in self.unfinished
+        ):
+            self._tend([], 1)
+        return next((t for t in self.under_way if t.candidate == candidate), None)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the processes of all set-ups, so that they do not disturb a timing."""
@@ -271,10 +279,19 @@ class SetupScheduler:
         self.under_way = left
         return done
 
-    def give_up(self, why: str) -> None:
-        """Rejects unfinished trials for this reason and drops waiting candidates."""
-        self._waiting.clear()
-        for trial in self.unfinished:
+    def give_up(self, why: str, having: TransformSpec | None = None) -> None:
+        """Rejects unfinished trials for this reason and drops waiting candidates.
+
+        Args:
+            why: the reason.
+            having: only those with this transform; None for all.
+        """
+
+        def goes(candidate: Candidate) -> bool:
+            return having is None or having in candidate
+
+        self._waiting = [each for each in self._waiting if not goes(each[0])]
+        for trial in (each for each in self.unfinished if goes(each.candidate)):
             trial.reject(f"{trial.stage}: {why}")
             self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
 
@@ -385,6 +402,7 @@ class SetupScheduler:
         allowed = trial.precision in ALLOWED[self._options.precision]
         tolerance = self._options.tolerance if allowed else None
         reason = decide(found, self.reference, trial.precision, tolerance)
+        trial.inexact = reason is not None and found.fault is None
         reason = reason or self._over_memory(trial)
         if reason is not None:
             trial.reject(reason)

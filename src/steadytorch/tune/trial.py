@@ -70,6 +70,7 @@ class LiveTrial:
         deadline_s: timeout in seconds for each stage of its set-up.
         began_s: when its set-up began on the search's clock, pauses left out.
         stage: starting, set-up, waiting (for the reference), verification or timing.
+        inexact: whether it was rejected because its outputs differ too much.
         blocks: blocks in the order taken, each a list of iteration times in ns.
     """
 
@@ -90,6 +91,7 @@ class LiveTrial:
         self.fault: Fault | None = None
         self.set_up: SetUp | None = None
         self.verification: Verification | None = None
+        self.inexact = False
         self.blocks: list[list[int]] = []
         self.began_s = 0.0
         self._paused_s: float | None = None
