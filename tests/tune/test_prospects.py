@@ -1,42 +1,69 @@
+from __future__ import annotations
+
+import math
+
 import pytest
+from simulated import ATTENTION, BENCHMARK, BF16, COMPILED, EAGER, FOLD, GRAPH, LAYOUT
 
 from steadytorch.tune.prospects import ENOUGH, Prospects
 
+FROZEN, PLAIN, TREES = COMPILED
 
-def misses(count):
+
+def timed(effects, *candidates):
+    """Prospects after candidates were timed; a transform's effect is a factor of the time."""
     prospects = Prospects()
-    for _ in range(count):
-        prospects.note(100.0, 100.0)
+    for candidate in [(), *candidates]:
+        prospects.note(candidate, 1e7 * math.prod(effects.get(spec, 1.0) for spec in candidate))
     return prospects
 
 
-def test_the_expected_gain_falls_with_every_candidate_that_does_not_improve():
-    found = [misses(count).expected_gain(4) for count in range(20)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] == pytest.approx(0.02 * 4 / 5)
-    assert found[-1] < ENOUGH
+def test_before_anything_else_was_timed_a_compiler_promises_more_than_a_setting():
+    prospects = timed({})
+    compiled, setting = prospects.expected_gains([(FROZEN,), (FOLD,)])
+    assert compiled > 2 * setting > 0
 
 
-def test_more_candidates_promise_more_and_none_nothing():
-    found = [misses(5).expected_gain(count) for count in range(10)]
-    assert found == sorted(found)
-    assert found[0] == 0.0
+def test_nothing_left_promises_nothing():
+    assert timed({}).expected_gain([]) == 0.0
+    assert list(timed({}).expected_gains([])) == []
 
 
-def test_an_improvement_raises_it_by_its_size():
-    small, large = misses(10), misses(10)
-    small.note(100.0, 98.0)
-    large.note(100.0, 92.0)
-    assert large.expected_gain(4) > small.expected_gain(4) > misses(10).expected_gain(4)
+def test_more_candidates_promise_more():
+    prospects = timed({})
+    few, more = [(FOLD,)], [(FOLD,), (EAGER,), (BENCHMARK,)]
+    assert prospects.expected_gain(more) > prospects.expected_gain(few)
+    assert prospects.expected_gain(few) == pytest.approx(prospects.expected_gains(few)[0])
 
 
-def test_a_change_below_what_is_enough_is_no_improvement():
-    one, other = misses(3), misses(4)
-    one.note(100.0, 99.5)
-    assert one.expected_gain(4) == other.expected_gain(4)
+def test_a_setting_that_gained_nothing_alone_promises_little_elsewhere():
+    unseen = timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(FOLD, FROZEN)])
+    seen = timed({FROZEN: 0.5}, (FROZEN,), (FOLD,)).expected_gain([(FOLD, FROZEN)])
+    assert seen < unseen / 2
+    assert unseen > ENOUGH
 
 
-def test_a_great_leap_is_not_expected_again():
-    leap = misses(0)
-    leap.note(100.0, 10.0)
-    assert leap.expected_gain(1000) <= 0.10
+def test_what_gained_alone_is_expected_beside_the_leader():
+    helps = timed({FROZEN: 0.5, LAYOUT: 0.8}, (FROZEN,), (LAYOUT,))
+    harms = timed({FROZEN: 0.5, LAYOUT: 1.2}, (FROZEN,), (LAYOUT,))
+    assert helps.expected_gain([(LAYOUT, FROZEN)]) > 0.1
+    assert harms.expected_gain([(LAYOUT, FROZEN)]) < ENOUGH
+
+
+def test_what_lacks_the_leaders_transforms_promises_nothing():
+    effects = {FROZEN: 0.5, BF16: 0.6, GRAPH: 0.7}
+    prospects = timed(effects, (BF16,), (BF16, GRAPH), (BF16, FROZEN, GRAPH), (GRAPH,))
+    assert prospects.expected_gain([(FOLD, GRAPH), (LAYOUT, BF16)]) < ENOUGH
+
+
+def test_another_mode_of_the_compiler_promises_less_than_the_first():
+    before = timed({}).expected_gain([(FROZEN,)])
+    after = timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(PLAIN,), (TREES,)])
+    assert 0 < after < before / 2
+
+
+def test_the_same_candidates_have_the_same_gain():
+    def gain():
+        return timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(each, FROZEN) for each in ATTENTION])
+
+    assert gain() == gain()

@@ -119,4 +119,4 @@ def test_a_precision_too_low_for_the_model_is_left_after_one_try(seed, inexact):
     assert sum("leaving" in phase for phase in log.phases) == len(inexact)
     without = [spec for spec in available if spec not in inexact]
     best = search(exact, 180.0, available=without)
-    assert machine.act(result.chosen).time_ns <= 1.10 * exact.act(best.chosen).time_ns
+    assert machine.act(result.chosen).time_ns <= 1.15 * exact.act(best.chosen).time_ns

@@ -174,7 +174,7 @@ def test_a_workload_that_fails_untouched_is_an_error_that_says_so(method):
 def test_no_worker_outlives_the_search():
     stage = Stage(_acts(inference_mode=5, cudnn_deterministic=8))
     make_search(stage, [EAGER, DETERMINISTIC, FOLD]).run()
-    assert len(stage.workers) > 5
+    assert len(stage.workers) >= 5
     assert not any(worker.alive for worker in stage.workers)
 
 

@@ -165,6 +165,7 @@ class Search:
         self._pool.trials.append(baseline)
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
+        self._prospects.note((), baseline.screened_ns)
 
     def _explore(self) -> None:
         character, findings = self._scheduler.character, self._scheduler.findings
@@ -184,7 +185,7 @@ class Search:
             settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
             return [*left, *(self._variations(source) if leader and left and settled else [])]
 
-        self._pursue(strong)
+        self._pursue(strong, while_it_pays=True)
         refined = self._refined()
         self._pursue(lambda: refined)
         beyond = source.beyond(self._pool.leader().candidate)
@@ -240,7 +241,11 @@ class Search:
             phase: shown when the first of them begins.
             while_it_pays: whether to stop once they cannot be expected to gain `ENOUGH`.
         """
-        while (taken := self._affordable(propose())) or self._scheduler.begun:
+
+        def proposed() -> list[Candidate]:
+            return self._by_promise(propose()) if while_it_pays else propose()
+
+        while (taken := self._affordable(proposed())) or self._scheduler.begun:
             if while_it_pays and self._is_hopeless(propose()):
                 self._scheduler.give_up(STOPPED)
                 self._round([])
@@ -250,15 +255,30 @@ class Search:
                 phase = ""
             self._round(taken)
 
+    def _by_promise(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Candidates by expected gain per second of set-up; ties stay in order."""
+        again = self._scheduler.retry
+        left = [c for c in dict.fromkeys(candidates) if c in again or not self._pool.known(c)]
+        seconds = [self._budget.expected_setup_s(c, self._pool.trials) for c in left]
+        rates = self._prospects.expected_gains(left) / np.maximum(seconds, 1.0)
+        return [left[place] for place in np.argsort(-rates.round(5), kind="stable")]
+
     def _is_hopeless(self, proposed: Sequence[Candidate]) -> bool:
         """Whether what is left cannot be expected to gain `ENOUGH`; notes why if so."""
-        left = [c for c in dict.fromkeys(proposed) if not self._pool.known(c)]
         within_s = min(HORIZON_S, self._budget.left_to_explore())
-        each_s = [self._budget.expected_setup_s(c, self._pool.trials) for c in left]
-        each_s = [seconds for seconds in each_s if seconds < within_s]
-        number = min(len(each_s), int(self._slots * within_s / max(np.mean(each_s or [1]), 1.0)))
-        gain = self._prospects.expected_gain(number)
-        if not number or gain >= ENOUGH:
+        each_s = {
+            c: self._budget.expected_setup_s(c, self._pool.trials)
+            for c in [*self._scheduler.begun, *proposed]
+            if not self._pool.known(c)
+        }
+        # Those under way may outlast the horizon: they were worth it when they began.
+        each_s.update({t.candidate: 0.0 for t in self._scheduler.unfinished})
+        fitting = [c for c, seconds in each_s.items() if seconds < within_s]
+        mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
+        fitting = fitting[: int(self._slots * within_s / mean_s)]
+        gain = self._prospects.expected_gain(fitting)
+        if not fitting or gain >= ENOUGH:
+            self._ended = ""
             return False
         self._ended = (
             f"stopped after {self._budget.spent():.0f} s: the next {within_s:.0f} s were expected "
@@ -381,7 +401,7 @@ class Search:
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Begins set-ups, waits for some of those under way, and screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
-        others, leader_ns = len(self._pool.alive()), self._pool.leader().screened_ns
+        others = len(self._pool.alive())
         fresh = self._scheduler.prepare(candidates, self._slots, deadline_s, others, self._is_due)
         self._pool.join(fresh)
         verified = [trial for trial in fresh if trial.ok]
@@ -389,9 +409,9 @@ class Search:
             return
         with self._scheduler.paused():
             self._pool.screen(verified)
-        for trial in (t for t in verified if t.blocks and self._pool.allowed(t)):
-            self._prospects.note(min(leader_ns, self._pool.baseline.screened_ns), trial.screened_ns)
-            leader_ns = min(leader_ns, trial.screened_ns)
+        for trial in [self._pool.baseline, *verified]:
+            if trial.ok and trial.blocks and self._pool.allowed(trial):
+                self._prospects.note(trial.candidate, trial.screened_ns)
 
     def _is_due(self) -> bool:
         """Whether to stop waiting for set-ups, because others are ready or the time is up.
