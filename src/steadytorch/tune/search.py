@@ -50,7 +50,7 @@ ENGINES_S = 40.0
 ENGINES_SHARE = 0.3
 """Limits for choosing engines: in seconds, and as a share of the exploration time."""
 COMPILING = 4
-"""Maximum number of candidates that compile at once, because they share the cores."""
+"""Maximum number of candidates that compile at once per device, because they share the cores."""
 STEM_S = 10.0
 """Seconds for choosing the configuration of a fused stem."""
 UNKNOWN = "unclassified"
@@ -60,9 +60,9 @@ P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
 
-def compiling(slots: int) -> int:
+def compiling(slots: int, devices: int = 1) -> int:
     """Number of candidates that may compile at once."""
-    return max(1, min(COMPILING, slots // 2))
+    return max(1, min(COMPILING * devices, slots // 2))
 
 
 def _layers(workload: Workload) -> int:
@@ -116,7 +116,9 @@ class Search:
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
         self._prospects, self._ended = Prospects(), ""
         self._rng = Random(options.seed)
-        self._pool = CandidatePool(options, self._budget, watcher, self._rng)
+        self._pool = CandidatePool(
+            options, self._budget, watcher, self._rng, self._scheduler.leave_out
+        )
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
 
@@ -158,6 +160,7 @@ class Search:
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
         self._pool.trials.append(baseline)
+        self._pool.further = {trial.device: trial for trial in self._scheduler.further}
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
 
@@ -268,6 +271,8 @@ class Search:
 
     def _decide(self) -> None:
         """Confirms the winner on fresh pairs; if it dies meanwhile, that of another race."""
+        if self._pool.further:
+            self._gather()
         while (chosen := self._raced()) is not self._pool.baseline:
             if (confirmed := self._confirmed(chosen)) is not None:
                 self._final = confirmed
@@ -278,6 +283,29 @@ class Search:
             self._pool.arm(chosen)()
         alone = chosen.measured(self._options.metric, mark)
         self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
+
+    def _gather(self) -> None:
+        """Sets the finalists of further devices up on the first one, where all are compared.
+
+        Finalists that are not ready before the time for the confirmation are dropped.
+        """
+        away = [trial.candidate for trial in self._pool.away()]
+        self._pool.leave_further()
+        if not away:
+            return
+        first = self._scheduler.device
+        self._watcher.phase(f"setting up {len(away)} of the finalists on {first}")
+        left_s = max(20.0, self._budget.remaining() - self._budget.confirmation_s())
+        alive = len(self._pool.alive())
+        fresh = self._scheduler.prepare(away, self._slots, left_s, alive, self._is_late, first)
+        self._screen(fresh)
+
+    def _is_late(self) -> bool:
+        """Gives up on set-ups once only the time for the confirmation is left."""
+        if self._budget.remaining() > self._budget.confirmation_s():
+            return False
+        self._scheduler.give_up(EXHAUSTED)
+        return True
 
     def _raced(self) -> LiveTrial:
         """The winner of a race of the finalists and the untouched workload."""
@@ -347,8 +375,12 @@ class Search:
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Begins set-ups, waits for some of those under way, and screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
-        others, leader_ns = len(self._pool.alive()), self._pool.leader().screened_ns
+        others = len(self._pool.alive()) + len(self._pool.further)
         fresh = self._scheduler.prepare(candidates, self._slots, deadline_s, others, self._is_due)
+        self._screen(fresh)
+
+    def _screen(self, fresh: list[LiveTrial]) -> None:
+        leader_ns = self._pool.screened_ns(self._pool.leader())
         self._pool.join(fresh)
         verified = [trial for trial in fresh if trial.ok]
         if not verified:
@@ -356,8 +388,9 @@ class Search:
         with self._scheduler.paused():
             self._pool.screen(verified)
         for trial in (t for t in verified if t.blocks and self._pool.allowed(t)):
-            self._prospects.note(min(leader_ns, self._pool.baseline.screened_ns), trial.screened_ns)
-            leader_ns = min(leader_ns, trial.screened_ns)
+            screened_ns = self._pool.screened_ns(trial)
+            self._prospects.note(min(leader_ns, self._pool.baseline.screened_ns), screened_ns)
+            leader_ns = min(leader_ns, screened_ns)
 
     def _is_due(self) -> bool:
         """Whether to stop waiting for set-ups, because others are ready or the time is up.
@@ -408,7 +441,7 @@ class Search:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
-        room = compiling(self._slots) - sum(map(compiles, begun))
+        room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
         # Until a compiled candidate was timed, one is worth a risk.
         bold = not any(compiles(trial.candidate) for trial in self._pool.ranked())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
@@ -461,6 +494,13 @@ class Search:
             seconds=self._budget.spent(),
             ended=self._how_it_ended(),
             interrupted=interrupted,
+            devices=self._scheduler.devices,
+            devices_left_out=dict(self._scheduler.left_out),
+            timed_on={
+                describe(trial.candidate): trial.device
+                for trial in self._pool.trials
+                if trial.blocks and trial.device != self._scheduler.device
+            },
         )
 
     def _how_it_ended(self) -> str:
