@@ -76,10 +76,24 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     problem: str | None = None
 
 
-M = TypeVar("M", Vote, Decision, Answer)
+class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of a plan on all ranks, for one rank's reason.
+
+    Attributes:
+        step: the first step without the plan.
+        rank: the rank that asked for it.
+        reason: its reason.
+    """
+
+    step: int
+    rank: int
+    reason: str
 
 
-def encode(message: Vote | Decision | Answer) -> str:
+M = TypeVar("M", Vote, Decision, Answer, Ending)
+
+
+def encode(message: Vote | Decision | Answer | Ending) -> str:
     """The message as JSON text."""
     return msgspec.json.encode(message).decode()
 
