@@ -37,8 +37,9 @@ def run(faults, size=2, steps=60, seed=0, store=None, deadline_s=10.0, stops=Non
         for step in range(1, steps + 1):
             if (stops or {}).get(rank) == step:
                 break
-            if (reason := points.at(faults.get(rank, {}).get(step))) is not None:
-                ended.append((step, reason))
+            if (ending := points.at(faults.get(rank, {}).get(step))) is not None:
+                assert ending.step == step
+                ended.append((step, str(ending)))
             leads.append((time.monotonic(), step))
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 0.01)

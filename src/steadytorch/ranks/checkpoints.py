@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Literal
 
 from steadytorch.errors import SteadyError, one_line
 from steadytorch.ranks.group import Ranks
@@ -25,6 +25,8 @@ EVERY = 16
 AHEAD = 3
 """Checkpoints from a fault to the step at which all ranks end the plan."""
 _POLL_S, _SLOWEST_POLL_S = 0.0005, 0.02
+
+Kind = Literal["plan", "graphs"]
 
 log = logging.getLogger("steadytorch")
 
@@ -56,30 +58,30 @@ class Checkpoints:
         self.step = 0
         self.lost: str | None = None
 
-    def at(self, reason: str | None = None) -> str | None:
+    def at(self, reason: str | None = None, kind: Kind = "plan") -> Ending | None:
         """Begins a step; call it on every rank, once per step.
 
         Args:
             reason: why this rank must end the plan; None if it need not.
+            kind: what it must end, the plan or its graphs.
 
         Returns:
-            Why all ranks end the plan with this step; None if the plan goes on, and at all steps
-            after the one that ended it.
+            What all ranks end with this step, and why; None at all other steps.
         """
         self.step += 1
         if reason is not None and self._ending is None and self.lost is None:
-            self._guarded(lambda: self._publish(reason))
+            self._guarded(lambda: self._publish(reason, kind))
         if self.step % self._every == 0 and self.lost is None:
             self._guarded(self._pass)
         ending = self._ending
         if ending is None or self.step < ending.step:
             return None
         self._ending, self._round = None, self._round + 1
-        return f"rank {ending.rank}: {ending.reason}"
+        return ending
 
-    def _publish(self, reason: str) -> None:
+    def _publish(self, reason: str, kind: Kind) -> None:
         step = (self.step // self._every + AHEAD) * self._every
-        asked = Ending(step=step, rank=self._ranks.rank, reason=reason[:500])
+        asked = Ending(step=step, rank=self._ranks.rank, reason=reason[:500], kind=kind)
         self._store.compare_set(self._name, "", encode(asked))
         self._read()
 

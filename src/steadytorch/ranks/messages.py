@@ -83,11 +83,16 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         step: the first step without the plan.
         rank: the rank that asked for it.
         reason: its reason.
+        kind: `plan`, or `graphs` for its recorded graphs only.
     """
 
     step: int
     rank: int
     reason: str
+    kind: Literal["plan", "graphs"] = "plan"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.reason}"
 
 
 M = TypeVar("M", Vote, Decision, Answer, Ending)
