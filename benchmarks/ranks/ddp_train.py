@@ -205,7 +205,7 @@ def _setting(name: str) -> Any:
 
     try:
         return rivals.setting(name)
-    except ImportError:
+    except (ImportError, KeyError):  # or another size
         kind, _, size = name.partition(":")
     if kind == "resnet50":
         from steadytorch import load_workload
@@ -271,7 +271,7 @@ def run(name: str, skip: list[str], rank: int, tell: Callable[[str], None]) -> l
             step, tuned, model = _set_up(name, option, rank)
             for _ in range(STEPS):
                 loss = step()
-            row["loss"] = float(loss)
+            row["loss"] = float(loss)  # pyright: ignore[reportPossiblyUnboundVariable]
             row["set_up_and_200_steps_s"] = time.perf_counter() - began
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:400]
