@@ -47,7 +47,7 @@ SHORT = {"bert": "transformers:bert:8x128", "convnext_tiny": "torchvision:convne
 """Names that `--only` accepts beside those of `rivals`; a batch or shape may follow."""
 BLOCK = 10
 SET_UP_S = 180.0
-COMPARE_S = 12.0
+COMPARE_S = 8.0
 """Seconds for the pairs of both winners."""
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
+from torch.nn.parallel import DistributedDataParallel
 
 import steadytorch as steady
+from steadytorch.errors import UsageError
 from steadytorch.plan.fingerprint import trained_fingerprint, workload_fingerprint
 from steadytorch.ranks.checkpoints import AHEAD, EVERY
 from steadytorch.results.candidate import TransformSpec
@@ -104,3 +107,17 @@ def test_what_cannot_be_served_runs_untouched_with_one_reason(tmp_path, case, re
         assert reason in each["off"]
         assert each["off_since"] == 0
     assert said.count("all ranks run untouched (plan") == 1
+
+
+def test_ddp_around_a_tuned_model_is_refused(tmp_path):
+    net, (x, y) = make_net(), batch(0, 0)
+    plan = replace(make_plan(net, x, (LAYOUT,)), trains=trained_fingerprint(net))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tuned = DistributedDataParallel(plan.apply(net))
+        with pytest.raises(UsageError, match="DDP around the untouched model"):
+            plan.step(tuned, make_optimizer(net), loss_of)
+        step = plan.step(DistributedDataParallel(net), make_optimizer(net), loss_of)
+        assert torch.isfinite(step(x, y))
+    finally:
+        dist.destroy_process_group()

@@ -32,7 +32,7 @@ from steadytorch.workload.update import Update
 from steadytorch.workload.workload import TrainingStep, Workload
 
 NO_GRAPH = "the plan records no step"
-ALONE = "a step under DDP is recorded only if its ranks agree: leave agree=True"
+ALONE = "a step under DDP is recorded only if two or more ranks agree: leave agree=True"
 
 
 class Shared(NamedTuple):
