@@ -33,7 +33,7 @@ def test_two_gpus_share_one_search(tmp_path):
     assert result.devices_left_out == {}
     assert result.speedup.verdict in ("faster", "untouched")
     assert sum(trial.samples > 0 for trial in result.candidates) >= 3
-    assert "cuda:1" in result.timed_on.values() or len(result.candidates) < 4
+    assert set(result.timed_on.values()) <= {"cuda:1"}
 
 
 def test_a_plan_of_two_gpus_serves_on_either(tmp_path):

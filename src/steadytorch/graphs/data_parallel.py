@@ -56,12 +56,12 @@ def make_anew(ddp: Any, stream: Any = None) -> None:
     """Makes DDP's reducer anew, on a stream; call it on all ranks between two steps.
 
     The reducer keeps the nodes that accumulate gradients, and these stay on the stream on which
-    they were made. A recording on another stream would fail. All work of the step before must have
-    been given up by the caller: a loss that is alive keeps these nodes too.
+    they were made. A recording on another stream would fail. The caller must hold no loss of an
+    earlier step, because it keeps these nodes alive.
 
     Args:
         ddp: a `DistributedDataParallel` that `objection` allows.
-        stream: a CUDA stream; None for the current device's own order, as on a CPU.
+        stream: a CUDA stream; None on a CPU.
     """
     ddp.reducer = ddp.logger = None  # frees the old nodes before the new ones are made
     with nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -34,7 +34,7 @@ log = logging.getLogger("steadytorch")
 class Checkpoints:
     """The steps of one rank, as far as other ranks must know of them.
 
-    If the store is lost, or a rank is missing at the deadline, this rank keeps what it does and no
+    If the store is lost, or a rank is missing at the deadline, this rank goes on as before and no
     longer waits.
 
     Args:
