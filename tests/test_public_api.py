@@ -142,6 +142,7 @@ SIGNATURES = {
         "precision: 'str' = 'same', "
         "tolerance: 'float | None' = None, budget: 'str | float' = '3m', "
         "max_memory: 'str | int | None' = None, device: 'str | None' = None, "
+        "devices: 'str | Sequence[str] | None' = None, "
         "store: 'str | Path | None' = None, mode: 'str' = 'replay', seed: 'int' = 0, "
         "bundle: 'bool' = False, watcher: 'ProgressListener | None' = None, "
         "agree: 'bool' = True, group: 'Any' = None) -> 'Plan'"

@@ -2,7 +2,12 @@
 
 No run may end with two outcomes, and no rank may wait for longer than the deadline plus 2 s.
 
-    python benchmarks/ranks [--minutes 30] [--most 1000] [--jobs 3] [--json FILE]
+    python benchmarks/ranks [--minutes 30] [--most 1000] [--jobs 3] [--backend gloo] [--json FILE]
+
+With `--backend nccl` each rank has a GPU of its own, and runs have as many ranks as there are GPUs
+at most. `--train` times training under DDP instead; see `ddp_train.py`:
+
+    python benchmarks/ranks --train [--only resnet50:64 bert:8x128] [--skip TEXT] [--out DIR]
 """
 
 from __future__ import annotations
@@ -26,18 +31,39 @@ SIZES = (2, 4, 8)
 
 def main() -> int:
     """Runs the scenarios in turn until the time or the number of runs is used up."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--most", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--backend", choices=("gloo", "nccl"))
+    parser.add_argument("--train", action="store_true", help="time training under DDP")
+    parser.add_argument("--only", nargs="+", default=["resnet50:64", "bert:8x128"])
+    parser.add_argument("--skip", nargs="*", default=[], help="options to leave out")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; by default all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     asked = parser.parse_args()
+    if asked.train:
+        import ddp_train
+
+        backend = asked.backend or "nccl"
+        return ddp_train.launch(asked.only, asked.skip, backend, asked.gpus, asked.out)
+    backend, sizes = asked.backend or "gloo", SIZES
+    if backend == "nccl":
+        sizes = tuple(size for size in SIZES if size <= _gpus())
+        if not sizes:
+            print("--backend nccl needs two GPUs", file=sys.stderr)
+            return 3
+        asked.jobs = 1
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # before PyTorch is imported
     end = time.monotonic() + 60 * asked.minutes
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
             get_context("fork").Process(
-                target=_work, args=(job, asked.jobs, asked.most, end, Path(folder))
+                target=_work,
+                args=(job, asked.jobs, asked.most, end, Path(folder), backend, sizes),
             )
             for job in range(asked.jobs)
         ]
@@ -52,14 +78,24 @@ def main() -> int:
         ]
     if any(each.exitcode for each in jobs):
         print("a job of the benchmark failed", file=sys.stderr)
-    result = _summary(lines)
+    result = {"backend": backend, **_summary(lines)}
     print("\n".join(_table(result)))
     if asked.json is not None:
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if result["wrong"] or not lines or any(each.exitcode for each in jobs) else 0
 
 
-def _work(job: int, jobs: int, most: int, end: float, folder: Path) -> None:
+def _gpus() -> int:
+    """Number of GPUs, counted in another process: one that uses CUDA must not be forked."""
+    import subprocess
+
+    count = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-c", count], capture_output=True).stdout or 0)
+
+
+def _work(
+    job: int, jobs: int, most: int, end: float, folder: Path, backend: str, sizes: tuple[int, ...]
+) -> None:
     import logging
 
     import fault_runs
@@ -67,14 +103,14 @@ def _work(job: int, jobs: int, most: int, end: float, folder: Path) -> None:
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    cases = [(name, size) for name in fault_runs.SCENARIOS for size in SIZES]
+    cases = [(name, size) for name in fault_runs.SCENARIOS for size in sizes]
     with (folder / f"{job}.jsonl").open("a") as file:
         for index in range(job, most, jobs):
             if time.monotonic() > end:
                 return
             name, size = cases[index % len(cases)]
             with tempfile.TemporaryDirectory() as own:
-                found = fault_runs.run(name, size, index // len(cases), Path(own))
+                found = fault_runs.run(name, size, index // len(cases), Path(own), backend)
             file.write(json.dumps(found) + "\n")
             file.flush()
 

@@ -86,7 +86,7 @@ SCENARIOS: dict[str, Callable[[int, random.Random], Setting]] = {
 }
 
 
-def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
+def run(scenario: str, size: int, seed: int, folder: Path, backend: str = "gloo") -> dict[str, Any]:
     """Runs one scenario.
 
     Args:
@@ -94,11 +94,13 @@ def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
         size: number of ranks.
         seed: seed of the run.
         folder: an empty folder of this run.
+        backend: of the process group.
 
     Returns:
         The setting, the outcomes of the ranks that live, and what was wrong; empty if nothing was.
     """
     setting = SCENARIOS[scenario](size, random.Random(f"{scenario} {size} {seed}"))
+    setting = replace(setting, backend=backend)
     receive, send = PROCESSES.Pipe(False)
     stalls = PROCESSES.RawArray("d", size + 1)
     store = PROCESSES.Process(target=_serve_store, args=(send, stalls), daemon=True)
@@ -109,7 +111,7 @@ def run(scenario: str, size: int, seed: int, folder: Path) -> dict[str, Any]:
         settings = [setting]
         if scenario in ("elastic restart", "second start"):
             hits = ("a",) * size if scenario == "second start" else setting.choices
-            settings.append(Setting(size, hits, attempt=1))
+            settings.append(Setting(size, hits, attempt=1, backend=backend))
         attempts = [_attempt(each, port, store.pid, folder, stalls) for each in settings]
     finally:
         with suppress(ProcessLookupError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from steadytorch.ranks import agreement
@@ -52,6 +53,7 @@ class Setting:
         faults: faults of the run.
         deadline_s: the deadline.
         attempt: number of restarts before this run.
+        backend: of the process group; `nccl` gives each rank a GPU of its own.
     """
 
     size: int
@@ -62,6 +64,7 @@ class Setting:
     faults: tuple[Fault, ...] = ()
     deadline_s: float = DEADLINE_S
     attempt: int = 0
+    backend: str = "gloo"
 
 
 class FaultyStore:
@@ -123,8 +126,10 @@ def run_rank(
     """Joins the group, takes part in one agreement and writes the outcome to a file."""
     watch_stalls(stalls, rank)
     raw = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    if setting.backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        setting.backend,
         store=dist.PrefixStore(f"gloo/{setting.attempt}", raw),
         rank=rank,
         world_size=setting.size,

@@ -83,6 +83,7 @@ COMMANDS = {
         ("--tolerance", "float", None),
         ("--budget", "text", "3m"),
         ("--max-memory", "text", None),
+        ("--devices", "text", None),
         STORE,
         ("--mode", "replay|tune|strict", "replay"),
         ("--bundle", "flag", False),

@@ -334,3 +334,22 @@ def test_engines_that_an_extra_would_add_are_named_in_one_line(screen):
 def test_nothing_missing_prints_nothing(screen):
     render_missing(screen.console, searched())
     assert screen.text == ""
+
+
+def test_gains_are_shown_within_one_device_only(screen):
+    elsewhere = {name_of(WINNER): "cuda:1"}
+    given = searched(devices=("cuda:0", "cuda:1"), timed_on=elsewhere)
+    render_trials(screen.console, searched())
+    shown = screen.text.count("x ")
+    render_trials(screen.console, given)
+    assert "on cuda:1" in screen.text
+    assert screen.text.count("x ") == 2 * shown - 1
+
+
+def test_the_summary_names_the_devices(screen):
+    left_out = {"cuda:2": "busy: 1 other process"}
+    given = searched(devices=("cuda:0", "cuda:1"), devices_left_out=left_out)
+    render_summary(screen.console, given, given)
+    said = " ".join(screen.text.split())
+    assert "also timed on cuda:1; the winner's times are from cuda:0" in said
+    assert "without cuda:2: busy: 1 other process" in said

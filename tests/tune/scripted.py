@@ -71,6 +71,8 @@ class Stage:
         spread: relative noise of a sample.
         findings: findings from profiling the untouched workload.
         interrupt_at: number of the exchange with a worker at which Ctrl-C is pressed.
+        slowness: factor by device on all times.
+        deaths: number of blocks by device after which its untouched workload dies.
     """
 
     def __init__(
@@ -82,7 +84,11 @@ class Stage:
         spread: float = 0.002,
         interrupt_at: int | None = None,
         findings: Sequence[Finding] = (),
+        slowness: Mapping[str, float] | None = None,
+        deaths: Mapping[str, int] | None = None,
     ) -> None:
+        self.slowness, self.deaths = dict(slowness or {}), dict(deaths or {})
+        self.placed: list[tuple[str, Candidate]] = []
         self.findings = tuple(findings)
         self.told_flops: int | None = None
         self.acts = dict(acts or {})
@@ -128,7 +134,7 @@ class ScriptedWorker:
         self.alive = True
         self.pid = 1_000_000 + len(stage.workers)
         self._candidate: Candidate = ()
-        self._blocks = 0
+        self._blocks, self.device = 0, ""
         self._pending: tuple[str, dict[str, Any]] | None = None
 
     def send(self, method: str, **arguments: Any) -> None:
@@ -183,16 +189,21 @@ class ScriptedWorker:
         if fault is not None:
             raise fault
         if method == "block":
-            if self._blocks == act.blocks_until_death:
+            deaths = {act.blocks_until_death}
+            if not self._candidate:
+                deaths.add(self._stage.deaths.get(self.device))
+            if self._blocks in deaths:
                 raise died()
             self._blocks += 1
 
     def _load(self, device: str, ambient: dict[str, str]) -> None:
+        self.device = device
         self._stage.seconds += 1.0
 
     def _set_up(self, candidate: list[Any]) -> Any:
         act = self._stage.act(self._candidate)
         self._stage.seconds += act.setup_s
+        self._stage.placed.append((self.device, self._candidate))
         warmed = WarmUp(int(act.setup_s * 1e9), 10, int(act.time_ns), 1)
         return msgspec.to_builtins(SetUp(act.setup_s, warmed, act.peak_bytes))
 
@@ -212,7 +223,8 @@ class ScriptedWorker:
 
     def _block(self, metric: str, count: int) -> list[int]:
         act = self._stage.act(self._candidate)
-        times = [self._stage.sample_ns(act) for _ in range(count)]
+        slowness = self._stage.slowness.get(self.device, 1.0)
+        times = [round(slowness * self._stage.sample_ns(act)) for _ in range(count)]
         self._stage.seconds += 1e-9 * (sum(times) + 2 * act.time_ns)
         return times
 
@@ -270,10 +282,11 @@ def make_search(
     choose_engines: Any = None,
     choose_stem: Any = None,
     device: str = "cpu",
+    others: Sequence[str] = (),
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or SearchOptions(), watcher or NullListener()
-    scheduler = SetupScheduler(stage, device, {}, options, watcher, now=stage.now)
+    scheduler = SetupScheduler(stage, device, {}, options, watcher, now=stage.now, others=others)
     return Search(
         workload(),
         scheduler,

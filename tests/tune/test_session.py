@@ -290,7 +290,7 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
 
     asked = []
 
-    def scheduler(*arguments):
+    def scheduler(*arguments, **further):
         asked.append(arguments[-1])
         raise Asked
 

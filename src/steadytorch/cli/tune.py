@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from steadytorch.cli import INTERRUPTED, options
+from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +41,12 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
 @click.option("--tolerance", type=float, help="Relative L2 error allowed for a lower precision.")
 @click.option("--budget", default="3m", show_default=True, help="Time for the search.")
 @click.option("--max-memory", metavar="SIZE", help="Cap on peak memory, such as 8GiB.")
+@click.option(
+    "--devices",
+    metavar="LIST",
+    help="GPUs of one kind that share the search, such as cuda:0,cuda:1, or all: every idle one of "
+    "the kind of --device (see docs/ranks.md).  [default: one device]",
+)
 @options.store
 @click.option(
     "--mode",
@@ -108,6 +115,7 @@ def tune(
     tolerance: float | None,
     budget: str,
     max_memory: str | None,
+    devices: str | None,
     store: Path | None,
     mode: str,
     bundle: bool,
@@ -132,6 +140,8 @@ def tune(
     if list_path is not None:
         from steadytorch.cli.sweep import sweep
 
+        if devices is not None:
+            raise UsageError("--devices does not apply to --list: start one worker per device")
         sweep(ctx)
         return
     options.refuse_without(ctx, "--list", OF_A_LIST)
@@ -139,6 +149,7 @@ def tune(
         raise click.MissingParameter(ctx=ctx, param_hint="'WORKLOAD'", param_type="argument")
     from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.report.text import plain
+    from steadytorch.tune.devices import choose_devices
     from steadytorch.tune.select import SearchOptions
     from steadytorch.tune.session import Session
 
@@ -151,8 +162,13 @@ def tune(
         seed=seed,
     )
     loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
-    session = Session(loaded, asked, device, store)
     console = options.console(quiet)
+    chosen = None
+    if devices is not None:
+        chosen = choose_devices(devices, device, device)
+        for note in chosen.notes:
+            console.print(f"  {plain(note)}", style="yellow")
+    session = Session(loaded, asked, device, store, devices=chosen)
     plan = run(session, mode, console, json_path, store, everything=everything)
     if bundle:
         console.print("  keeping compiled code", style="dim")

@@ -135,6 +135,21 @@ def _gpu_state(readings: Readings, index: int, library: Any) -> dict[str, Any]:
         return {}
 
 
+def other_gpu_processes(index: int, library: Any = None) -> int | None:
+    """Number of other processes with a compute context on a GPU; None if it cannot be observed.
+
+    Args:
+        index: CUDA index of the GPU.
+        library: replacement for nvidia-ml-py; None imports it.
+    """
+    try:
+        with open_gpu(str(gpu_properties(index).uuid), index, library) as gpu:
+            pids = gpu.compute_pids()
+        return count_others(pids, own_pids(), has_context=holds_context(index))
+    except NotObservable:
+        return None
+
+
 def own_pids() -> frozenset[int]:
     """PIDs of this process and its descendants."""
     process = psutil.Process()

@@ -100,6 +100,9 @@ class CapturedStep:
             not.
     """
 
+    warm_up = WARM_UP
+    """Eager steps before the first recording."""
+
     def __init__(
         self,
         step: EagerStep,
@@ -144,7 +147,7 @@ class CapturedStep:
             return self._eagerly(str(error), given)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(WARM_UP_AGAIN if self.graphs else WARM_UP)
+            entry = self._entries[key] = _Entry(WARM_UP_AGAIN if self.graphs else self.warm_up)
             while len(self._entries) > MOST_SIGNATURES:
                 self._entries.popitem(last=False)[1].reset()
         self._entries.move_to_end(key)
@@ -498,6 +501,19 @@ class CapturedStep:
 
     def _compared(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
         """The first replay of new graphs, compared with the eager step from the same state."""
+        if (fault := self._disagreement(entry, given, first, last)) is not None:
+            return self._refuse(entry, fault, given)
+        return self._replayed(entry, given, first, last)
+
+    def _refuse(self, entry: _Entry, fault: str, given: tuple[Any, ...]) -> Tensor:
+        self._recover(entry)
+        entry.refused = fault
+        return self._eagerly(fault, given)
+
+    def _disagreement(
+        self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
+    ) -> str | None:
+        """How new graphs differ from the eager step, or None; state is restored."""
         step, fixed, fault = self.step, self._fixed, None
         assert fixed is not None
         turn, replays, parameters = step.turn, self.replays, step.parameters()
@@ -534,11 +550,7 @@ class CapturedStep:
             if before is not None:
                 before.restore()
             self._remember_settings()
-        if fault is not None:
-            self._recover(entry)
-            entry.refused = fault
-            return self._eagerly(fault, given)
-        return self._replayed(entry, given, first, last)
+        return fault
 
     # -- what stands in the way -------------------------------------------------------------------
 

@@ -80,8 +80,13 @@ def collective_in(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         found = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+        place = f" at {name}" if name else ""
+        if sharded := found - {"DistributedDataParallel"}:
+            return (
+                f"the model contains {min(sharded)}{place}, which gathers and frees parameters "
+                "inside the step: plans do not serve FSDP"
+            )
         if found:
-            place = f" at {name}" if name else ""
             return (
                 f"the model contains {min(found)}{place}, whose collectives a plan may reorder: "
                 "apply the plan to the inner module, then wrap the result"

@@ -76,10 +76,29 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     problem: str | None = None
 
 
-M = TypeVar("M", Vote, Decision, Answer)
+class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of a plan on all ranks, for one rank's reason.
+
+    Attributes:
+        step: the first step without the plan.
+        rank: the rank that asked for it.
+        reason: its reason.
+        kind: `plan`, or `graphs` for its recorded graphs only.
+    """
+
+    step: int
+    rank: int
+    reason: str
+    kind: Literal["plan", "graphs"] = "plan"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.reason}"
 
 
-def encode(message: Vote | Decision | Answer) -> str:
+M = TypeVar("M", Vote, Decision, Answer, Ending)
+
+
+def encode(message: Vote | Decision | Answer | Ending) -> str:
     """The message as JSON text."""
     return msgspec.json.encode(message).decode()
 

@@ -110,7 +110,7 @@ def _runners_up(search: TuneReport) -> list[CandidateResult]:
 def _runner_up(each: CandidateResult, search: TuneReport) -> Text:
     base, median = search.untouched_tried, each.median_ns or 1.0
     gain = ""
-    if base is not None and base.median_ns is not None and each.transforms:
+    if base is not None and base.median_ns is not None and _compares(each, search):
         gain = f"{base.median_ns / median:.2f}x"
     return Text(f"{gain:>6} {duration(median):>10}  {name_of(each.transforms)}")
 
@@ -124,6 +124,10 @@ def _rest(search: TuneReport) -> list[str]:
         if found:
             parts.append(f"{found} {status}")
     lines = [", ".join(parts)]
+    if len(search.devices) > 1:
+        others = ", ".join(search.devices[1:])
+        lines.append(f"also timed on {others}; the winner's times are from {search.devices[0]}")
+    lines += [f"without {name}: {plain(why)}" for name, why in search.devices_left_out.items()]
     if search.ended:
         lines.insert(0, plain(search.ended))
     left = {**search.not_applicable, **search.not_tried}
@@ -162,7 +166,7 @@ def _table(timed: Sequence[CandidateResult], search: TuneReport) -> Table:
             _name_cell(each, search),
             f"{median / unit_ns:.2f}",
             half_width(median, each.median_ci_ns),
-            "" if base_ns is None or not each.transforms else f"{base_ns / median:.2f}x",
+            "" if base_ns is None or not _compares(each, search) else f"{base_ns / median:.2f}x",
             tail(median, each.p90_ns, each.p99_ns),
             "" if each.error is None else f"{each.error:.0e}",
             "" if each.peak_memory_bytes is None else size(each.peak_memory_bytes),
@@ -173,6 +177,11 @@ def _table(timed: Sequence[CandidateResult], search: TuneReport) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def _compares(each: CandidateResult, search: TuneReport) -> bool:
+    """Whether it was screened on the same device as the untouched workload that is listed."""
+    return bool(each.transforms) and describe(each.transforms) not in search.timed_on
 
 
 def screened(plan: str | None) -> str:
@@ -197,6 +206,8 @@ def _name_cell(each: CandidateResult, search: TuneReport) -> Text:
         label = each.reason or each.status
         label = label if each.status == "ok" else f"{each.status}: {label}"
         name.append(f"\n{plain(label)}", "yellow")
+    if (device := search.timed_on.get(describe(each.transforms))) is not None:
+        name.append(f"\non {plain(device)}", "dim")
     if each.suggested_by:
         name.append(f"\nfor {plain(', '.join(each.suggested_by))}", "dim")
     return name

@@ -117,6 +117,11 @@ class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
         trains: whether the workload is a training step.
         plan: the plan; None if the search was interrupted.
         replayed: whether a stored plan was replayed.
+        devices: devices that candidates were timed on; the winner's figures are from the first one.
+            Empty for a stored plan.
+        devices_left_out: device to the reason why it was left out.
+        timed_on: candidate to the device whose untouched workload it was screened against, where
+            that is not the first device.
     """
 
     chosen: tuple[str, ...]
@@ -134,6 +139,9 @@ class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     trains: bool
     plan: KeptPlan | None
     replayed: bool
+    devices: tuple[str, ...] = ()
+    devices_left_out: dict[str, str] = {}
+    timed_on: dict[str, str] = {}
 
     @property
     def sides(self) -> tuple[Measurement | Timing | None, Measurement | Timing | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,8 +14,12 @@ from torch.optim import Optimizer
 
 from steadytorch import transforms
 from steadytorch.errors import UsageError
+from steadytorch.graphs import data_parallel
 from steadytorch.graphs.step import CapturedStep
+from steadytorch.graphs.uniform_step import UniformStep
 from steadytorch.quantities import counted
+from steadytorch.ranks.checkpoints import Checkpoints
+from steadytorch.ranks.group import Ranks
 from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.trained import CHANGED, TrainedModule
 from steadytorch.runtime.weights import Weights
@@ -27,6 +32,19 @@ from steadytorch.workload.update import Update
 from steadytorch.workload.workload import TrainingStep, Workload
 
 NO_GRAPH = "the plan records no step"
+ALONE = "a step under DDP is recorded only if two or more ranks agree: leave agree=True"
+
+
+class Shared(NamedTuple):
+    """What the ranks of a step share.
+
+    Attributes:
+        ranks: this process and its group.
+        prefix: prefix of their keys; new for each step of each run.
+    """
+
+    ranks: Ranks
+    prefix: str
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +103,8 @@ class TunedStep:
     Args:
         fast: the model, served by the plan.
         model: the untouched one.
+        ddp: the `DistributedDataParallel` around it; None for none.
+        shared: what the ranks of `ddp` share; None if this rank decides alone.
         optimizer: over its parameters.
         loss: maps the model's output and the targets to a scalar tensor.
         candidate: of the plan.
@@ -110,6 +130,8 @@ class TunedStep:
         clip: float | None = None,
         accumulate: int = 1,
         scaler: Any = None,
+        ddp: Any = None,
+        shared: Shared | None = None,
     ) -> None:
         _check(model, optimizer, loss, clip, accumulate)
         self._fast, self._model = fast, model
@@ -119,12 +141,14 @@ class TunedStep:
         # A plan that does not fit may hold transforms that this version does not know.
         parts = [] if fast.is_off is not None else [transforms.create(spec) for spec in candidate]
         update, self._update_text = _update(parts, workload, optimizer, fast.is_off)
+        called: Any = fast if ddp is None else data_parallel.ServedInside(ddp, fast, self._reduces)
         self._eager = EagerStep(
-            fast, loss, optimizer, update=update, clip=clip, accumulate=accumulate, scaler=scaler
+            called, loss, optimizer, update=update, clip=clip, accumulate=accumulate, scaler=scaler
         )
+        self._points = None if shared is None else Checkpoints(*shared)
         self._weights = Weights(model, contents=False)
         self._weights.remember()
-        self._mode = model.training
+        self._mode, self._ended = model.training, False
         graph = next((part for part in parts if isinstance(part, StepGraph)), None)
         self._captured: CapturedStep | None = None
         self._counts: Counter[str] = Counter()
@@ -132,7 +156,21 @@ class TunedStep:
         if graph is not None and device.type == "cuda" and fast.is_off is None:
             modules = [model, *([loss] if isinstance(loss, nn.Module) else [])]
             scope = graph.parameters.scope
-            self._captured = CapturedStep(self._eager, scope, modules, self._invalid, check=True)
+            given = (self._eager, scope, modules, self._invalid)
+            if ddp is None:
+                self._captured = CapturedStep(*given, check=True)
+            elif shared is None:
+                self._reason = ALONE
+            else:
+                stream = torch.cuda.Stream(device)
+                data_parallel.make_anew(ddp, stream)
+                self._captured = UniformStep(
+                    *given,
+                    ranks=shared.ranks,
+                    prefix=shared.prefix,
+                    layout=partial(data_parallel.layout, ddp),
+                    stream=stream,
+                )
 
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
         """Takes one micro-batch.
@@ -149,10 +187,32 @@ class TunedStep:
             Exception: whatever the model, the loss or the optimizer raises.
         """
         args, kwargs = arguments(inputs)
+        if self._points is not None:
+            self._pass(self._points)
         if self._captured is not None:
             return self._captured(args, kwargs, targets)
         self._counts[self._reason] += 1
         return self._eager(args, kwargs, targets)
+
+    def _reduces(self) -> bool:
+        """Whether this micro-batch completes a batch, so that ranks add up their gradients."""
+        return self._eager.turn == self._eager.accumulate - 1
+
+    def _pass(self, points: Checkpoints) -> None:
+        """Tells other ranks of a fault here, and follows them at the step agreed on."""
+        graphs = self._captured if isinstance(self._captured, UniformStep) else None
+        fault, kind = (None if self._ended else self._fast.fault), "plan"
+        if fault is None and graphs is not None:
+            fault, kind = graphs.fault, "graphs"
+        ending = points.at(fault, kind)
+        if ending is None:
+            return
+        if ending.kind == "plan":
+            self._ended = True
+            self._fast.end_on_all_ranks(str(ending))
+            self._reason = self._fast.is_off or str(ending)
+        if graphs is not None:
+            graphs.begin_again(str(ending))
 
     @property
     def grad_norm(self) -> Tensor | None:

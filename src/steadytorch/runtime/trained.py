@@ -39,6 +39,18 @@ class TrainedModule(TunedModule):
         """Why every call runs untouched; None where calls may be served."""
         return self._gate.off
 
+    @property
+    def fault(self) -> str | None:
+        """Why an executor that was built no longer serves; None if all of them do."""
+        if self._gate.off is not None:
+            return self._gate.off
+        retired = (e for e in self._entries.found.values() if e.executor and e.call is None)
+        return next((entry.reason for entry in retired), None)
+
+    def end_on_all_ranks(self, reason: str) -> None:
+        """Runs every later call untouched, because a rank had to."""
+        self._switch_off(f"ended on all ranks ({reason})")
+
     def refresh(self) -> None:
         """Rebuilds executors at the next calls, from the model's present state."""
         super().refresh()

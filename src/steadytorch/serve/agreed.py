@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
@@ -118,6 +119,18 @@ def resolve(plan: PlanRecord, ranks: Ranks, alone: Resolver, context: CallContex
     if isinstance(answer, Refusal):
         return Resolution(None, told(answer))
     return replace(resolution, confirm=_confirming(agreement))
+
+
+def shared_prefix(ranks: Ranks, what: str) -> str | Refusal:
+    """A prefix of keys that all ranks of a group have, and that no earlier run has used."""
+    own = secrets.token_hex(16).encode() if ranks.rank == 0 else None
+    chosen = None if own is None else hashlib.sha256(own).hexdigest()
+    agreement = Agreement(ranks, what)
+    answer = agreement.propose(Ballot(what, choice=chosen, payload=own))
+    if isinstance(answer, Refusal):
+        return answer
+    refusal = agreement.finish()
+    return refusal or f"{ranks.name}/{(answer or own or b'').decode()}"
 
 
 def told(refusal: Refusal) -> str:

@@ -18,6 +18,7 @@ from steadytorch.compiled.artefact import beside
 from steadytorch.compiled.bundle import source
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
+from steadytorch.graphs.data_parallel import ddp_of, objection
 from steadytorch.plan.files import clean, read_file
 from steadytorch.plan.fingerprint import (
     differing_fields,
@@ -26,13 +27,14 @@ from steadytorch.plan.fingerprint import (
     trained_fingerprint,
 )
 from steadytorch.plan.record import PlanRecord
-from steadytorch.ranks.group import collective_in, ranks_of
+from steadytorch.ranks.agreement import Refusal
+from steadytorch.ranks.group import Ranks, collective_in, ranks_of
 from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
 from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.module_proxy import Function, as_module
 from steadytorch.runtime.settings import SWITCH, is_switched_off
-from steadytorch.runtime.step import TunedStep
+from steadytorch.runtime.step import Shared, TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.serve import agreed
 from steadytorch.transforms import compiles, engines, libraries
@@ -85,17 +87,33 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "apply takes the untouched model, got a tuned one: pass model.__wrapped__; "
                 "optimize(model) serves several plans at once"
             )
-        module, resolve = as_module(model), partial(self.resolve, bundle=bundle)
+        options = ServingOptions(
+            alias_outputs,
+            trains=self.trains is not None,
+            verify_every=parse_verify_every(verify_every),
+        )
+        return self._applied(as_module(model), options, ranks_of(group, agree), bundle=bundle)
+
+    def _applied(
+        self,
+        module: nn.Module,
+        options: ServingOptions,
+        ranks: Ranks | None,
+        *,
+        bundle: bool = False,
+        problem: str | None = None,
+    ) -> TunedModule:
+        """The served module; untouched on all ranks if this one has a problem."""
+        resolve = partial(self.resolve, bundle=bundle)
         fits: Callable[[nn.Module], str | None] = self._misfit
-        if (ranks := ranks_of(group, agree)) is not None:
-            refusal = agreed.refusal(self, ranks, self._problem(module))
+        if ranks is None and problem is not None:
+            fits = partial(_misfit_of_ranks, self, problem)
+        if ranks is not None:
+            problem = self._problem(module) or (problem if self.candidate else None)
+            refusal = agreed.refusal(self, ranks, problem)
             fits = partial(_misfit_of_ranks, self, refusal)
             resolve = partial(agreed.resolve, self, ranks, resolve)
-        trains = self.trains is not None
-        options = ServingOptions(
-            alias_outputs, trains=trains, verify_every=parse_verify_every(verify_every)
-        )
-        serving = TrainedModule if trains else TunedModule
+        serving = TrainedModule if options.trains else TunedModule
         return serving(module, resolve, fits, options)
 
     def step(
@@ -116,7 +134,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         optimizer, and returns the loss. Where the plan does not fit, the same step runs eagerly.
 
         Args:
-            model: the untouched model, on the device it is to run on.
+            model: the untouched model, on the device it is to run on, or
+                `DistributedDataParallel` around it; see `docs/ranks.md`.
             optimizer: over its parameters; it stays the caller's, learning rates included.
             loss: maps the model's output and the targets to a scalar tensor.
             clip: largest norm of all gradients together; None leaves them as they are.
@@ -132,7 +151,19 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise UsageError(
                 f"plan {self.id} is for inference and has no step: tune Workload.training(...)"
             )
-        fast = self.apply(model, agree=agree, group=group)
+        ddp, shared = ddp_of(model), None
+        if ddp is None:
+            fast = self.apply(model, agree=agree, group=group)
+        else:
+            if isinstance(ddp.module, TunedModule):
+                raise UsageError(
+                    "step takes DDP around the untouched model, got DDP around a tuned one: pass "
+                    "DistributedDataParallel(model)"
+                )
+            ranks = ranks_of(group or ddp.process_group, agree)
+            inner, options = as_module(ddp.module), ServingOptions(trains=True)
+            fast = self._applied(inner, options, ranks, problem=objection(ddp))
+            shared = None if ranks is None else _shared(fast, ranks)
         assert isinstance(fast, TrainedModule)
         return TunedStep(
             fast,
@@ -146,6 +177,8 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             clip=clip,
             accumulate=accumulate,
             scaler=scaler,
+            ddp=ddp,
+            shared=shared,
         )
 
     def batches(
@@ -260,6 +293,18 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (differences := differing_fields(self.key, here)):
             return None
         return f"plan {self.id} does not fit here: {format_differences(differences)}"
+
+
+def _shared(fast: TunedModule, ranks: Ranks) -> Shared | None:
+    """What the ranks of a step share; None, with an untouched model, if they cannot agree."""
+    assert isinstance(fast, TrainedModule)
+    if fast.is_off is not None:
+        return None
+    prefix = agreed.shared_prefix(ranks, "the steps of a plan")
+    if isinstance(prefix, Refusal):
+        fast.end_on_all_ranks(prefix.reason)
+        return None
+    return Shared(ranks, prefix)
 
 
 def _misfit_of_ranks(plan: Plan, refusal: str | None, model: nn.Module) -> str | None:

@@ -21,7 +21,8 @@ PATIENCE = 8.0
 """A set-up times out after this multiple of its expected time."""
 OVERTIME = 0.2
 """Share of the budget that a search may add for a candidate that is about to be ready."""
-_START_S = 5.0
+START_S = 5.0
+"""Seconds to start a worker and load the workload."""
 _COMPILE_S, _COMPILE_LAYER_S = 8.0, 0.07
 """A first guess at compiling: fixed and per layer. Networks with 40 to 430 layers took 0.8 to 1.6
 times as long with 16 cores and an H200, and 0.8 to 3 times with two cores of two CPUs."""
@@ -48,6 +49,7 @@ class Budget:
         shape: block shape; a placeholder until the untouched workload has been timed.
         overtime_s: seconds granted beyond the budget.
         fastest_ns: iteration time of the fastest candidate; None until one has been timed.
+        moving_s: expected seconds to set finalists of further devices up on the first one.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Budget:
         self._compile_s = _COMPILE_S + _COMPILE_LAYER_S * layers
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
+        self.moving_s = 0.0
         self._now, self._start = now, now() if began is None else began
 
     def spent(self) -> float:
@@ -109,7 +112,8 @@ class Budget:
         if self.fastest_ns is not None:
             fast = msgspec.structs.replace(self.shape, iteration_ns=self.fastest_ns)
             race_s = LOOKS[0] * (self.shape.expected_s + KEEP * fast.expected_s)
-        return min(race_s + self.confirmation_s(), _MOST_RESERVED * self.seconds)
+        needed_s = race_s + self.moving_s + self.confirmation_s()
+        return min(needed_s, _MOST_RESERVED * self.seconds)
 
     def screening_s(self, iterations_ns: Iterable[float]) -> float:
         """Seconds to screen arms with these iteration times in ns."""
@@ -129,7 +133,7 @@ class Budget:
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
         compiled = compiler_options(candidate)
         seen = [seconds for options, seconds in set_up if options == compiled]
-        start_s = _START_S + self.screening_s(2 * [self.shape.iteration_ns])
+        start_s = START_S + self.screening_s(2 * [self.shape.iteration_ns])
         if seen:
             return start_s + max(seen)
         if not compiled:

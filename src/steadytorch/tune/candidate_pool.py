@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import msgspec
 
 from steadytorch.errors import UsageError
-from steadytorch.process.worker import Fault, WorkerFault
+from steadytorch.process.worker import Fault, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, Budget, compiler_options
+from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, START_S, Budget, compiler_options
 from steadytorch.tune.select import SearchOptions, block_deadline_s, block_statistic
 from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
@@ -21,23 +21,38 @@ NEAR = 1.10
 
 
 class CandidatePool:
-    """All trials of one search. Only one is timed at a time.
+    """All trials of one search. Only one is timed at a time on each device.
+
+    Candidates are timed side by side with the untouched workload of their own device. To rank
+    candidates of several devices, times of a further device are scaled by the ratio of its
+    untouched workload to that of the first device. No claim rests on this ranking.
 
     Args:
         options: the user's options.
         budget: sets the block shape and receives the fastest iteration time.
         watcher: receives progress.
         rng: decides the order of blocks.
+        leave_out: called with a further device, the reason and its live trials when its untouched
+            workload fails.
 
     Attributes:
         trials: in order of set-up, the baseline first.
+        further: the untouched workload of each further device, by device.
     """
 
     def __init__(
-        self, options: SearchOptions, budget: Budget, watcher: ProgressListener, rng: Random
+        self,
+        options: SearchOptions,
+        budget: Budget,
+        watcher: ProgressListener,
+        rng: Random,
+        leave_out: Callable[[str, str, list[LiveTrial]], None] = lambda device, why, lost: None,
     ) -> None:
         self._options, self._budget, self._watcher, self._rng = options, budget, watcher, rng
+        self._leave_out = leave_out
+        self._rngs: dict[str, Random] = {}
         self.trials: list[LiveTrial] = []
+        self.further: dict[str, LiveTrial] = {}
 
     @property
     def baseline(self) -> LiveTrial:
@@ -50,15 +65,16 @@ class CandidatePool:
         self.trials = [t for t in self.trials if t.candidate not in again] + fresh
 
     def screen(self, fresh: list[LiveTrial]) -> None:
-        """Times interleaved blocks of new trials, leaders and baseline, and closes the losers."""
-        arms = self.alive()
-        for _ in range(SCREEN_BLOCKS):
-            for trial in self._rng.sample(arms, len(arms)):
-                self.arm(trial)()
-        self._budget.fastest_ns = self.leader().screened_ns
-        for trial in fresh:
+        """Times interleaved blocks of new trials, leaders and baseline, and closes the losers.
+
+        Devices are timed at the same time, each with arms of its own.
+        """
+        self._take_blocks({device: self._blocks_on(device) for device in self._devices()})
+        self._budget.fastest_ns = self.screened_ns(self.leader())
+        self._budget.moving_s = self._moving_s()
+        for trial in (trial for trial in fresh if trial in self.trials):
             if trial.ok:
-                self._watcher.timed(describe(trial.candidate), trial.screened_ns)
+                self._watcher.timed(describe(trial.candidate), self.screened_ns(trial))
             else:
                 self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
         keep = {id(t) for t in [self.baseline, *self.finalists()]}
@@ -66,13 +82,107 @@ class CandidatePool:
             if id(trial) not in keep:
                 trial.worker.close()
 
+    def _devices(self) -> list[str]:
+        return [self.baseline.device, *self.further]
+
+    def _blocks_on(self, device: str) -> Iterator[LiveTrial]:
+        """The trials of a device in the order in which their blocks are timed."""
+        arms = [trial for trial in self.alive() if trial.device == device]
+        rng = self._rng
+        if device in self.further:
+            if not arms:
+                return
+            arms.insert(0, self.further[device])
+            seed = f"{self._options.seed} {device}"
+            rng = self._rngs.setdefault(device, Random(seed))
+        for _ in range(SCREEN_BLOCKS):
+            yield from (trial for trial in rng.sample(arms, len(arms)) if trial.ok)
+
+    def _take_blocks(self, orders: dict[str, Iterator[LiveTrial]]) -> None:
+        """Times one block after another on each device, all devices at the same time."""
+        deadline_s = block_deadline_s(self._budget.shape)
+        running: dict[str, LiveTrial] = {}
+        while True:
+            for device in [device for device in orders if device not in running]:
+                if (trial := next(orders[device], None)) is not None:
+                    trial.begin_block(self._options.metric, self._budget.shape.count)
+                    running[device] = trial
+            if not running:
+                return
+            if len(running) > 1:
+                wait_any([trial.worker for trial in running.values()], 0.25)
+            for device, trial in list(running.items()):
+                done = trial.worker.ready() or trial.worker.overdue(deadline_s)
+                if not (done or len(running) == 1):
+                    continue
+                del running[device]
+                if not self._finished(trial, deadline_s):
+                    del orders[device]
+            if not running:
+                self._watcher.tick()
+
+    def _finished(self, trial: LiveTrial, deadline_s: float) -> bool:
+        """Takes the samples of a block; False if its device can no longer be used.
+
+        Raises:
+            UsageError: the untouched workload's worker died.
+        """
+        try:
+            trial.finish_block(deadline_s)
+        except WorkerFault as fault:
+            if trial is self.baseline:
+                raise self._baseline_died(fault) from fault
+            if trial is self.further.get(trial.device):
+                self._lose(trial.device, f"the untouched workload failed: {fault.reason}")
+                return False
+        return True
+
+    def _lose(self, device: str, why: str) -> None:
+        """Forgets a device and its live trials, which are set up elsewhere."""
+        del self.further[device]
+        for trial in (lost := [t for t in self.alive() if t.device == device]):
+            trial.worker.kill()
+        self.trials = [trial for trial in self.trials if trial not in lost]
+        self._leave_out(device, why, lost)
+
+    def screened_ns(self, trial: LiveTrial) -> float:
+        """Median of a trial's block medians in ns, scaled to the first device; inf without."""
+        return trial.screened_ns * self._scale(trial)
+
+    def _scale(self, trial: LiveTrial) -> float:
+        untouched = self.further.get(trial.device)
+        if untouched is None or not untouched.blocks:
+            return 1.0
+        return self.baseline.screened_ns / untouched.screened_ns
+
+    def away(self) -> list[LiveTrial]:
+        """Finalists that were timed on a further device."""
+        return [t for t in self.finalists() if t.device != self.baseline.device]
+
+    def leave_further(self) -> None:
+        """Ends all workers on further devices; their trials can no longer be finalists."""
+        first = self.baseline.device
+        elsewhere = [trial for trial in self.alive() if trial.device != first]
+        for trial in [*self.further.values(), *elsewhere]:
+            trial.worker.close()
+
+    def _moving_s(self) -> float:
+        """Expected seconds to set finalists of further devices up on the first one."""
+        moved = [trial.set_up.setup_s for trial in self.away() if trial.set_up]
+        return START_S + max(moved) if moved else 0.0
+
     def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
         """Seconds to screen these trials together with those alive; 0 if none is set up."""
-        known = [trial.screened_ns for trial in self.alive()]
         # Warm-up times taken beside compilers may be many times too long.
         most_ns = self._budget.shape.iteration_ns
-        new = [min(t.set_up.warm_up.iteration_ns, most_ns) for t in fresh if t.set_up]
-        return self._budget.screening_s([*known, *new]) if new else 0.0
+        needed_s = [0.0]  # by device, as devices are timed at the same time
+        for device in self._devices():
+            known = [trial.screened_ns for trial in self.alive() if trial.device == device]
+            known += [most_ns] if device in self.further else []
+            added = [t.set_up.warm_up for t in fresh if t.set_up and t.device == device]
+            new = [min(warmed.iteration_ns, most_ns) for warmed in added]
+            needed_s.append(self._budget.screening_s([*known, *new]) if new else 0.0)
+        return max(needed_s)
 
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
         """Times one more block and returns its statistic in ns.
@@ -89,12 +199,13 @@ class CandidatePool:
             times = trial.block(self._options.metric, count, deadline_s)
         except WorkerFault as fault:
             if trial is self.baseline:
-                raise UsageError(
-                    f"the untouched workload failed during timing: {fault.reason}"
-                ) from fault
+                raise self._baseline_died(fault) from fault
             raise
         self._watcher.tick()
         return block_statistic(self._options, times)
+
+    def _baseline_died(self, fault: WorkerFault) -> UsageError:
+        return UsageError(f"the untouched workload failed during timing: {fault.reason}")
 
     def arm(self, trial: LiveTrial) -> Callable[[], float]:
         """A function that times one block for a race; a dead worker reports inf."""
@@ -148,5 +259,5 @@ class CandidatePool:
 
     def _score(self, trial: LiveTrial) -> float:
         if self._options.objective != "p99":
-            return trial.screened_ns
-        return trial.measured(self._options.metric).p90_ns
+            return self.screened_ns(trial)
+        return trial.measured(self._options.metric).p90_ns * self._scale(trial)

@@ -38,6 +38,9 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
         seconds: wall-clock time of the search.
         ended: why it ended before or after its budget; empty if it did not.
         interrupted: whether the user stopped it.
+        devices: devices that candidates were timed on, the first one first.
+        devices_left_out: reason by device that was left out.
+        timed_on: device by candidate, for those screened on a further device only.
     """
 
     baseline: Measurement | None
@@ -53,6 +56,9 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     ended: str = ""
     interrupted: bool = False
+    devices: tuple[str, ...] = ()
+    devices_left_out: dict[str, str] = {}
+    timed_on: dict[str, str] = {}
 
     def evidence(self) -> Evidence:
         """The result as stored in a plan, without samples.
@@ -101,6 +107,9 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
             trains=trains,
             plan=None if plan is None else kept_plan(plan),
             replayed=False,
+            devices=self.devices,
+            devices_left_out=self.devices_left_out,
+            timed_on=self.timed_on,
         )
 
 

@@ -51,7 +51,7 @@ ENGINES_S = 40.0
 ENGINES_SHARE = 0.3
 """Limits for choosing engines: in seconds, and as a share of the exploration time."""
 COMPILING = 4
-"""Maximum number of candidates that compile at once, because they share the cores."""
+"""Maximum number of candidates that compile at once per device, because they share the cores."""
 STEM_S = 10.0
 """Seconds for choosing the configuration of a fused stem."""
 UNKNOWN = "unclassified"
@@ -61,9 +61,9 @@ P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 
 
-def compiling(slots: int) -> int:
+def compiling(slots: int, devices: int = 1) -> int:
     """Number of candidates that may compile at once."""
-    return max(1, min(COMPILING, slots // 2))
+    return max(1, min(COMPILING * devices, slots // 2))
 
 
 def _layers(workload: Workload) -> int:
@@ -117,7 +117,9 @@ class Search:
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
         self._prospects, self._ended = Prospects(), ""
         self._rng = Random(options.seed)
-        self._pool = CandidatePool(options, self._budget, watcher, self._rng)
+        self._pool = CandidatePool(
+            options, self._budget, watcher, self._rng, self._scheduler.leave_out
+        )
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
         self._lowered: Candidate = ()
@@ -163,6 +165,7 @@ class Search:
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
         self._pool.trials.append(baseline)
+        self._pool.further = {trial.device: trial for trial in self._scheduler.further}
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
         self._prospects.note((), baseline.screened_ns)
@@ -322,6 +325,8 @@ class Search:
 
     def _decide(self) -> None:
         """Confirms the winner on fresh pairs; if it dies meanwhile, that of another race."""
+        if self._pool.further:
+            self._gather()
         while (chosen := self._raced()) is not self._pool.baseline:
             if (confirmed := self._confirmed(chosen)) is not None:
                 self._final = confirmed
@@ -332,6 +337,29 @@ class Search:
             self._pool.arm(chosen)()
         alone = chosen.measured(self._options.metric, mark)
         self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
+
+    def _gather(self) -> None:
+        """Sets the finalists of further devices up on the first one, where all are compared.
+
+        Finalists that are not ready before the time for the confirmation are dropped.
+        """
+        away = [trial.candidate for trial in self._pool.away()]
+        self._pool.leave_further()
+        if not away:
+            return
+        first = self._scheduler.device
+        self._watcher.phase(f"setting up {len(away)} of the finalists on {first}")
+        left_s = max(20.0, self._budget.remaining() - self._budget.confirmation_s())
+        alive = len(self._pool.alive())
+        fresh = self._scheduler.prepare(away, self._slots, left_s, alive, self._is_late, first)
+        self._screen(fresh)
+
+    def _is_late(self) -> bool:
+        """Gives up on set-ups once only the time for the confirmation is left."""
+        if self._budget.remaining() > self._budget.confirmation_s():
+            return False
+        self._scheduler.give_up(EXHAUSTED)
+        return True
 
     def _raced(self) -> LiveTrial:
         """The winner of a race of the finalists and the untouched workload."""
@@ -401,8 +429,11 @@ class Search:
     def _round(self, candidates: Sequence[Candidate]) -> None:
         """Begins set-ups, waits for some of those under way, and screens them one at a time."""
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
-        others = len(self._pool.alive())
+        others = len(self._pool.alive()) + len(self._pool.further)
         fresh = self._scheduler.prepare(candidates, self._slots, deadline_s, others, self._is_due)
+        self._screen(fresh)
+
+    def _screen(self, fresh: list[LiveTrial]) -> None:
         self._pool.join(fresh)
         verified = [trial for trial in fresh if trial.ok]
         if not verified:
@@ -411,7 +442,7 @@ class Search:
             self._pool.screen(verified)
         for trial in [self._pool.baseline, *verified]:
             if trial.ok and trial.blocks and self._pool.allowed(trial):
-                self._prospects.note(trial.candidate, trial.screened_ns)
+                self._prospects.note(trial.candidate, self._pool.screened_ns(trial))
 
     def _is_due(self) -> bool:
         """Whether to stop waiting for set-ups, because others are ready or the time is up.
@@ -464,7 +495,7 @@ class Search:
         """The first untried candidates, one per slot, whose set-up fits into the time left."""
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
-        room = compiling(self._slots) - sum(map(compiles, begun))
+        room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
         # Until a compiled candidate was timed, one is worth a risk.
         bold = not any(compiles(trial.candidate) for trial in self._pool.ranked())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
@@ -517,6 +548,13 @@ class Search:
             seconds=self._budget.spent(),
             ended=self._how_it_ended(),
             interrupted=interrupted,
+            devices=self._scheduler.devices,
+            devices_left_out=dict(self._scheduler.left_out),
+            timed_on={
+                describe(trial.candidate): trial.device
+                for trial in self._pool.trials
+                if trial.blocks and trial.device != self._scheduler.device
+            },
         )
 
     def _how_it_ended(self) -> str:

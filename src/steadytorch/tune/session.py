@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from steadytorch.transforms import plugins
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.plugin_worker import admit
 from steadytorch.tune.bundle import keep_bundle
+from steadytorch.tune.devices import Devices, choose_devices
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import ENGINES, Search, compiling
@@ -49,6 +51,8 @@ from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
+log = logging.getLogger("steadytorch")
+
 _FINISH_S = 10.0  # extra seconds for compiling host code after a search
 
 
@@ -60,6 +64,9 @@ class Session:
         options: the user's options.
         device: where to run, as a torch device string or `auto`; None for the workload's device.
         store: the plan store or its folder; None for the default one.
+        devices: devices of one kind that share the search, from `choose_devices`; None for
+            `device` alone.
+        runs_on: torch device by name in `devices`, for tests without GPUs.
         facts: facts about the device; None to query them.
         fingerprint: fingerprint of the workload; None to compute it.
         signature: signature of the inputs; None to compute it.
@@ -80,6 +87,8 @@ class Session:
         device: str | None = None,
         store: Store | str | Path | None = None,
         *,
+        devices: Devices | None = None,
+        runs_on: Mapping[str, str] | None = None,
         facts: DeviceFacts | None = None,
         fingerprint: str | None = None,
         signature: Signature | None = None,
@@ -91,7 +100,9 @@ class Session:
             )
         self.workload = workload
         self.options = options = options.resolved(workload.is_training)
-        self._device = resolve_device(device or str(workload.device))
+        self._devices, self._runs_on = devices, dict(runs_on or {})
+        first = devices.names[0] if devices else device or str(workload.device)
+        self._device = resolve_device(self._runs_on.get(first, first))
         self.facts: DeviceFacts = facts or load_facts(self._device)
         self._ambient = transforms.ambient()
         self._signature = (signature or workload.signature()).on(torch.device(self._device).type)
@@ -192,12 +203,16 @@ class Session:
                     self._compile_threads(),
                     serialization.modules_of(self.workload),
                 ),
-                self._device,
+                self._device if self._devices is None else self._devices.names[0],
                 self._ambient,
                 options,
                 watcher,
                 self._early(),
+                others=() if self._devices is None else self._devices.names[1:],
+                runs_on=self._runs_on,
             )
+            if self._devices is not None:
+                scheduler.left_out |= self._devices.left_out
             at_the_end.callback(scheduler.kill_all)
             scheduler.start()
             save_payload(self.workload, directory)
@@ -344,12 +359,15 @@ class Session:
         return available, refused | told
 
     def _slots(self) -> int:
-        """Number of set-ups that may overlap: one per core, at most eight."""
-        return max(1, min(8, self.facts.cores_logical or 1))
+        """Number of set-ups that may overlap: one per core, at most eight per device."""
+        return max(1, min(8 * self._device_count(), self.facts.cores_logical or 1))
+
+    def _device_count(self) -> int:
+        return 1 if self._devices is None else len(self._devices.names)
 
     def _early(self) -> int:
         """Number of processes to start ahead; 0 on few cores, as they would delay the baseline."""
-        slots = self._slots()
+        slots = min(8, self._slots())
         return slots // 2 if slots >= 4 else 0
 
     def _compiles_host_code(self) -> bool:
@@ -359,7 +377,11 @@ class Session:
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker, so that concurrent compilers share the cores."""
         name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
-        return {name: os.environ.get(name, str(max(1, cores // compiling(self._slots()))))}
+        return {
+            name: os.environ.get(
+                name, str(max(1, cores // compiling(self._slots(), self._device_count())))
+            )
+        }
 
     def _memory_limit(self) -> int:
         """Host memory limit per worker in bytes: 80 % of the memory available now."""
@@ -395,6 +417,7 @@ def tune(
     budget: str | float = "3m",
     max_memory: str | int | None = None,
     device: str | None = None,
+    devices: str | Sequence[str] | None = None,
     store: str | Path | None = None,
     mode: str = "replay",
     seed: int = 0,
@@ -413,6 +436,10 @@ def tune(
         budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
         max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
         device: where to run; None for the workload's device.
+        devices: GPUs of one kind that share the search, such as `["cuda:0", "cuda:1"]`; `"all"` for
+            all idle ones of the kind of `device`; None for `device` alone. Candidates are raced on
+            several GPUs at once, each against the untouched workload on its own GPU. The finalists
+            are compared on the first one.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
         mode: `replay` returns a stored plan, or searches if there is none; `tune` always searches;
             `strict` only returns a stored plan.
@@ -431,6 +458,7 @@ def tune(
     Raises:
         PlanError: mode is `strict` and no plan is stored, or ranks did not agree.
         UsageError: an argument is wrong, the untouched workload fails, or the budget is too small.
+        UnsupportedError: a device does not exist.
         KeyboardInterrupt: interrupted by the user; the workers have ended.
     """
     options = SearchOptions(
@@ -443,7 +471,13 @@ def tune(
     )
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r:.60}: choose one of {', '.join(MODES)}")
-    session = Session(workload_of(workload), options, device, store)
+    workload = workload_of(workload)
+    chosen = None
+    if devices is not None:
+        chosen = choose_devices(devices, device, str(workload.device))
+        for note in chosen.notes:
+            log.warning("%s", note)
+    session = Session(workload, options, device, store, devices=chosen)
     ranks = ranks_of(group, agree)
     if ranks is None:
         plan = session.find_or_search(mode, watcher)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -76,9 +77,15 @@ class SetupScheduler:
             their modules ahead. They start while the untouched workload is set up, and on a GPU
             host also at the start of a round that compiles. 0 on machines with few cores.
         now: returns seconds on a monotonic clock.
+        others: further devices of the same kind. Each gets an untouched workload of its own, and
+            its share of the candidates.
+        runs_on: torch device by name of a device; a name that is missing is a torch device.
 
     Attributes:
         device: as given.
+        devices: all devices in use, `device` first.
+        left_out: reason by device that is no longer used.
+        further: the untouched workload on each further device.
     """
 
     def __init__(
@@ -90,14 +97,20 @@ class SetupScheduler:
         watcher: ProgressListener,
         early: int = 0,
         now: Callable[[], float] = time.monotonic,
+        others: Sequence[str] = (),
+        runs_on: Mapping[str, str] | None = None,
     ) -> None:
         self._launch, self.device, self._ambient = launch, device, ambient
+        self._runs_on = dict(runs_on or {})
+        self.devices, self.left_out = (device, *others), dict[str, str]()
+        self.further: list[LiveTrial] = []
+        self._placed: Counter[str] = Counter()
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._early, self._idle = early, list[Worker]()
         self._now = now
         # On a CPU, background work takes cores from the timed workload.
-        self._shares_cores = torch.device(device).type == "cpu"
+        self._shares_cores = torch.device(self._torch_device(device)).type == "cpu"
         self._beside = early > 0 and not self._shares_cores
         self._for_reference: Worker | None = None
         self._retried: set[Candidate] = set()
@@ -109,7 +122,7 @@ class SetupScheduler:
         """Candidates that ran out of memory beside others and will be retried alone."""
         self.under_way: list[LiveTrial] = []
         """Trials that have begun but that `prepare` has not returned yet."""
-        self._waiting: list[tuple[Candidate, float]] = []
+        self._waiting: list[tuple[Candidate, float, str | None]] = []
         self._slots = 1
 
     def start(self) -> Worker:
@@ -128,15 +141,19 @@ class SetupScheduler:
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
         """Sets up the untouched workload and, in another process, the reference.
 
-        Candidates that have begun are set up meanwhile.
+        Candidates that have begun are set up meanwhile, and the untouched workload on each further
+        device. A device on which it fails is left out.
 
         Raises:
             WorkerFault: the untouched workload fails, or time ran out.
         """
-        reference, trial, left_s = self.start(), self._new_trial(()), remaining()
+        reference, trial = self.start(), self._new_trial((), device=self.device)
+        left_s = remaining()
         worker = trial.worker
         for each in (reference, worker):
-            each.send("load", device=self.device, ambient=self._ambient)
+            self._load(each, self.device)
+        further = [self._new_trial((), left_s, device) for device in self.devices[1:]]
+        self._under_way_from_now(further)
         self.pump_until(reference, left_s, loads=True)
         made_in_s = self._ask_for_reference(reference, remaining) if self._beside else None
         self.pump_until(worker, left_s, loads=True)
@@ -159,7 +176,40 @@ class SetupScheduler:
             character = worker.call("characterise", remaining(), product_flops=flops)
         self.character = msgspec.convert(character, Character)
         self._watcher.trial("untouched", "verified")
+        self._finish_further(further)
         return trial
+
+    def _finish_further(self, trials: Sequence[LiveTrial]) -> None:
+        while set(trials).intersection(self.unfinished):
+            self._tend([], 1)
+        self.under_way = [trial for trial in self.under_way if trial not in trials]
+        self.further = [trial for trial in trials if trial.ok]
+        for trial in trials:
+            if not trial.ok:
+                self.leave_out(trial.device, f"the untouched workload fails: {trial.reason}")
+
+    def leave_out(self, device: str, why: str, lost: Sequence[LiveTrial] = ()) -> None:
+        """Stops using a further device; what was set up there begins anew elsewhere.
+
+        Args:
+            device: the device.
+            why: the reason, for the user.
+            lost: trials on it that `prepare` has returned and that were not yet beaten.
+        """
+        self._watcher.phase(f"going on without {device}: {why}")
+        self.left_out[device] = why
+        self.devices = tuple(each for each in self.devices if each != device)
+        self.further = [trial for trial in self.further if trial.device != device]
+        gone = [
+            trial for trial in self.under_way if trial.device == device and trial.status == "ok"
+        ]
+        self.under_way = [trial for trial in self.under_way if trial not in gone]
+        for trial in gone:
+            trial.worker.kill()
+        self._waiting = [
+            *((trial.candidate, trial.deadline_s, None) for trial in (*lost, *gone)),
+            *((candidate, s, None if at == device else at) for candidate, s, at in self._waiting),
+        ]
 
     def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
         """Sends the request; returns the timeout of its answer in seconds."""
@@ -184,23 +234,30 @@ class SetupScheduler:
     def begun(self) -> tuple[Candidate, ...]:
         """Candidates begun but not returned by `prepare`, including those waiting for a slot."""
         started = (trial.candidate for trial in self.under_way)
-        return (*started, *(candidate for candidate, _ in self._waiting))
+        return (*started, *(candidate for candidate, *_ in self._waiting))
 
     @property
     def ready(self) -> list[LiveTrial]:
         """Trials under way that are verified and wait to be timed."""
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
 
-    def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
+    def begin(
+        self,
+        candidates: Sequence[Candidate],
+        slots: int,
+        deadline_s: float,
+        device: str | None = None,
+    ) -> None:
         """Queues candidates for set-up; `pump_until` and `prepare` advance them.
 
         Args:
             candidates: candidates to set up.
             slots: how many may be under way at once.
             deadline_s: timeout in seconds for each stage of these candidates.
+            device: where to set them up; None for the device with the least to do.
         """
         self._slots = slots
-        self._waiting.extend((candidate, deadline_s) for candidate in candidates)
+        self._waiting.extend((candidate, deadline_s, device) for candidate in candidates)
 
     def finished(self, candidate: Candidate) -> LiveTrial | None:
         """Waits until a candidate that has begun is set up and verified; None if it never began."""
@@ -252,6 +309,7 @@ class SetupScheduler:
         deadline_s: float,
         others: int,
         is_due: Callable[[], bool] = lambda: False,
+        device: str | None = None,
     ) -> list[LiveTrial]:
         """Sets candidates up side by side and verifies each against the reference.
 
@@ -264,12 +322,14 @@ class SetupScheduler:
             deadline_s: timeout in seconds for each stage.
             others: number of other workers that stay alive and take memory.
             is_due: whether to return although candidates are unfinished.
+            device: where to set them up; None for the device with the least to do.
 
         Returns:
             A trial per finished candidate: verified, or rejected with a reason.
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
-        self.begin(candidates, 1 if self._retried.intersection(candidates) else slots, deadline_s)
+        alone = bool(self._retried.intersection(candidates))
+        self.begin(candidates, 1 if alone else slots, deadline_s, device)
         if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
             self._refill(self._early)  # ready long before the compiler finishes
         while (self._waiting or self.unfinished) and not is_due():
@@ -340,12 +400,28 @@ class SetupScheduler:
         """Starts waiting candidates while slots are free; returns their trials."""
         room = max(0, self._slots - len(self.unfinished))
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
-        begun = [self._new_trial(*each) for each in taken]
-        for trial in begun:
-            trial.began_s = self._now()
-            trial.worker.send("load", device=self.device, ambient=self._ambient)
-        self.under_way += begun
+        begun: list[LiveTrial] = []
+        for each in taken:  # one at a time, since each counts in where the next one goes
+            begun.append(self._new_trial(*each))
+            self._under_way_from_now(begun[-1:])
         return begun
+
+    def _under_way_from_now(self, trials: Sequence[LiveTrial]) -> None:
+        for trial in trials:
+            trial.began_s = self._now()
+            self._load(trial.worker, trial.device)
+        self.under_way += trials
+
+    def _load(self, worker: Worker, device: str) -> None:
+        worker.send("load", device=self._torch_device(device), ambient=self._ambient)
+
+    def _torch_device(self, device: str) -> str:
+        return self._runs_on.get(device, device)
+
+    def _least_busy(self) -> str:
+        """The device with the fewest set-ups under way, then with the fewest so far."""
+        busy = Counter(trial.device for trial in self.unfinished)
+        return min(self.devices, key=lambda device: (busy[device], self._placed[device]))
 
     def _refill(self, count: int) -> None:
         """Starts processes until `count` of them are idle."""
@@ -362,11 +438,16 @@ class SetupScheduler:
         self._workers.append(worker)
         return worker
 
-    def _new_trial(self, candidate: Candidate, deadline_s: float = math.inf) -> LiveTrial:
+    def _new_trial(
+        self, candidate: Candidate, deadline_s: float = math.inf, device: str | None = None
+    ) -> LiveTrial:
+        device = device or self._least_busy()
+        self._placed[device] += 1
         self._watcher.trial(describe(candidate), "set-up")
         self._refill(1)
         worker = self._idle.pop(0)
-        return LiveTrial(candidate, worker, suggested_by(candidate, self.findings), deadline_s)
+        suggests = suggested_by(candidate, self.findings)
+        return LiveTrial(candidate, worker, suggests, deadline_s, device)
 
     def _advance(self, trial: LiveTrial, crowded: bool) -> None:
         """Handles an answer of a trial's worker and starts the next stage."""
@@ -377,7 +458,8 @@ class SetupScheduler:
                 trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))
             elif trial.stage == "set-up":
                 trial.accept_set_up(reply)
-                trial.stage = "waiting"
+                # The untouched workload of a further device is what others are verified against.
+                trial.stage = "waiting" if trial.candidate else "timing"
                 self._verify_waiting([trial])
             else:
                 self._accept_verification(trial, reply)

@@ -64,6 +64,7 @@ class LiveTrial:
 
     Attributes:
         candidate: the transforms.
+        device: where its worker runs.
         precision: the candidate's precision class.
         status, reason: see `plan.record.Trial`.
         suggested_by: ids of the findings that suggest it.
@@ -80,8 +81,9 @@ class LiveTrial:
         worker: Worker,
         suggested_by: tuple[str, ...] = (),
         deadline_s: float = math.inf,
+        device: str = "",
     ) -> None:
-        self.candidate = candidate
+        self.candidate, self.device = candidate, device
         self.deadline_s = deadline_s
         self.suggested_by = suggested_by
         self.precision = precision_of(candidate)
@@ -129,8 +131,21 @@ class LiveTrial:
         Raises:
             WorkerFault: the worker died or timed out; the trial is rejected.
         """
+        self.begin_block(metric, count)
+        return self.finish_block(deadline_s)
+
+    def begin_block(self, metric: str, count: int) -> None:
+        """Starts a block without waiting; fetch its samples with `finish_block`."""
+        self.worker.send("block", metric=metric, count=count)
+
+    def finish_block(self, deadline_s: float) -> list[int]:
+        """Waits for the block that was started and keeps its samples.
+
+        Raises:
+            WorkerFault: the worker died or timed out; the trial is rejected.
+        """
         try:
-            times = self.worker.call("block", deadline_s, metric=metric, count=count)
+            times = self.worker.receive(deadline_s)
         except WorkerFault as fault:
             self.reject(fault)
             raise
