@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow lint format types gpu-test bench clean
+.PHONY: demo test test-slow lint format types gpu-test bench dist clean
 
 demo: $(VENV)/installed
 	$(BIN)/steady demo
@@ -38,8 +38,12 @@ gpu-test: $(VENV)/installed-dev
 bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
 	$(BIN)/python benchmarks/rivals
 
+dist: $(VENV)/installed-dev  # wheel and sdist in dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) dist
 
 # A marker file each, so that pip runs again only when the requirements change.
 $(VENV)/installed: pyproject.toml constraints.txt
