@@ -98,6 +98,13 @@ def _linked(scratch: Path) -> Path:
     return only
 
 
+def _cause(output: str) -> str:
+    """The line of pip's output that says why it failed: a build's last line, if a build failed."""
+    built = output.partition("[end of output]")
+    lines = [line.strip() for line in built[0].splitlines() if line.strip()]
+    return lines[-1][:300] if built[1] and lines else error_line(output)
+
+
 def _run(command: list[str], what: str, fails: str) -> None:
     # PYTHONPATH would put the working tree in front of what pip installs.
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
@@ -111,5 +118,5 @@ def _run(command: list[str], what: str, fails: str) -> None:
         check=False,
     )
     if done.returncode:
-        why = error_line(done.stderr or done.stdout)
+        why = _cause(done.stderr or done.stdout)
         raise UsageError(f"{what} {fails}: {why or f'exit status {done.returncode}'}")
