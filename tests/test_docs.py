@@ -51,6 +51,15 @@ def test_links_lead_to_pages_and_headings(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_and_tables_are_read_alike_by_the_site_and_by_code_hosts(page):
+    nested = re.findall(r"^( +)(?:-|\d+\.) ", text_of(page), re.MULTILINE)
+    nested += re.findall(r"^( +)\|", text_of(page), re.MULTILINE)
+    assert all(len(indent) >= 4 for indent in nested)
+    # Without a blank line, a list after a table becomes rows of it.
+    assert not re.search(r"^ *\|.*\|\n *(?:-|\d+\.) ", text_of(page), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_included_outputs_exist(page):
     for name in INCLUDED.findall(page.read_text("utf-8")):
         assert (DOCS / name).is_file(), name

@@ -37,7 +37,8 @@ SLOWER = WORK.replace("nn.MaxPool2d(2)]", "nn.MaxPool2d(2), nn.Conv2d(64, 64, 3)
 
 PROGRESS = re.compile(
     r"^(.*pair of processes \d.*|process \d+ of \d+|checking out .*|installing .*"
-    r"|calls after pauses|measuring without the profiler|profiling|measuring the device's limits)\n",
+    r"|calls after pauses|measuring without the profiler|profiling"
+    r"|measuring the device's limits)\n",
     re.MULTILINE,
 )
 
