@@ -262,6 +262,15 @@ def test_code_of_the_working_tree_in_the_base_is_noticed(real, repository):
     assert row.reason.endswith("use --install")
 
 
+def test_temporary_folders_may_lie_in_the_repository(real, repository, monkeypatch):
+    repository.commit(work_py="import helper\n" + WORK.format(times=60), helper_py="")
+    repository.write(work_py="import helper\n" + RAISES.format(name="steps"))
+    inside = repository.root / "tmp"
+    inside.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(inside))
+    assert real("work.py:steps").rows[0].reason.startswith("it fails on the head: ")
+
+
 def test_an_interpreter_without_pytorch_is_told(real, repository, tmp_path):
     repository.commit(work_py=WORK.format(times=60))
     python = tmp_path / "python"

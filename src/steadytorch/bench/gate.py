@@ -372,6 +372,7 @@ class _Race(NamedTuple):
                 workload=arm.name.replace(_ROOT, f"{place.tree}/", 1),
                 device=self.device,
                 shape=self.shape,
+                own=str(place.tree),
                 foreign=str(self.root) if place.tree != self.root else None,
             )
         replies = []

@@ -37,7 +37,7 @@ class RevisionHandler(WorkloadHandler):
     """Times a workload of the revision in whose environment it runs."""
 
     def load_named(
-        self, workload: str, device: str, shape: dict[str, Any], foreign: str | None
+        self, workload: str, device: str, shape: dict[str, Any], own: str, foreign: str | None
     ) -> tuple[str, str]:
         """Loads a workload onto the device; returns `Loaded`.
 
@@ -47,6 +47,7 @@ class RevisionHandler(WorkloadHandler):
             workload: name or factory, with optional `@TRANSFORM+TRANSFORM`.
             device: such as `cpu` or `cuda:0`.
             shape: `batch`, `inputs`, `train` and `seed` of `load_workload`.
+            own: the tree of the revision.
             foreign: a tree whose code must not be imported; None for no check.
         """
         spec, settings = split(workload)
@@ -57,7 +58,7 @@ class RevisionHandler(WorkloadHandler):
             loaded = load_workload(spec, device="cpu", **shape)
         except MissingWorkloadError as error:
             return Loaded(MISSING, one_line(error))
-        if foreign is not None and (strays := _strays(Path(foreign))):
+        if foreign is not None and (strays := _strays(Path(foreign), Path(own))):
             return Loaded(STRAY, f"it imports {', '.join(strays[:3])} from {foreign}")
         self.workload = with_optimizer(loaded.to(device))
         self._start = Start(self.workload)
@@ -77,14 +78,21 @@ def split(name: str) -> tuple[str, str]:
     return (name, "") if not at or set(settings) & set("/:") else (spec, settings)
 
 
-def _strays(tree: Path) -> list[str]:
-    """Names of imported modules whose file lies in a tree, installed packages excluded."""
+def _strays(tree: Path, own: Path) -> list[str]:
+    """Names of imported modules whose file lies in a tree, installed packages excluded.
+
+    Args:
+        tree: the foreign tree.
+        own: the own tree, which may lie within the foreign one if temporary folders do.
+    """
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str):
             continue
         path = Path(file).resolve()
+        if path.is_relative_to(own):
+            continue
         if path.is_relative_to(tree) and not {"site-packages", "dist-packages"} & set(
             path.relative_to(tree).parts
         ):
