@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from steadytorch.device.facts import load_facts
 from steadytorch.measure.changes import find_changes
 from steadytorch.measure.race import ALPHA, machine_claim
 
+SPREADS = (0.005, 0.01, 0.02, 0.05)
+"""Scatter of the logarithms of simulated processes."""
 WORK = """
 import time
 
@@ -95,34 +99,36 @@ def simulated_gates(count: int, args: argparse.Namespace) -> list[dict[str, Any]
     rng = np.random.default_rng(0)
     looks = bench_gate._looks(args.processes)
     cells = []
-    for kind in ("normal", "heavy", "two levels"):
-        for workloads in (1, 5):
-            for effect in (0.0, args.effect):
-                level = ALPHA / (workloads * len(looks))
-                failed, any_false, used = 0, 0, []
-                for _ in range(count):
-                    outcomes = [
-                        _simulated(rng, kind, effect, looks, level, args) for _ in range(workloads)
-                    ]
-                    failed += outcomes[0][0] == "slower"
-                    any_false += any(verdict == "slower" for verdict, _ in outcomes)
-                    used.append(outcomes[0][1])
-                cell = {"noise": kind, "spread": args.spread, "workloads": workloads}
-                cell |= {"effect": effect, "first_failed": failed / count}
-                cells.append(
-                    cell | {"any_failed": any_false / count, "processes": float(np.mean(used))}
-                )
-                print(json.dumps(cells[-1]), flush=True)
+    for kind, spread, workloads, effect in product(
+        ("normal", "heavy", "two levels"), SPREADS, (1, 5), (0.0, args.effect)
+    ):
+        level = ALPHA / (workloads * len(looks))
+        draw = partial(_simulated, rng, kind, spread, effect, looks, level, args.threshold)
+        gates = [[draw() for _ in range(workloads)] for _ in range(count)]
+        cells.append(
+            {
+                "noise": kind,
+                "spread": spread,
+                "workloads": workloads,
+                "effect": effect,
+                "first_failed": sum(first == "slower" for (first, _), *_ in gates) / count,
+                "any_failed": sum(any(v == "slower" for v, _ in row) for row in gates) / count,
+                "any_faster": sum(any(v == "faster" for v, _ in row) for row in gates) / count,
+                "processes": float(np.mean([used for row in gates for _, used in row])),
+            }
+        )
+        print(json.dumps(cells[-1]), flush=True)
     return cells
 
 
 def _simulated(
     rng: np.random.Generator,
     kind: str,
+    spread: float,
     effect: float,
     looks: tuple[int, ...],
     level: float,
-    args: argparse.Namespace,
+    threshold: float,
 ) -> tuple[str, int]:
     draws = {
         "normal": lambda: rng.standard_normal(looks[-1]),
@@ -130,11 +136,11 @@ def _simulated(
         "two levels": lambda: np.where(rng.random(looks[-1]) < 0.2, 3.0, -0.3),
     }
     # Both sides of a process draw from the same noise, as in an A/A comparison.
-    noise = args.spread * (draws[kind]() - draws[kind]()) / np.sqrt(2)
+    noise = np.clip(spread * (draws[kind]() - draws[kind]()) / np.sqrt(2), -1, 1)
     estimates = np.expm1(np.log1p(effect) + noise)
     for look in looks:
-        claim = machine_claim(estimates[:look].tolist(), alpha=level, tie=args.threshold)
-        verdict = bench_gate._verdict(claim.low, claim.high, args.threshold)
+        claim = machine_claim(estimates[:look].tolist(), alpha=level, tie=threshold)
+        verdict = bench_gate._verdict(claim.low, claim.high, threshold)
         if verdict != "undecided":
             return verdict, look
     return "undecided", looks[-1]
@@ -181,7 +187,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="budget of each gate")
     parser.add_argument("--simulate", type=int, default=0, help="simulated gates and series a cell")
     parser.add_argument("--effect", type=float, default=0.03, help="injected slowdown")
-    parser.add_argument("--spread", type=float, default=0.005, help="spread of simulated processes")
+    parser.add_argument("--spread", type=float, default=0.005, help="spread of simulated series")
     parser.add_argument("--threshold", type=float, default=THRESHOLD)
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--repeats", type=int, default=4, help="length of the workload")

@@ -90,13 +90,13 @@ def test_noise_gives_no_verdict_but_what_would_be_found(simulated):
     assert verdicts(result) == ["undecided"]
     assert not result.gate_failed
     assert result.rows[0].mde > 0.05
-    assert result.rows[0].processes == 12
+    assert result.rows[0].processes == 27
 
 
 def test_the_error_probability_is_divided_among_workloads_and_looks(simulated):
     one = simulated({"a": 0.0})().rows[0]
     three = simulated({"a": 0.0, "b": 0.0, "c": 0.0})(processes=5).rows[0]
-    assert one.alpha == pytest.approx(ALPHA / 3)  # looks at 5, 8 and 12
+    assert one.alpha == pytest.approx(ALPHA / 5)  # looks at 5, 8, 12, 18 and 27
     assert three.alpha == pytest.approx(ALPHA / 3)  # three workloads, one look
 
 

@@ -80,7 +80,7 @@ COMMANDS = {
         ("--base", "text", None),
         *SHAPING,
         ("--threshold", "text", "1%"),
-        ("--processes", "integer range", 12),
+        ("--processes", "integer range", 27),
         ("--budget", "text", None),
         ("--metric", "latency|period", "latency"),
         ("--base-env", "text", None),

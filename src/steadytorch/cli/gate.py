@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--processes",
-    default=12,
+    default=27,
     show_default=True,
     type=click.IntRange(min=5),
     help="Most fresh pairs of processes for each workload.",
