@@ -281,6 +281,15 @@ def test_an_interpreter_without_pytorch_is_told(real, repository, tmp_path):
     assert row.reason.endswith("process exited with status 1: ModuleNotFoundError: no torch")
 
 
+def test_a_file_that_is_no_program_is_told(real, repository, tmp_path):
+    repository.commit(work_py=WORK.format(times=60))
+    (tmp_path / "python").write_bytes(b"\x00")
+    (tmp_path / "python").chmod(0o755)
+    row = real("work.py:steps", base_env=str(tmp_path / "python")).rows[0]
+    assert row.status == "failed"
+    assert row.reason == f"the base's {tmp_path}/python cannot start: Exec format error"
+
+
 def test_the_order_within_pairs_is_random():
     order = []
     blocks = [lambda i=i: order.append(i) or 1.0 for i in range(2)]

@@ -17,7 +17,7 @@ from steadytorch.bench.compare import LONG_NS, METRICS
 from steadytorch.bench.measure import SETUP_S
 from steadytorch.bench.revision_worker import MISSING, STRAY, Loaded, split
 from steadytorch.device.facts import resolve_device
-from steadytorch.errors import UsageError
+from steadytorch.errors import UsageError, one_line
 from steadytorch.measure.race import (
     ALPHA,
     LEAST_PROCESSES,
@@ -350,8 +350,7 @@ class _Race(NamedTuple):
         workers: list[Worker] = []
         try:
             for place in self.places:
-                log = f"{place.name}-{number}"
-                workers.append(Worker(HANDLER, self.scratch, log, interpreter=place.interpreter))
+                workers.append(self._started(place, number))
             self._load(arm, workers)
             arm.taken.append(self._pairs(workers, rng))
         except _Ended as ended:
@@ -359,6 +358,15 @@ class _Race(NamedTuple):
         finally:
             for worker in workers:
                 worker.kill()
+
+    def _started(self, place: _Place, number: int) -> Worker:
+        log = f"{place.name}-{number}"
+        try:
+            return Worker(HANDLER, self.scratch, log, interpreter=place.interpreter)
+        except OSError as error:
+            python = place.interpreter.python
+            why = error.strerror or one_line(error)
+            raise _Ended("failed", f"the {place.name}'s {python} cannot start: {why}") from error
 
     def _load(self, arm: _Arm, workers: Sequence[Worker]) -> None:
         """Loads both sides at the same time, since nothing is timed yet.
