@@ -89,6 +89,8 @@ def one_gate(share: float, args: argparse.Namespace, seed: int) -> dict[str, Any
             budget=args.seconds,
             seed=seed,
         )
+        if result.interrupted:
+            raise KeyboardInterrupt
         (row,) = result.rows
         taken = msgspec.to_builtins(msgspec.structs.replace(row, samples=()))
         return taken | {"seconds": round(time.monotonic() - began, 1), "failed": result.gate_failed}
