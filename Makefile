@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow lint format types gpu-test bench clean
+.PHONY: demo test test-slow lint format types gpu-test bench dist docs docs-outputs clean
 
 demo: $(VENV)/installed
 	$(BIN)/steady demo
@@ -38,13 +38,27 @@ gpu-test: $(VENV)/installed-dev
 bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
 	$(BIN)/python benchmarks/rivals
 
+dist: $(VENV)/installed-dev  # wheel and sdist in dist/
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+docs: $(VENV)/installed-docs  # the site, in build/site; every link is checked
+	$(BIN)/python -m mkdocs build --strict
+
+docs-outputs: $(VENV)/installed  # outputs that the pages show, by running the commands
+	$(BIN)/python docs/outputs/regenerate.py
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) dist
 
 # A marker file each, so that pip runs again only when the requirements change.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[cpu]
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[docs]
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

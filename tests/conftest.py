@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -203,3 +204,58 @@ def host_way(request, monkeypatch) -> str:
     for user in (tuned_module, weights):
         monkeypatch.setattr(user, "load", lambda: found)
     return request.param
+
+
+class Repository:
+    """A git repository in a folder of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.git("init", "--quiet", "--initial-branch=main")
+
+    def git(self, *words: str) -> str:
+        """Runs git, without the configuration of the user."""
+        who = {f"GIT_{part}_{key}": "x@y" for part in ("AUTHOR", "COMMITTER") for key in KEYS}
+        quiet = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+        done = subprocess.run(
+            ["git", *words],
+            cwd=self.root,
+            env={**os.environ, **who, **quiet},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    def write(self, **files: str) -> None:
+        """Writes files; two underscores in a name stand for a slash, a single one for a dot."""
+        for name, text in files.items():
+            path = self.root / name.replace("__", "/").replace("_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def commit(self, **files: str) -> str:
+        """Writes files and commits everything; returns the hash."""
+        self.write(**files)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "--message", "change")
+        return self.git("rev-parse", "HEAD").strip()
+
+    def worktrees(self) -> int:
+        """The number of its worktrees, with its own."""
+        return self.git("worktree", "list").count("\n")
+
+
+KEYS = ("NAME", "EMAIL")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """An empty git repository, with temporary folders of its own."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    return Repository(tmp_path / "repository")

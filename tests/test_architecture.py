@@ -26,6 +26,7 @@ FLOORS = {
     "traces": 1,
     "measure": 2,
     "ranks": 2,
+    "revisions": 2,
     "ledger": 2,
     "conv": 3,
     "kernels": 3,

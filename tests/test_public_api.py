@@ -25,6 +25,7 @@ NAMES = [
     "doctor",
     "explain",
     "export_plans",
+    "gate",
     "import_plans",
     "judge",
     "load_plan",
@@ -35,6 +36,7 @@ NAMES = [
     "report",
     "reverify",
     "summarize",
+    "track",
     "tune",
     "tune_modules",
     "watch",
@@ -98,6 +100,15 @@ SIGNATURES = {
         "bundle: 'bool' = False, seed: 'int' = 0, "
         "agree: 'bool' = True, group: 'Any' = None) -> 'TunedModule'"
     ),
+    "gate": (
+        "(workloads: 'Sequence[str]', *, base: 'str', folder: 'str | Path' = '.', "
+        "base_env: 'str | None' = None, install: 'bool' = False, threshold: 'float' = 0.01, "
+        "processes: 'int' = 27, budget: 'str | float | None' = None, metric: 'str' = 'latency', "
+        "batch: 'int | None' = None, inputs: 'Sequence[str]' = (), train: 'bool' = False, "
+        "device: 'str' = 'auto', seed: 'int' = 0, "
+        "progress: 'Callable[[str], None]' = PROGRESS) -> 'GateResult'"
+    ),
+    "track": "(paths: 'Sequence[str | Path]') -> 'TrackResult'",
     "benchmark_mode": "(on: 'bool' = True, *, limit: 'int' = 10) -> 'None'",
     "prefetch": (
         "(loader: 'Iterable[BatchT]', device: 'str | torch.device | None' = None) "
@@ -253,6 +264,7 @@ def test_the_fields_of_a_plan_are_frozen():
             for words in (
                 *(["tune", "--help"], ["plans", "--help"], ["doctor", "-h"], ["demo", "-h"]),
                 *(["measure", "--help"], ["compare", "--help"], ["report", "--help"]),
+                *(["gate", "--help"], ["track", "--help"]),
             )
         ),
     ],
@@ -267,6 +279,8 @@ def test_the_fields_of_a_plan_are_frozen():
         "measure",
         "compare",
         "report",
+        "gate",
+        "track",
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(code):

@@ -23,6 +23,7 @@ _EXPORTS = {
     "explain": "explain.session",
     "export_plans": "serve.exchange",
     "import_plans": "serve.exchange",
+    "gate": "bench.gate",
     "judge": "measure.race",
     "load_plan": "serve.plan",
     "load_workload": "workload.loading",
@@ -32,6 +33,7 @@ _EXPORTS = {
     "report": "report.html",
     "reverify": "tune.reverify",
     "summarize": "measure.measurement",
+    "track": "bench.track",
     "tune": "tune.session",
     "tune_modules": "tune.modules",
     "watch": "watching.watch",
@@ -51,6 +53,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "doctor",
     "explain",
     "export_plans",
+    "gate",
     "import_plans",
     "judge",
     "load_plan",
@@ -61,6 +64,7 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
     "report",
     "reverify",
     "summarize",
+    "track",
     "tune",
     "tune_modules",
     "watch",
@@ -68,7 +72,9 @@ __all__ = [  # noqa: RUF022 - the version first, then the names in order
 
 if TYPE_CHECKING:
     from steadytorch.bench.compare import compare
+    from steadytorch.bench.gate import gate
     from steadytorch.bench.measure import measure
+    from steadytorch.bench.track import track
     from steadytorch.doctor import doctor
     from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
     from steadytorch.explain.session import explain

@@ -18,6 +18,10 @@ class UsageError(SteadyError):
     exit_code = 2
 
 
+class MissingWorkloadError(UsageError):
+    """The workload that was named does not exist: its model, file, module or factory is missing."""
+
+
 class UnsupportedError(SteadyError):
     """The request is sound, but this machine or build cannot do it; the message says why."""
 

@@ -22,6 +22,9 @@ class Handler:
     def imported(self, names):
         return [name for name in names if name in sys.modules]
 
+    def where(self):
+        return os.getcwd(), sys.executable, sys.path
+
     def pid(self):
         return os.getpid()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
+from steadytorch.process.worker import Fault, Interpreter, Worker, WorkerFault, wait_any
 
 DEADLINE_S = 60
 
@@ -27,6 +27,14 @@ def _fault_of(worker, method, deadline_s=DEADLINE_S, **arguments):
     with pytest.raises(WorkerFault) as caught:
         worker.call(method, deadline_s, **arguments)
     return caught.value
+
+
+def test_a_worker_runs_under_the_given_interpreter(start, tmp_path):
+    own = Interpreter.own()
+    paths = (str(tmp_path), *own.paths)
+    worker = start(interpreter=Interpreter(own.python, paths, tmp_path))
+    folder, python, found = worker.call("where", DEADLINE_S)
+    assert (folder, python, found[0]) == (str(tmp_path.resolve()), sys.executable, str(tmp_path))
 
 
 def test_answers_come_back_in_order(start):

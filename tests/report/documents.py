@@ -16,6 +16,7 @@ from steadytorch.results.explain import Explanation
 from steadytorch.results.saved import to_json
 from steadytorch.runtime.switch import Switch
 
+from .commits import ADDED, FAILED, JUDGED, SLOWER, STEPPED, gated, tracked
 from .conftest import FACTS, evidence, plan, result, trial
 from .explained import FULL, explained
 from .measured import DEVICE, MS, compared, measured, process, series
@@ -75,6 +76,16 @@ def _checked(facts, state, switch=SWITCH):
     return to_json(found, "", facts)
 
 
+def _gated(*rows, **fields):
+    found = gated(*rows, **fields)
+    return to_json(found, found.workload, FACTS)
+
+
+def _tracked(*series, **fields):
+    found = tracked(*series, **fields)
+    return to_json(found, found.workload, FACTS)
+
+
 UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")
 DOCUMENTS = {
     "measure": _measured(),
@@ -123,6 +134,16 @@ DOCUMENTS = {
     "run": _watched(),
     "run, no steps": _watched(measured=None, slices_ns={}, findings=(), slowest=(), lines=()),
     "run, cut short": _watched(failed="it [broke]", interrupted=True, remarks=("slow",)),
+    "gate": _gated(),
+    "gate, failed": _gated(JUDGED, SLOWER, gate_failed=True, notes=("Submodules [x] are out.",)),
+    "gate, nothing": _gated(ADDED, FAILED),
+    "gate, cut short": _gated(msgspec.structs.replace(ADDED, status="skipped"), interrupted=True),
+    "track": _tracked(STEPPED),
+    "track, ratios": _tracked(msgspec.structs.replace(STEPPED, unit="ratio", base="0123456789ab")),
+    "track, one result": _tracked(
+        msgspec.structs.replace(STEPPED, points=STEPPED.points[:1], changes=()),
+        notes=("left out: x.json is not a saved result",),
+    ),
     "doctor": _checked(FACTS, Snapshot(device="cpu", load_average_1m=0.5)),
     "doctor, unknown": _checked(GPU, Snapshot(device="cuda", unknown={"x": "y"})),
 }

@@ -28,6 +28,8 @@ _COMMANDS = {
     "run": "run a script unchanged; say where its time goes",
     "explain": "find where time and variability go, and the fix",
     "compare": "compare two workloads or saved results; CI gates",
+    "gate": "compare the working tree with a revision, for CI",
+    "track": "find changes in a series of results over commits",
     "tune": "find, verify and store the fastest plan for a workload",
     "conv": "choose the cuDNN engine of each convolution",
     "plans": "list, show, verify, exchange and remove stored plans",

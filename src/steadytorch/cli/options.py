@@ -192,7 +192,7 @@ def teller(console: Console) -> Callable[[str], None]:
     """A function that prints progress messages."""
 
     def tell(message: str) -> None:
-        console.print(message, style="dim")
+        console.print(message, style="dim", markup=False, emoji=False)
 
     return tell
 

@@ -28,7 +28,8 @@ def _kept_for_page(
 def report(result: Path, output: Path | None, quiet: bool) -> None:
     """Turn RESULT into one HTML page that opens anywhere, offline.
 
-    RESULT is a file that --json of measure, run, explain, tune, compare, conv or doctor wrote.
+    RESULT is a file that --json of measure, run, explain, tune, compare, conv, gate, track or
+    doctor wrote.
     """
     from steadytorch.quantities import size
     from steadytorch.report.html import report as written

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -61,6 +61,25 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
         self.fault, self.reason, self.detail, self.raised = fault, reason, detail, raised
 
 
+class Interpreter(NamedTuple):
+    """What runs a worker.
+
+    Attributes:
+        python: path of the Python executable.
+        paths: folders put before its own packages, first to last.
+        folder: working directory; None for the parent's.
+    """
+
+    python: str
+    paths: tuple[str, ...]
+    folder: Path | None = None
+
+    @classmethod
+    def own(cls) -> Interpreter:
+        """This process's interpreter and import path."""
+        return cls(sys.executable, tuple(os.path.abspath(entry) for entry in sys.path))
+
+
 class Worker:
     """A worker process. Requests are answered in order; a fault other than RAISED ends the process.
 
@@ -72,6 +91,8 @@ class Worker:
         environment: extra environment variables of the worker.
         memory_limit_bytes: resident memory above which the worker is killed.
         imports: modules to import before the first request; failures are ignored.
+        interpreter: what runs the worker; None for this process's interpreter and import path. It
+            must find this package.
     """
 
     def __init__(
@@ -82,6 +103,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         memory_limit_bytes: int | None = None,
         imports: Sequence[str] = (),
+        interpreter: Interpreter | None = None,
     ) -> None:
         self.name = name
         self._memory_limit = memory_limit_bytes
@@ -90,18 +112,19 @@ class Worker:
         self._gone, self._owner = False, os.getpid()
         self._paused_at = 0.0
         ours, theirs = socket.socketpair()
-        paths = [os.path.abspath(entry) for entry in sys.path]
+        python, paths, folder = interpreter or Interpreter.own()
         self._connection = connection.Connection(ours.detach())
         with self._log.open("wb") as log, theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._connection.close)
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "steadytorch.process.child"),
+                    *(python, "-P", "-m", "steadytorch.process.child"),
                     *(str(theirs.fileno()), handler, str(directory), *imports),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                cwd=folder,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
                 start_new_session=True,  # Ctrl-C only reaches the parent, which ends the group

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from rich.console import Console
 from rich.text import Text
 
-from steadytorch.report.text import duration, plain, print_indented
+from steadytorch.report.text import duration, markdown_text, plain, print_indented
 from steadytorch.results.compare import CompareResult, effect_of
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
@@ -69,24 +67,19 @@ def render_compare(console: Console, result: CompareResult) -> None:
 def markdown(result: CompareResult, gate: str | None) -> str:
     """The comparison as a Markdown section, for the summary page of a CI run."""
     lines = [
-        f"### {_prose(sentence(result))}",
+        f"### {markdown_text(sentence(result))}",
         "",
         f"| | workload | {result.metric} |",
         "|---|---|---|",
-        f"| A | {_prose(result.a.name)} | {duration(result.a.median_ns)} |",
-        f"| B | {_prose(result.b.name)} | {duration(result.b.median_ns)} |",
+        f"| A | {markdown_text(result.a.name)} | {duration(result.a.median_ns)} |",
+        f"| B | {markdown_text(result.b.name)} | {duration(result.b.median_ns)} |",
         "",
         basis(result),
     ]
     if result.dwells:
         lines += ["", alone(result)]
     if result.note:
-        lines += ["", _prose(result.note)]
+        lines += ["", markdown_text(result.note)]
     if gate is not None:
         lines += ["", f"Gate: {gate}"]
     return "\n".join(lines) + "\n"
-
-
-def _prose(text: str) -> str:
-    """The text with every character of Markdown and HTML syntax escaped."""
-    return re.sub(r"[\\`*_{}\[\]<>#|~!$&@]|:(?=//)", r"\\\g<0>", plain(text))

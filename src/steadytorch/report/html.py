@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ def report(result: str | Path, output: str | Path | None = None) -> Path:
     The page is complete, fetches nothing and works without JavaScript.
 
     Args:
-        result: a file that `--json` of measure, run, explain, tune, compare, conv or doctor
-            wrote; at most 256 MiB.
+        result: a file that `--json` of measure, run, explain, tune, compare, conv, gate,
+            track or doctor wrote; at most 256 MiB.
         output: the page, which is overwritten; None for the result's name with the ending `.html`.
 
     Returns:
@@ -89,7 +90,7 @@ def _rendered(saved: Saved, contents: dict[str, Any]) -> str:
     from steadytorch.report.doctor import machine, software
     from steadytorch.report.plots import Plot
 
-    pictured = any(isinstance(each, Plot) for each in contents.values())
+    pictured = any(isinstance(each, Plot) for each in _each_value(contents))
     scripts = (get_plotlyjs(), _source("draw.js")) if pictured else ()
     template = _templates().get_template(f"{saved.kind}.html")
     return template.render(
@@ -103,6 +104,11 @@ def _rendered(saved: Saved, contents: dict[str, Any]) -> str:
         style=_source("page.css"),
         **contents,
     )
+
+
+def _each_value(contents: dict[str, Any]) -> Iterator[Any]:
+    for value in contents.values():
+        yield from value if type(value) is list else (value,)
 
 
 @cache

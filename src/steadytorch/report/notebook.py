@@ -14,10 +14,12 @@ from steadytorch.report.compare import render_compare
 from steadytorch.report.conv import render_conv
 from steadytorch.report.doctor import render_doctor
 from steadytorch.report.explain import render_explain
+from steadytorch.report.gate import render_gate
 from steadytorch.report.measure import render_measure, render_series
 from steadytorch.report.plans import render_reverified, render_show
 from steadytorch.report.ranks import render_ranks
 from steadytorch.report.run import render_run
+from steadytorch.report.track import render_track
 from steadytorch.report.tune import render_left_out, render_plan, render_trials
 from steadytorch.results.tune import TuneReport
 
@@ -48,12 +50,14 @@ RENDERERS: dict[str, Callable[[Console, Any], None]] = {
     "CheckUp": render_doctor,
     "CompareResult": render_compare,
     "ConvReport": lambda console, result: render_conv(console, "convolutions", result),
+    "GateResult": render_gate,
     "Explanation": lambda console, result: render_explain(console, result.source, result),
     "MeasureResult": lambda console, result: render_measure(console, result.metric, result),
     "Measurement": lambda console, result: render_series(console, result.metric, result),
     "PlanRecord": lambda console, plan: render_show(console, plan, Path(plan.path or "not stored")),
     "RankComparison": render_ranks,
     "Reverified": render_reverified,
+    "TrackResult": render_track,
     "TuneReport": _tune,
     "Watched": lambda console, result: render_run(console, "", result),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -54,6 +55,11 @@ def plain(text: object) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text)
     )
+
+
+def markdown_text(text: object) -> str:
+    """The text with every character of Markdown and HTML syntax escaped."""
+    return re.sub(r"[\\`*_{}\[\]<>#|~!$&@]|:(?=//)", r"\\\g<0>", plain(text))
 
 
 def unit_of(nanoseconds: float) -> tuple[str, float]:

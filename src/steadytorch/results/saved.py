@@ -18,9 +18,11 @@ from steadytorch.errors import UsageError
 from steadytorch.results.compare import CompareResult
 from steadytorch.results.conv import ConvReport
 from steadytorch.results.explain import Explanation
+from steadytorch.results.gate import GateResult
 from steadytorch.results.machine import CheckUp, DeviceFacts
 from steadytorch.results.measure import MeasureResult
 from steadytorch.results.ranks import RankComparison
+from steadytorch.results.track import TrackResult
 from steadytorch.results.tune import Replayed, Searched, TuneReport
 from steadytorch.results.watched import Watched
 
@@ -34,9 +36,11 @@ FORMS: dict[str, Any] = {
     "conv": ConvReport,
     "doctor": CheckUp,
     "explain": Explanation,
+    "gate": GateResult,
     "measure": MeasureResult,
     "ranks": RankComparison,
     "run": Watched,
+    "track": TrackResult,
     "tune": TuneReport,
 }
 """Kind of result to its struct."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from steadytorch.errors import SteadyError, UsageError
+from steadytorch.errors import MissingWorkloadError, SteadyError, UsageError
 from steadytorch.workload.serialization import find_anew
 from steadytorch.workload.sources import PREFIXES, did_you_mean
 from steadytorch.workload.workload import Workload
@@ -44,6 +44,7 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
         train: whether a training workload is required.
 
     Raises:
+        MissingWorkloadError: the file, module or factory does not exist.
         UsageError: a part of the spec is missing, or the code raises or returns something else. If
             the code raises, the message has several lines: the error and its traceback.
     """
@@ -53,7 +54,9 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
     if not source or not name:
         raise UsageError(f"{spec!r} is incomplete: use file.py:factory or package.module:factory")
     if is_file and not path.is_file():
-        raise UsageError(f"file not found: {source} (of {spec!r}, looked up from {os.getcwd()})")
+        raise MissingWorkloadError(
+            f"file not found: {source} (of {spec!r}, looked up from {os.getcwd()})"
+        )
     short = f"{path.name}:{name}" if is_file else spec
     directory = path.resolve().parent if is_file else Path.cwd()
     way_out = _as_module(path.resolve(), name) if is_file else ""
@@ -67,7 +70,7 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
 def explain_missing_factory(source: str) -> NoReturn:
     """Raises the error for a path without a factory name."""
     if not Path(source).is_file():
-        raise UsageError(f"file not found: {source} (looked up from {os.getcwd()})")
+        raise MissingWorkloadError(f"file not found: {source} (looked up from {os.getcwd()})")
     raise UsageError(f"{source} needs a factory name: use {source}:factory; {_RETURNS}")
 
 
@@ -100,7 +103,7 @@ def _import_module(name: str, spec: str) -> ModuleType:
         if missing != name and not name.startswith(f"{missing}."):
             raise  # the module exists, but one of its imports is missing
         hint = did_you_mean(name, PREFIXES)
-        raise UsageError(
+        raise MissingWorkloadError(
             f"{spec!r}: {name!r}{hint} is neither a known prefix ({', '.join(PREFIXES)}) nor "
             f"a module that can be imported from {os.getcwd()}"
         ) from error
@@ -120,7 +123,7 @@ def _find(module: ModuleType, name: str) -> Callable[..., Any]:
     ]
     hint = did_you_mean(name, functions)
     found = ", ".join(functions[:8]) or "no functions"
-    raise UsageError(f"no factory {name!r} in {file}{hint or f'; it defines {found}'}")
+    raise MissingWorkloadError(f"no factory {name!r} in {file}{hint or f'; it defines {found}'}")
 
 
 def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dict[str, Any]:

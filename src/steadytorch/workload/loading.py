@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.errors import MissingWorkloadError, UnsupportedError, UsageError
 from steadytorch.workload import bundled, factories, sources
 from steadytorch.workload.given import with_values
 from steadytorch.workload.supervised import supervised
@@ -98,7 +98,7 @@ def _is_factory(spec: str) -> bool:
         factories.explain_missing_factory(spec)
     prefixed = [f"{prefix}:{spec}" for prefix in sources.PREFIXES]
     hint = sources.did_you_mean(spec, [*bundled.names(), *sources.PREFIXES])
-    raise UsageError(
+    raise MissingWorkloadError(
         f"unknown workload {spec!r}{hint}: use a bundled name ({', '.join(bundled.names())}), "
         f"{', '.join(prefixed)}, path/to/file.py:factory or package.module:factory"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steadytorch.report.pages import compare, conv, doctor, explain, measure, run, tune
+from steadytorch.report.pages import compare, conv, doctor, explain, gate, measure, run, track, tune
 from steadytorch.results.saved import Saved
 
 KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
@@ -20,5 +20,7 @@ KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
     "conv": conv.contents,
     "doctor": doctor.contents,
     "run": run.contents,
+    "gate": gate.contents,
+    "track": track.contents,
 }
 """Kind of result to the variables of its template."""

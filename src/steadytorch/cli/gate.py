@@ -1,0 +1,133 @@
+"""`steady gate`: the working tree against a base revision, for CI."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from steadytorch.cli import INTERRUPTED, options
+from steadytorch.errors import UsageError
+
+if TYPE_CHECKING:
+    from steadytorch.results.gate import GateResult
+
+
+@click.command()
+@click.argument("workloads", metavar="WORKLOAD...", nargs=-1, required=True)
+@click.option(
+    "--base", required=True, metavar="REV", help="Revision to compare with, such as origin/main."
+)
+@options.shaping
+@click.option(
+    "--threshold",
+    default="1%",
+    show_default=True,
+    metavar="PERCENT",
+    help="Fail if a workload is slower by more than this, with confidence.",
+)
+@click.option(
+    "--processes",
+    default=27,
+    show_default=True,
+    type=click.IntRange(min=5),
+    help="Most fresh pairs of processes for each workload.",
+)
+@click.option("--budget", metavar="TIME", help="Total time, such as 10m.  [default: no limit]")
+@click.option(
+    "--metric",
+    type=click.Choice(["latency", "period"]),
+    default="latency",
+    show_default=True,
+    help="latency: call to finished result; period: time per call with the queue filled.",
+)
+@click.option("--base-env", metavar="PYTHON", help="Python executable for the base.")
+@click.option(
+    "--install", is_flag=True, help="Install each side into a virtual environment of its own."
+)
+@click.option(
+    "--markdown",
+    "markdown_path",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    callback=options.check_writable,
+    help="Write a Markdown comment for a pull request; - for standard output.",
+)
+@options.json_file
+@options.quiet
+def gate(
+    workloads: tuple[str, ...],
+    base: str,
+    batch: int | None,
+    inputs: tuple[str, ...],
+    device: str,
+    train: bool,
+    seed: int,
+    threshold: str,
+    processes: int,
+    budget: str | None,
+    metric: str,
+    base_env: str | None,
+    install: bool,
+    markdown_path: Path | None,
+    json_path: Path | None,
+    quiet: bool,
+) -> None:
+    """Compare each WORKLOAD of the working tree with that of a base revision.
+
+    Both sides run in fresh processes from their own trees, block by block in random order. Exits
+    with 1 if a workload is slower beyond the threshold, and with 2 if one cannot be timed.
+    """
+    from steadytorch.bench.gate import gate as judged
+    from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.report.gate import markdown, render_gate
+    from steadytorch.results.saved import to_json
+
+    limit = _fraction(threshold)
+    resolved = resolve_device(device)
+    console = options.console(quiet)
+    result = judged(
+        workloads,
+        base=base,
+        base_env=base_env,
+        install=install,
+        threshold=limit,
+        processes=processes,
+        budget=budget,
+        metric=metric,
+        batch=batch,
+        inputs=inputs,
+        train=train,
+        device=resolved,
+        seed=seed,
+        progress=options.teller(console),
+    )
+    render_gate(console, result)
+    options.write_json(json_path, to_json(result, result.workload, load_facts(resolved)))
+    options.write("--markdown", markdown_path, markdown(result).encode())
+    _leave(result)
+
+
+def _leave(result: GateResult) -> None:
+    from steadytorch.report.gate import headline
+    from steadytorch.report.text import plain
+
+    if result.interrupted:
+        click.echo("steady: interrupted; earlier processes are above", err=True)
+        sys.exit(INTERRUPTED)
+    if result.gate_failed:
+        click.echo(f"steady: gate {headline(result)}", err=True)
+        sys.exit(1)
+    for row in result.failed:
+        click.echo(f"steady: {plain(row.workload)}: {plain(row.reason)}", err=True)
+    if result.failed:
+        sys.exit(2)
+
+
+def _fraction(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
+    if found is None or not float(found[1]) < 100:
+        raise UsageError(f"--threshold {text!r} is not a percentage such as 2%")
+    return float(found[1]) / 100

@@ -1,0 +1,1 @@
+"""Revisions of a git repository: their trees in temporary folders, and an environment for each."""

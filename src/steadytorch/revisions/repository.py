@@ -1,0 +1,147 @@
+"""A git repository: commits, the state of the working tree, and temporary worktrees."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from steadytorch.errors import UnsupportedError, UsageError
+
+_HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
+"""Variables that git sets for hooks. They would point commands at another tree."""
+_QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
+"""Hooks of the repository must not run when a worktree is made."""
+
+
+class Repository(NamedTuple):
+    """A repository with a working tree.
+
+    Attributes:
+        root: absolute path of the working tree, links resolved.
+    """
+
+    root: Path
+
+    @classmethod
+    def around(cls, folder: Path) -> Repository:
+        """Finds the repository that contains a folder.
+
+        Raises:
+            UsageError: the folder is in no working tree.
+            UnsupportedError: git is not installed.
+        """
+        done = _git(folder, "rev-parse", "--show-toplevel")
+        if done.returncode or not done.stdout.strip():
+            why = _reason(done) or "it has no working tree"
+            raise UsageError(f"{folder} is not in a git repository ({why}): start in one")
+        return cls(Path(done.stdout.rstrip("\n")).resolve())
+
+    def commit(self, revision: str) -> str:
+        """Resolves a revision, such as `main`, `HEAD~1` or `v1.2`, to the hash of its commit.
+
+        Raises:
+            UsageError: the revision does not exist here.
+        """
+        asked = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        done = _git(self.root, *asked)
+        if done.returncode:
+            shallow = _git(self.root, "rev-parse", "--is-shallow-repository").stdout.strip()
+            fix = (
+                "this clone is shallow, so fetch more history"
+                if shallow == "true"
+                else "fetch it, or name another revision"
+            )
+            raise UsageError(f"revision {revision!r} does not exist in {self.root}: {fix}")
+        return done.stdout.strip()
+
+    def changed(self) -> tuple[str, ...]:
+        """Files that differ from HEAD, untracked ones included, ignored ones not."""
+        listed = self._must(
+            "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all"
+        ).split("\0")
+        return tuple(entry[3:] for entry in listed if entry)
+
+    def has_submodules(self) -> bool:
+        """Whether the working tree names submodules; worktrees are made without them."""
+        return (self.root / ".gitmodules").exists()
+
+    @contextlib.contextmanager
+    def worktree(self, commit: str, name: str) -> Iterator[Path]:
+        """Checks a commit out into a temporary folder; removes it when the block ends.
+
+        Any number of processes may do so at the same time.
+
+        Args:
+            commit: hash of the commit.
+            name: name of the folder, within a temporary one.
+
+        Raises:
+            UsageError: git cannot check it out.
+        """
+        above = Path(tempfile.mkdtemp(prefix="steadytorch-"))
+        tree = above / name
+        try:
+            done = _git(
+                self.root, *_QUIET, "worktree", "add", "--detach", "--quiet", str(tree), commit
+            )
+            if done.returncode:
+                raise UsageError(f"{commit[:12]} cannot be checked out: {_reason(done)}")
+            yield tree.resolve()
+        finally:
+            # Twice --force: git locks a worktree while it is made.
+            _git(self.root, "worktree", "remove", "--force", "--force", str(tree))
+            shutil.rmtree(above, ignore_errors=True)
+            _git(self.root, "worktree", "prune")
+
+    def copy_onto(self, tree: Path) -> None:
+        """Makes a worktree of HEAD equal to the working tree, untracked files included."""
+        for name in self.changed():
+            ours, theirs = self.root / name, tree / name
+            if name.endswith("/"):  # an untracked repository
+                continue
+            if not ours.exists():
+                theirs.unlink(missing_ok=True)
+                continue
+            theirs.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ours, theirs, follow_symlinks=False)
+
+    def _must(self, *arguments: str) -> str:
+        done = _git(self.root, *arguments)
+        if done.returncode:
+            raise UsageError(f"git {arguments[0]} fails in {self.root}: {_reason(done)}")
+        return done.stdout
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in _HOOK_VARIABLES}
+    try:
+        return subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            env=environment | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+            start_new_session=True,  # Ctrl-C must not end the command that cleans up
+        )
+    except FileNotFoundError as error:
+        raise UnsupportedError("git is not installed: steady gate needs it") from error
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return error_line(done.stderr).removeprefix("fatal: ")
+
+
+def error_line(text: str, marks: Sequence[str] = ("fatal:", "error:", "ERROR:")) -> str:
+    """The first line that reports an error, or else the last line, at most 300 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [line for line in lines if line.startswith(tuple(marks))]
+    return (marked or lines[-1:] or [""])[0][:300]
