@@ -40,7 +40,7 @@ def test_every_json_option_can_name_standard_output():
         found += len(taken)
         assert all(each.type.allow_dash for each in taken)
         assert all(each.callback is options.check_writable for each in taken)
-    assert found == 8
+    assert found == 10
 
 
 def test_the_document_stands_alone_on_standard_output(steady, talking):

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -88,7 +89,7 @@ def searched(request, faulty_transforms, tmp_path_factory):
     before = _state_of_this_process()
     launcher = Launcher(directory)
     options = SearchOptions(budget_s=600)
-    result = Search(
+    search = Search(
         workload,
         SetupScheduler(launcher, "cpu", before.settings, options, NullListener()),
         available=[*(spec(kind) for kind in request.param), QUICK],
@@ -96,7 +97,10 @@ def searched(request, faulty_transforms, tmp_path_factory):
         options=options,
         watcher=NullListener(),
         slots=3,
-    ).run()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[Search.__module__], "ENOUGH", 0.0)  # all are tried
+        result = search.run()
     return SimpleNamespace(
         result=result,
         kinds=request.param,

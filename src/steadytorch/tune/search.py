@@ -280,7 +280,7 @@ class Search:
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
         fitting = fitting[: int(self._slots * within_s / mean_s)]
         gain = self._prospects.expected_gain(fitting)
-        if not fitting or gain >= ENOUGH:
+        if not fitting or gain >= ENOUGH or self._scheduler.owes:
             self._ended = ""
             return False
         self._ended = (

@@ -237,6 +237,11 @@ class SetupScheduler:
         return (*started, *(candidate for candidate, *_ in self._waiting))
 
     @property
+    def owes(self) -> bool:
+        """Whether a candidate that ran out of memory beside others waits for its try alone."""
+        return bool(self.retry or self._retried.intersection(self.begun))
+
+    @property
     def ready(self) -> list[LiveTrial]:
         """Trials under way that are verified and wait to be timed."""
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
@@ -261,7 +266,7 @@ class SetupScheduler:
 
     def finished(self, candidate: Candidate) -> LiveTrial | None:
         """Waits until a candidate that has begun is set up and verified; None if it never began."""
-        while candidate in [each for each, _ in self._waiting] or any(
+        while candidate in [each[0] for each in self._waiting] or any(
             trial.candidate == candidate for trial in self.unfinished
         ):
             self._tend([], 1)
