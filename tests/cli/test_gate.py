@@ -97,6 +97,11 @@ def test_outside_a_repository_it_is_refused(steady):
     assert "is not in a git repository" in only_line(ended.err)
 
 
+def hears_ctrl_c():
+    """Undoes what a shell does to commands in the background, where the tests may run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_no_worktree_and_no_process(repository, tmp_path):
     repository.commit(tiny_py=TINY)
     scratch = tmp_path / "own"
@@ -106,6 +111,7 @@ def test_ctrl_c_leaves_no_worktree_and_no_process(repository, tmp_path):
         [*command, "--device", "cpu"],
         cwd=repository.root,
         env={**os.environ, "TMPDIR": str(scratch)},
+        preexec_fn=hears_ctrl_c,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

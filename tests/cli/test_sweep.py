@@ -314,6 +314,11 @@ def test_a_device_of_the_line_fails_the_line_alone(steady, fake):
     assert "1 of 2 workloads done, 1 failed" in ended.out
 
 
+def hears_ctrl_c():
+    """Undoes what a shell does to commands in the background, where the tests may run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupted_sweep_keeps_its_results(fake):
     listed(fake, "good", "sleeps")
     code = (
@@ -322,7 +327,9 @@ def test_an_interrupted_sweep_keeps_its_results(fake):
     )
     words = [sys.executable, "-c", code, "tune", "--list", "list.txt", "--json", "out.json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment, text=True) as running:
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, env=environment, text=True, preexec_fn=hears_ctrl_c
+    ) as running:
         end = time.monotonic() + PATIENCE_S
         while not (fake / "sleeping").exists() or not (fake / "sleeping").read_text():
             assert running.poll() is None
