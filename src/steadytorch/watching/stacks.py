@@ -138,10 +138,11 @@ class StackSampler:
             regular = now >= due_ns
             overdue = self._flight is not None and self._flight.is_overdue(now)
             if regular or overdue:
-                late_ns = 0.0 if short else now - asked_ns - pause_s * 1e9
-                late_ns -= 0 if short else core_wait_ns(own) - waited_ns
-                forced_ns = sys.getswitchinterval() * 1e9
-                self._sample(now, regular, prompt=not PROMPT_NS < late_ns < forced_ns)
+                prompt = short
+                if not short:
+                    late_ns = now - asked_ns - pause_s * 1e9 - (core_wait_ns(own) - waited_ns)
+                    prompt = not PROMPT_NS < late_ns < sys.getswitchinterval() * 1e9
+                self._sample(now, regular, prompt=prompt)
             self.cpu_ns = time.thread_time_ns()
             started_ns = started_ns or self.cpu_ns
             extra_ns += 0 if regular else self.cpu_ns - before_ns
