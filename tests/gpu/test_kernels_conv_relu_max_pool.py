@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -47,9 +49,13 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def tf32(monkeypatch):
+def tf32() -> Iterator[None]:
     """Lets convolutions of float32 be products of TF32, as PyTorch does unless told otherwise."""
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")
+    conv = torch.backends.cudnn.conv
+    found = conv.fp32_precision
+    conv.fp32_precision = "tf32"
+    yield
+    conv.fp32_precision = found
 
 
 @pytest.fixture
@@ -187,8 +193,8 @@ def test_what_the_program_does_not_take_is_pytorchs_own(make, launched):
     assert launched == []
 
 
-def test_float32_is_pytorchs_own_where_it_may_not_be_rounded(monkeypatch, launched):
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+def test_float32_is_pytorchs_own_where_it_may_not_be_rounded(launched):
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # the fixture puts it back
     shape, kernel, *sizes = CASES["ResNet"]
     tensors = operands(shape, kernel, torch.float32)
     torch.testing.assert_close(ours(*tensors, *sizes), eager(*tensors, *sizes))
