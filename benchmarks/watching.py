@@ -1,10 +1,14 @@
 """What watching a training loop costs, with and without keeping slow steps.
 
-Blocks of the same steps run plain and watched, in random order, in one process. Each pair is judged
-as `steady compare` does: a tie within the promised share means that the promise is kept. The CPU
-time of the whole process, threads of the watch included, is judged too: it shows the added work on
-a machine that others use. What the watch says of its own cost stands beside both. `process_s` has
-whole runs of a script that takes one second: what starting and reporting add.
+Watching adds probes to each step and threads beside it. The probes are judged by short slices of
+the same steps in random order, with and without them, since a core of a shared machine changes its
+speed within a second; a pair has the median steps of 3 s of slices each. The threads' CPU time is
+measured to the tick. A tie within the promise less the threads' share keeps the promise even if the
+threads delayed the steps by all of their time.
+
+Keeping slow steps is judged by whole watches: blocks of one second, plain and watched. All pairs
+are judged as `steady compare` does. What the watch says of its own cost stands beside. `process_s`
+has whole runs of a script that takes one second: what starting and reporting add.
 
     python benchmarks/watching.py [--only resnet18 small] [--threads 1] [--out benchmarks/results]
 """
@@ -18,8 +22,10 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -32,11 +38,20 @@ from torch import nn
 from dispatch import device_name, short
 from steadytorch import __version__
 from steadytorch.measure.race import LOOKS, judge
+from steadytorch.watching.clock import StepClock
+from steadytorch.watching.probes import Probes
+from steadytorch.watching.process import OURS
 from steadytorch.watching.watch import Watch
 from steadytorch.workload.loading import load_workload
 
 PROMISES = {"watch": 0.005, "keep_slow": 0.02}
 """Most overhead, as a share of the time, by mode."""
+SLICE_S, SLICES_S = 0.1, 3.0
+"""Time of a slice of steps with or without probes, and of such slices in one half of a pair."""
+FIRST_OF_SLICE = 4
+"""Most steps at the start of a slice that are not timed: Python specialises changed code."""
+SETTLE_S, THREADS_S = 5.0, 20.0
+"""Time for free samples, before the threads' CPU time is taken, and time that is taken."""
 KEPT = 10
 BLOCK_S = 1.0
 FIRST_STEPS = 60
@@ -94,8 +109,8 @@ WORKLOADS: dict[str, Callable[[], Step]] = {
 }
 
 
-def block_ns(step: Step, steps: int, first: int, seen: Watch[Any] | None) -> tuple[int, int]:
-    """Time and CPU time of one block's steps; starting and ending a watch is left out.
+def block_ns(step: Step, steps: int, first: int, seen: Watch[Any] | None) -> int:
+    """Time of one block's steps; starting and ending a watch is left out.
 
     Args:
         step: the step.
@@ -107,54 +122,108 @@ def block_ns(step: Step, steps: int, first: int, seen: Watch[Any] | None) -> tup
         seen.start()
     for _ in range(first):
         step()
-    began, cpu = time.perf_counter_ns(), time.process_time_ns()
-    for _ in range(steps):
-        step()
-    took = time.perf_counter_ns() - began, time.process_time_ns() - cpu
+    took = sum(_times_ns(step, steps))
     if seen is not None:
         seen.stop()
     return took
 
 
-def overhead(step: Step, mode: str, rng: Random, say: Callable[[str], None]) -> dict[str, Any]:
-    """Pairs of a plain and a watched block until the planned looks decide."""
-    for _ in range(3):
+def of_watch(step: Step, rng: Random, say: Callable[[str], None]) -> dict[str, Any]:
+    """Overhead of watching: probes by pairs of slices, threads by their CPU time."""
+    threads, stated = _of_threads(step)
+    left = PROMISES["watch"] - threads
+    say(f"watch: threads take {threads:.3%}, so probes may take {left:.3%}")
+    steps = max(1, round(SLICE_S * 1e9 / _once_ns(step)))
+    first = min(FIRST_OF_SLICE, steps // 2)
+    probes = Probes(StepClock())
+    pairs: list[tuple[float, float]] = []
+    verdict = None
+    for look in LOOKS:
+        while len(pairs) < look:
+            times: dict[bool, list[int]] = {False: [], True: []}
+            while sum(times[False]) < SLICES_S * 1e9:
+                for probed in rng.sample((False, True), 2):
+                    if probed:
+                        probes.install()
+                    times[probed] += _times_ns(step, steps + first)[first:]
+                    probes.remove()
+            pairs.append((statistics.median(times[False]), statistics.median(times[True])))
+        verdict = judge(pairs, tie=left)
+        say(f"probes, {look} pairs: {verdict}")
+        if verdict.verdict != "undecided":
+            break
+    return {
+        "promise": PROMISES["watch"],
+        "threads": threads,
+        "judgement": msgspec.to_builtins(verdict),
+        "stated": stated,
+        "pairs_ms": [[round(each / 1e6, 4) for each in pair] for pair in pairs],
+    }
+
+
+def _of_threads(step: Step) -> tuple[float, float]:
+    """CPU time of the watch's threads over the time; and the overhead that the watch states."""
+    seen: Watch[Any] = Watch(live=False)
+    seen.start()
+    _run_for(step, SETTLE_S)
+    began, spent = time.perf_counter(), _spent_s()
+    _run_for(step, THREADS_S)
+    share = (_spent_s() - spent) / (time.perf_counter() - began)
+    seen.stop()
+    return share, seen.result.overhead_share
+
+
+def _spent_s() -> float:
+    """CPU time of the watch's threads so far, in s ("Scheduler Statistics" of Linux)."""
+    ours = [each for each in threading.enumerate() if each.name.startswith(OURS)]
+    files = [Path(f"/proc/self/task/{each.native_id}/schedstat") for each in ours]
+    return sum(int(file.read_text().split()[0]) for file in files) * 1e-9
+
+
+def _run_for(step: Step, seconds: float) -> None:
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
         step()
-    began = time.perf_counter_ns()
-    step()
-    one = time.perf_counter_ns() - began
-    steps = max(LEAST_STEPS, round(BLOCK_S * 1e9 / one))
+
+
+def _times_ns(step: Step, steps: int) -> list[int]:
+    stamps = [time.perf_counter_ns()]
+    for _ in range(steps):
+        step()
+        stamps.append(time.perf_counter_ns())
+    return [end - start for start, end in pairwise(stamps)]
+
+
+def _once_ns(step: Step) -> float:
+    return statistics.median(_times_ns(step, 5))
+
+
+def of_keeping(step: Step, rng: Random, say: Callable[[str], None]) -> dict[str, Any]:
+    """Pairs of a plain block and one whose slow steps are kept, until the planned looks decide."""
+    steps = max(LEAST_STEPS, round(BLOCK_S * 1e9 / _once_ns(step)))
     first = min(FIRST_STEPS, max(2, steps // 4))
-    pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    pairs: list[tuple[int, int]] = []
     stated: list[float] = []
-    found: list[Any] = []
+    verdict = None
     with TemporaryDirectory() as folder:
         for look in LOOKS:
             while len(pairs) < look:
-                seen: Watch[Any] = Watch(
-                    live=False, keep_slow=KEPT if mode == "keep_slow" else 0, traces=folder
-                )
+                seen: Watch[Any] = Watch(live=False, keep_slow=KEPT, traces=folder)
                 order = [None, seen] if rng.random() < 0.5 else [seen, None]
                 took = {each is seen: block_ns(step, steps, first, each) for each in order}
                 pairs.append((took[False], took[True]))
                 stated.append(seen.result.overhead_share)
-            found = [judge([(a[i], b[i]) for a, b in pairs], tie=PROMISES[mode]) for i in (0, 1)]
-            say(f"{mode}, {look} pairs: {found}")
-            if all(each.verdict != "undecided" for each in found):
+            verdict = judge(pairs, tie=PROMISES["keep_slow"])
+            say(f"keep_slow, {look} pairs: {verdict}")
+            if verdict.verdict != "undecided":
                 break
     return {
-        "promise": PROMISES[mode],
-        "judgement": msgspec.to_builtins(found[0]),
-        "judgement_cpu": msgspec.to_builtins(found[1]),
+        "promise": PROMISES["keep_slow"],
+        "judgement": msgspec.to_builtins(verdict),
         "stated": statistics.median(stated),
         "steps": steps,
-        "pairs_ms": _in_ms(pairs, steps, 0),
-        "pairs_cpu_ms": _in_ms(pairs, steps, 1),
+        "pairs_ms": [[round(each / steps / 1e6, 4) for each in pair] for pair in pairs],
     }
-
-
-def _in_ms(pairs: list[Any], steps: int, clock: int) -> list[list[float]]:
-    return [[round(each[clock] / steps / 1e6, 4) for each in pair] for pair in pairs]
 
 
 def processes(rounds: int) -> dict[str, float]:
@@ -196,9 +265,11 @@ def main() -> None:
     for name in options.only:
         say(name)
         step = WORKLOADS[name]()
-        modes = {mode: overhead(step, mode, Random(0), say) for mode in PROMISES}
-        plain = [a for mode in modes.values() for a, _ in mode["pairs_ms"]]
-        found[name] = {"step_ms": statistics.median(plain), **modes}
+        for _ in range(3):
+            step()
+        watch, keeping = of_watch(step, Random(0), say), of_keeping(step, Random(0), say)
+        plain = statistics.median(a for a, _ in watch["pairs_ms"])
+        found[name] = {"step_ms": plain, "watch": watch, "keep_slow": keeping}
     document = {
         "schema": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -208,8 +279,9 @@ def main() -> None:
         "device": device_name("cpu"),
         "threads": options.threads,
         "load_average": [*load, os.getloadavg()[0]],
-        "protocol": "blocks of one second, plain and watched, in random order in one process; "
-        "99 % intervals over pairs",
+        "protocol": f"watch: probes by slices of {SLICE_S} s, {SLICES_S:g} s of them in half a "
+        f"pair, threads by their CPU time; keep_slow: blocks of {BLOCK_S:g} s; random order in one "
+        "process, 99 % intervals over pairs",
         "workloads": found,
         "process_s": processes(options.rounds),
     }

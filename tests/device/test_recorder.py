@@ -21,6 +21,7 @@ from steadytorch.device.recording import COUNTERS, LEVELS
 from steadytorch.errors import UsageError
 
 SELDOM_S = 3600.0  # only the first tick and the last
+UNLIMITED = 1e12  # where the clock is a counter instead of time
 
 
 def _threads():
@@ -179,8 +180,7 @@ def test_there_is_a_tick_before_the_body_and_one_after_it():
     assert before < within < after
 
 
-def test_ticks_follow_each_other_while_the_body_runs(monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)  # a counter instead of time
+def test_ticks_follow_each_other_while_the_body_runs():
     ticked = threading.Event()
     count = itertools.count()
 
@@ -190,7 +190,7 @@ def test_ticks_follow_each_other_while_the_body_runs(monkeypatch):
             ticked.set()
         return number
 
-    with Recorder("cpu", 1e-4, clock=clock) as recorder:
+    with Recorder("cpu", 1e-4, UNLIMITED, clock=clock) as recorder:
         assert ticked.wait(60.0)
     at = recorder.recording.at_ns
     assert len(at) > 3
@@ -224,9 +224,8 @@ def test_the_cost_of_the_recorder_is_in_the_recording():
     assert recorder.recording.tick_ns > 0
 
 
-def test_dear_ticks_become_rarer(monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e-9)
-    with Recorder("cpu", 1e-3) as recorder:
+def test_dear_ticks_become_rarer():
+    with Recorder("cpu", 1e-3, 1e-9) as recorder:
         deadline = time.monotonic() + 60
         while recorder._ticks < 2 and time.monotonic() < deadline:  # the next is put off then
             threading.Event().wait(0.01)
@@ -245,8 +244,7 @@ def test_a_gpu_is_recorded(cuda_h200, fake_nvml):
     assert seen.other_gpu_processes == (0, 0)
 
 
-def test_dear_channels_take_turns(cuda_h200, fake_nvml, monkeypatch):
-    monkeypatch.setattr(recorder_module, "MAX_CPU_SHARE", 1e12)
+def test_dear_channels_take_turns(cuda_h200, fake_nvml):
     library, ticked = fake_nvml(), threading.Event()
     count = itertools.count()
 
@@ -256,7 +254,7 @@ def test_dear_channels_take_turns(cuda_h200, fake_nvml, monkeypatch):
             ticked.set()
         return number
 
-    with Recorder("cuda", 1e-4, clock=clock, library=library) as recorder:
+    with Recorder("cuda", 1e-4, UNLIMITED, clock=clock, library=library) as recorder:
         assert ticked.wait(60.0)
     ticks = len(recorder.recording.at_ns)
     looks = Counter(name for name, *_ in library.calls)

@@ -32,7 +32,7 @@ MAX_TICKS = 8192
 MAX_COLLECTIONS = 8192
 """When full, the shortest collections are dropped until half of the space is free."""
 MAX_CPU_SHARE = 0.005
-"""Maximum CPU use of the recorder, as a share of one core; costlier ticks become rarer."""
+"""Maximum CPU use of the recorder unless told otherwise; costlier ticks become rarer."""
 _PATIENCE_S = 10.0  # a driver call that hangs must not hang the measurement
 
 
@@ -142,6 +142,7 @@ class Recorder:
     Args:
         device: "cpu", "cuda" or "cuda:i".
         interval_s: time between ticks, in seconds.
+        cpu_share: maximum CPU use, as a share of one core; costlier ticks become rarer.
         clock: returns ns on the time base of the samples.
         library: replacement for nvidia-ml-py; None imports it.
         root: root of the file system to read.
@@ -154,6 +155,7 @@ class Recorder:
         self,
         device: str,
         interval_s: float = 0.015,
+        cpu_share: float = MAX_CPU_SHARE,
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
         library: Any = None,
@@ -163,6 +165,7 @@ class Recorder:
         if not 0 < interval_s <= threading.TIMEOUT_MAX:
             raise UsageError(f"a recorder's interval must be positive, not {interval_s!r} s")
         self._device, self._interval_s, self._clock = device, interval_s, clock
+        self._most_cpu_share = cpu_share
         self._library, self._root = library, root
         self._recording: Recording | None = None
 
@@ -238,7 +241,7 @@ class Recorder:
             self._tick(channels, number)
             spent_ns = time.thread_time_ns() - began_cpu_ns
             elapsed_ns = self._clock() - began_ns
-            due_s = (spent_ns / MAX_CPU_SHARE - elapsed_ns) * 1e-9
+            due_s = (spent_ns / self._most_cpu_share - elapsed_ns) * 1e-9
             pause_s = max(self._interval_s * self._tape.stride, due_s)
             self._pause_s = min(pause_s, threading.TIMEOUT_MAX)
         self._tick(channels, None)

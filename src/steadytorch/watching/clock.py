@@ -5,12 +5,12 @@ Only the standard library is imported here: the clock starts before a script imp
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from collections.abc import Callable
 from math import inf
 from statistics import mean, stdev
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class StepClock:
         self.starts_ns, self.durations_ns = array("q"), array("q")
         self.slices_ns = [array("q") for _ in SLICES]
         self._now, self._on_first_step = now, on_first_step
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._outer: list[int] = []
         self._totals = [0] * len(SLICES)
         self._mark = now()
@@ -119,20 +119,24 @@ class StepClock:
 
         The optimizer's slice may hold others, since some trainers run the step in its closure.
         """
-        if self.phase != REST and (self.phase != OPTIMIZER or phase == OPTIMIZER):
+        current = self.phase
+        if current != REST and (current != OPTIMIZER or phase == OPTIMIZER):
             return False
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             return False
-        self._charge()
-        self._outer.append(self.phase)
+        now = self._now()  # `_charge`, without a call: begin and end run often, in cold caches
+        self._totals[current] += now - self._mark
+        self._mark = now
+        self.events += 1
+        self._outer.append(current)
         self.phase = phase
         if self.flight is not None:
-            self.flight.slice(self._mark, phase)
+            self.flight.slice(now, phase)
         return True
 
     def interrupt(self, phase: int) -> bool:
         """Enter a slice inside any other; False while a step is being finished."""
-        if self._finishing or threading.get_ident() != self._thread:
+        if self._finishing or get_ident() != self._thread:
             return False
         self._charge()
         self._outer.append(self.phase)
@@ -146,10 +150,13 @@ class StepClock:
 
     def end(self) -> None:
         """Leave the slice that the last successful `begin` entered."""
-        self._charge()
+        now = self._now()
+        self._totals[self.phase] += now - self._mark
+        self._mark = now
+        self.events += 1
         self.phase = self._outer.pop() if self._outer else REST
         if self.flight is not None:
-            self.flight.slice(self._mark, self.phase)
+            self.flight.slice(now, self.phase)
 
     def reset(self) -> None:
         """Leave all slices, after an exception that skipped their ends."""
@@ -180,7 +187,7 @@ class StepClock:
             unit: what ends the step, such as `OPTIMIZING`; weaker signs than one seen are ignored.
             who: identity of the optimizer, module or loader.
         """
-        if unit < self.unit or threading.get_ident() != self._thread:
+        if unit < self.unit or get_ident() != self._thread:
             return
         if unit > self.unit:
             self._promote(unit)

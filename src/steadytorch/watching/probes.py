@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from statistics import median
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,9 @@ if TYPE_CHECKING:  # globals of the code that the probes replace
     __steadytorch_end__: Callable[[Any], None]
 
 _BEGIN, _END = "__steadytorch_begin__", "__steadytorch_end__"
-_REPEATS, _CALLS = 10, 300
+_REPEATS, _CALLS, _EVICTED_BYTES = 20, 300, 8 << 20
+"""Repetitions; calls in each of probes that follow one another; memory written before a call of the
+others, whose code is fetched anew since the step needs the caches for its own data."""
 _COPIES = ("to", "cuda", "copy_")
 _WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
@@ -315,27 +318,31 @@ def probe_cost() -> ProbeCost:
     clock, module = StepClock(), torch.nn.Identity()
     clock.boundary(ITERATION, None)
     probes = Probes(clock)
-    plain = _call_ns(module)
+    evict = partial(torch.zeros(_EVICTED_BYTES, dtype=torch.uint8).add_, 1)
+    plain, plain_cold = _call_ns(module), _call_ns(module, 1, evict)
     probes.install()
     try:
         clock.begin(FORWARD)
         nested = _call_ns(module)
         clock.end()
-        timed = _call_ns(module)
+        timed = _call_ns(module, 1, evict)
     finally:
         probes.remove()
-    return ProbeCost(max(0.0, nested - plain), max(0.0, timed - plain))
+    return ProbeCost(max(0.0, nested - plain), max(0.0, timed - plain_cold))
 
 
-def _call_ns(call: Callable[[None], Any]) -> float:
-    """Least time of a call over several repetitions, in ns."""
+def _call_ns(
+    call: Callable[[None], Any], calls: int = _CALLS, before: Callable[[], Any] = int
+) -> float:
+    """Median time of a call over several repetitions, in ns."""
     found = []
     for _ in range(_REPEATS):
+        before()
         began = time.perf_counter_ns()
-        for _ in range(_CALLS):
+        for _ in range(calls):
             call(None)
         found.append(time.perf_counter_ns() - began)
-    return min(found) / _CALLS
+    return median(found) / calls
 
 
 class OnImport:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from steadytorch.results.watched import Watched
 
 T = TypeVar("T")
-_INTERVAL_S = 0.1
-"""Time between ticks of the machine's recorder: a script runs longer than a measurement."""
+_INTERVAL_S, _CPU_SHARE = 0.1, 0.001
+"""Time between ticks of the machine's recorder, and most CPU time that they take, as a share of one
+core: a script runs longer than a measurement."""
 TRACES = "steady-traces"
 """Folder for traces of slow steps."""
 MOST_KEPT = 1000
@@ -206,7 +207,7 @@ class Watch(Generic[T]):
         device = "cpu"
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = f"cuda:{torch.cuda.current_device()}"
-        self._recorder = Recorder(device, _INTERVAL_S)
+        self._recorder = Recorder(device, _INTERVAL_S, _CPU_SHARE)
         self._recorder.__enter__()
         if self._flight is not None:
             from steadytorch.measure.variability import slow_limit
