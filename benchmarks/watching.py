@@ -3,12 +3,12 @@
 Watching adds probes to each step and threads beside it. The probes are judged by short slices of
 the same steps in random order, with and without them, since a core of a shared machine changes its
 speed within a second; a pair has the median steps of 3 s of slices each. The threads' CPU time is
-measured to the tick. A tie within the promise less the threads' share keeps the promise even if the
+measured. The promise is kept if the interval lies below it less the threads' share: even if the
 threads delayed the steps by all of their time.
 
-Keeping slow steps is judged by whole watches: blocks of one second, plain and watched. All pairs
-are judged as `steady compare` does. What the watch says of its own cost stands beside. `process_s`
-has whole runs of a script that takes one second: what starting and reporting add.
+Keeping slow steps is judged by whole watches: blocks of one second, plain and watched. Intervals
+are those of `steady compare`. What the watch says of its own cost stands beside. `process_s` has
+whole runs of a script that takes one second: what starting and reporting add.
 
     python benchmarks/watching.py [--only resnet18 small] [--threads 1] [--out benchmarks/results]
 """
@@ -37,7 +37,7 @@ from torch import nn
 
 from dispatch import device_name, short
 from steadytorch import __version__
-from steadytorch.measure.race import LOOKS, judge
+from steadytorch.measure.race import ALPHA, LOOKS, Judgement, judge
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.probes import Probes
 from steadytorch.watching.process import OURS
@@ -148,17 +148,30 @@ def of_watch(step: Step, rng: Random, say: Callable[[str], None]) -> dict[str, A
                     times[probed] += _times_ns(step, steps + first)[first:]
                     probes.remove()
             pairs.append((statistics.median(times[False]), statistics.median(times[True])))
-        verdict = judge(pairs, tie=left)
+        verdict = judge(pairs, looks=(look,), alpha=ALPHA / len(LOOKS))
         say(f"probes, {look} pairs: {verdict}")
-        if verdict.verdict != "undecided":
+        if kept(verdict, left) is not None:
             break
     return {
         "promise": PROMISES["watch"],
         "threads": threads,
+        "kept": kept(verdict, left),
         "judgement": msgspec.to_builtins(verdict),
         "stated": stated,
         "pairs_ms": [[round(each / 1e6, 4) for each in pair] for pair in pairs],
     }
+
+
+def kept(verdict: Judgement | None, most: float) -> bool | None:
+    """Whether the interval lies below the most that is promised; None if neither below nor above.
+
+    Args:
+        verdict: of pairs (plain, watched).
+        most: a share of the time.
+    """
+    if verdict is None or verdict.low is None or verdict.high is None:
+        return None
+    return None if verdict.low <= most < verdict.high else verdict.high <= most
 
 
 def _of_threads(step: Step) -> tuple[float, float]:
@@ -213,12 +226,13 @@ def of_keeping(step: Step, rng: Random, say: Callable[[str], None]) -> dict[str,
                 took = {each is seen: block_ns(step, steps, first, each) for each in order}
                 pairs.append((took[False], took[True]))
                 stated.append(seen.result.overhead_share)
-            verdict = judge(pairs, tie=PROMISES["keep_slow"])
+            verdict = judge(pairs, looks=(look,), alpha=ALPHA / len(LOOKS))
             say(f"keep_slow, {look} pairs: {verdict}")
-            if verdict.verdict != "undecided":
+            if kept(verdict, PROMISES["keep_slow"]) is not None:
                 break
     return {
         "promise": PROMISES["keep_slow"],
+        "kept": kept(verdict, PROMISES["keep_slow"]),
         "judgement": msgspec.to_builtins(verdict),
         "stated": statistics.median(stated),
         "steps": steps,

@@ -20,6 +20,7 @@ from steadytorch.device.channels import (
     CpuTimes,
     Neighbours,
     ProcessUsage,
+    ResidentMemory,
     RunQueue,
     open_channels,
     ticks_between,
@@ -92,6 +93,13 @@ def test_a_kernel_without_schedule_statistics_is_not_believed(tree, stack):
 def test_a_missing_file_says_which(tree, stack):
     with pytest.raises(NotObservable, match="task/8/schedstat cannot be read"):
         RunQueue(8, stack, tree)
+
+
+def test_pages_of_files_are_no_memory_that_leaks(stack, tree):
+    (tree / "proc/self").mkdir(parents=True, exist_ok=True)
+    status = "Name:\tpython: x\nVmRSS:\t  700 kB\nRssAnon:\t 400 kB\nRssFile:\t 250 kB\n"
+    (tree / "proc/self/status").write_text(status)
+    assert ResidentMemory(stack, tree).read() == (450 * 1024,)
 
 
 def test_stolen_and_disk_time_are_in_nanoseconds(tree, stack):
