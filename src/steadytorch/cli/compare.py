@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,25 +28,14 @@ if TYPE_CHECKING:
     help="Fresh pairs of processes; 3 or more support a claim about the machine.  [default: 1, or "
     "5 with --fail-slower]",
 )
-@click.option(
-    "--metric",
-    type=click.Choice(["latency", "period"]),
-    default="latency",
-    show_default=True,
-    help="latency: call to finished result; period: time per call with the queue filled.",
-)
+@options.metric
 @click.option(
     "--fail-slower",
     metavar="PERCENT",
+    callback=options.fraction,
     help="Exit with 1 if B is slower than A by more than this, with 99 % confidence.",
 )
-@click.option(
-    "--markdown",
-    "markdown_path",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    callback=options.check_writable,
-    help="Write a Markdown summary for a CI page; - for standard output.",
-)
+@options.markdown_file
 @options.json_file
 @options.quiet
 def compare(
@@ -60,7 +48,7 @@ def compare(
     seed: int,
     processes: int | None,
     metric: str,
-    fail_slower: str | None,
+    fail_slower: float | None,
     markdown_path: Path | None,
     json_path: Path | None,
     quiet: bool,
@@ -77,8 +65,7 @@ def compare(
     from steadytorch.report.compare import markdown, render_compare
     from steadytorch.results.saved import to_json
 
-    limit = None if fail_slower is None else _fraction(fail_slower)
-    replicates = _replicates(processes, limit)
+    replicates = _replicates(processes, fail_slower)
     console = options.console(quiet)
     resolved = resolve_device(device)
     facts = load_facts(resolved)
@@ -99,10 +86,10 @@ def compare(
             seed=seed,
             progress=options.teller(console),
         )
-    failed = limit is not None and result.effect.slower_than(limit)
+    failed = fail_slower is not None and result.effect.slower_than(fail_slower)
     result = replace(result, gate_failed=failed)
     render_compare(console, result)
-    gate = None if limit is None else _gate(result, limit)
+    gate = None if fail_slower is None else _gate(result, fail_slower)
     options.write_json(json_path, to_json(result, result.workload, facts))
     options.write("--markdown", markdown_path, markdown(result, gate).encode())
     _leave(result, gate, failed)
@@ -133,17 +120,17 @@ def _refuse_live_options() -> None:
             )
 
 
-def _gate(result: CompareResult, limit: float) -> str:
+def _gate(result: CompareResult, fail_slower: float) -> str:
     if result.effect.low is None:
         return "not answered: no interval may be claimed"
-    if result.effect.slower_than(limit):
-        return f"failed: slower by more than {limit:.2%}"
-    return f"passed: not shown to be slower by more than {limit:.2%}"
+    if result.effect.slower_than(fail_slower):
+        return f"failed: slower by more than {fail_slower:.2%}"
+    return f"passed: not shown to be slower by more than {fail_slower:.2%}"
 
 
-def _replicates(asked: int | None, limit: float | None) -> int:
+def _replicates(asked: int | None, fail_slower: float | None) -> int:
     """The number of processes. A gate needs replicates: equal programs differ by percents."""
-    if limit is None:
+    if fail_slower is None:
         return asked or 1
     if asked is not None and asked < LEAST_PROCESSES:
         raise UsageError(
@@ -151,10 +138,3 @@ def _replicates(asked: int | None, limit: float | None) -> int:
             "because processes of one program differ"
         )
     return asked or GATE_PROCESSES
-
-
-def _fraction(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
-    if found is None or not float(found[1]) < 100:
-        raise UsageError(f"--fail-slower {text!r} is not a percentage such as 2%")
-    return float(found[1]) / 100

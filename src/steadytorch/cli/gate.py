@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from steadytorch.cli import INTERRUPTED, options
-from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
     from steadytorch.results.gate import GateResult
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     default="1%",
     show_default=True,
     metavar="PERCENT",
+    callback=options.fraction,
     help="Fail if a workload is slower by more than this, with confidence.",
 )
 @click.option(
@@ -37,24 +36,12 @@ if TYPE_CHECKING:
     help="Most fresh pairs of processes for each workload.",
 )
 @click.option("--budget", metavar="TIME", help="Total time, such as 10m.  [default: no limit]")
-@click.option(
-    "--metric",
-    type=click.Choice(["latency", "period"]),
-    default="latency",
-    show_default=True,
-    help="latency: call to finished result; period: time per call with the queue filled.",
-)
+@options.metric
 @click.option("--base-env", metavar="PYTHON", help="Python executable for the base.")
 @click.option(
     "--install", is_flag=True, help="Install each side into a virtual environment of its own."
 )
-@click.option(
-    "--markdown",
-    "markdown_path",
-    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    callback=options.check_writable,
-    help="Write a Markdown comment for a pull request; - for standard output.",
-)
+@options.markdown_file
 @options.json_file
 @options.quiet
 def gate(
@@ -65,7 +52,7 @@ def gate(
     device: str,
     train: bool,
     seed: int,
-    threshold: str,
+    threshold: float,
     processes: int,
     budget: str | None,
     metric: str,
@@ -85,7 +72,6 @@ def gate(
     from steadytorch.report.gate import markdown, render_gate
     from steadytorch.results.saved import to_json
 
-    limit = _fraction(threshold)
     resolved = resolve_device(device)
     console = options.console(quiet)
     result = judged(
@@ -93,7 +79,7 @@ def gate(
         base=base,
         base_env=base_env,
         install=install,
-        threshold=limit,
+        threshold=threshold,
         processes=processes,
         budget=budget,
         metric=metric,
@@ -124,10 +110,3 @@ def _leave(result: GateResult) -> None:
         click.echo(f"steady: {plain(row.workload)}: {plain(row.reason)}", err=True)
     if result.failed:
         sys.exit(2)
-
-
-def _fraction(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
-    if found is None or not float(found[1]) < 100:
-        raise UsageError(f"--threshold {text!r} is not a percentage such as 2%")
-    return float(found[1]) / 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,16 @@ def _all_on_standard_error(kept: int) -> Iterator[None]:
         os.close(kept)
 
 
+def fraction(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """A percentage such as `2%` as a fraction; None if not given."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
+    if found is None or not float(found[1]) < 100:
+        raise UsageError(f"{parameter.opts[0]} {text!r} is not a percentage such as 2%")
+    return float(found[1]) / 100
+
+
 device = click.option(
     "--device",
     default="auto",
@@ -88,6 +99,20 @@ json_file = click.option(
     type=click.Path(dir_okay=False, readable=False, allow_dash=True, path_type=Path),
     callback=check_writable,
     help="Write the result as one JSON object; - for standard output.",
+)
+markdown_file = click.option(
+    "--markdown",
+    "markdown_path",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    callback=check_writable,
+    help="Write Markdown for a pull request or a CI page; - for standard output.",
+)
+metric = click.option(
+    "--metric",
+    type=click.Choice(["latency", "period"]),
+    default="latency",
+    show_default=True,
+    help="latency: call to finished result; period: time per call with the queue filled.",
 )
 quiet = click.option("--quiet", is_flag=True, help="Print errors only.")
 store = click.option(
