@@ -56,8 +56,8 @@ def find_changes(values: Sequence[float], *, alpha: float = ALPHA) -> list[Chang
     """Finds the changes of level in a series.
 
     The test after value t has the level alpha ln(9.5) / (t ln(t)^2). These levels add up to less
-    than `alpha` over all t, so the probability of a false change is bounded for the whole series,
-    and a change once found stays found as the series grows.
+    than `alpha` over all t, which bounds the probability of a false change in the whole series. A
+    change once found stays found as the series grows.
 
     The interval of the size is the Mann-Whitney interval between this change and its neighbours. It
     ignores that the place of the change was estimated.

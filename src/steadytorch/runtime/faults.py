@@ -37,10 +37,10 @@ class Raised(BaseException):
 def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) -> bool:
     """Whether an exception raised in an executor is meant for its caller.
 
-    These are exceptions of signal handlers (a deadline), of hooks (an early stop) and of activation
-    checkpointing, exceptions of classes that no executor raises (a library's control flow), and
-    exceptions that the untouched model would raise too. All others may be the executor's fault, and
-    the model answers instead.
+    Signal handlers (a deadline), hooks (an early stop) and activation checkpointing raise such
+    exceptions. So are those of classes that no executor raises (a library's control flow), and
+    those that the untouched model would raise too. All others may be the executor's fault, and the
+    model answers instead.
 
     Args:
         error: the exception caught.

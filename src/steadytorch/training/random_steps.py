@@ -2,9 +2,9 @@
 
 Dropout on other memory layouts, in another precision or in compiled code draws other numbers from
 one seed, and is as right. So the steps are compared as distributions: many passes with one batch
-and different seeds, each summarised by a few figures. A mask that channels share shows in how the
-gradients of neighbours correlate, another rate in how far gradients vary, and another mask in the
-backward pass in the slope of the loss along its gradient.
+and different seeds, each summarised by a few figures. A mask that channels share makes gradients of
+neighbours correlate. Another rate changes how far gradients vary. Another mask in the backward pass
+changes the slope of the loss along its gradient.
 """
 
 from __future__ import annotations
