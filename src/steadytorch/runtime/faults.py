@@ -38,8 +38,8 @@ def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) ->
     """Whether an exception raised in an executor is meant for its caller.
 
     Signal handlers (a deadline), hooks (an early stop) and activation checkpointing raise such
-    exceptions. So are those of classes that no executor raises (a library's control flow), and
-    those that the untouched model would raise too. All others may be the executor's fault, and the
+    exceptions. Classes that no executor raises (a library's control flow) are meant for the caller
+    too, as is what the untouched model would raise. All others may be the executor's fault, and the
     model answers instead.
 
     Args:
