@@ -16,7 +16,7 @@ from steadytorch.cli import options
     "html_path",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
-    help="Write an HTML page that opens offline; - for standard output.",
+    help="Write an offline HTML page, with Plotly beside it; - for standard output.",
 )
 @options.json_file
 @options.quiet

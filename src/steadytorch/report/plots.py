@@ -89,8 +89,8 @@ class Table(NamedTuple):
 
     @property
     def sorts(self) -> bool:
-        """Whether readers may sort it: it has several rows and a column of numbers."""
-        return len(self.rows) > 1 and len(self.words) < len(self.headings)
+        """Whether readers may sort it: it has three rows or more and a column of numbers."""
+        return len(self.rows) > 2 and len(self.words) < len(self.headings)
 
 
 def table(

@@ -86,7 +86,7 @@ def timeline(
     ]
     logarithmic = max(samples) > _WIDE * min(samples)
     layout: dict[str, Any] = {
-        "yaxis": {"type": "log", "dtick": "D2"} if logarithmic else {},
+        "yaxis": {"type": "log", "dtick": "D2", "tickformat": "~g"} if logarithmic else {},
         "shapes": _borders(starts[1:-1]) if len(series) <= _MOST_BORDERS else [],
         # Plotly draws markers in the legend as small as in the picture.
         "legend": {**LEGEND, "itemsizing": "constant"},

@@ -63,7 +63,7 @@ reveal();
 const LIGHT = { ink: "#24292f", grid: "#e4e8ee", axis: "#c3cad3", paper: "#ffffff" };
 const DARK = { ink: "#e6edf3", grid: "#2b323b", axis: "#4a535e", paper: "#14181e" };
 const IN_THE_DARK = {
-  "#2b6cb0": "#6ea8e8", "#173f6b": "#bcd8f5", "#7a5bb5": "#ab92e4", "#8a5a44": "#c08f78",
+  "#2b6cb0": "#6ea8e8", "#63a4dc": "#3d7cbf", "#173f6b": "#bcd8f5", "#7a5bb5": "#ab92e4", "#8a5a44": "#c08f78",
   "#c53d3d": "#f07a76", "#2f8f5b": "#52b881", "#a9c6e3": "#35577c", "#b5651d": "#d58a45",
   "#a04000": "#cf7437", "rgba(43,108,176,0.18)": "rgba(110,168,232,0.28)",
   "rgba(43,108,176,0.2)": "rgba(110,168,232,0.3)",
