@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,8 @@ class Browser:
         self._process = subprocess.Popen(command, pass_fds=theirs, stderr=subprocess.DEVNULL)
         for each in (down[0], up[1], *theirs):
             os.close(each)
-        self._requests, self._replies = open(down[1], "wb"), open(up[0], "rb")  # noqa: SIM115
+        self._requests = open(down[1], "wb")  # noqa: SIM115
+        self._replies = open(up[0], "rb", buffering=0)  # noqa: SIM115
         self._count, self._unread, self.events = 0, b"", []
 
     def __enter__(self):
@@ -67,7 +69,9 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self._unread:
-            piece = self._replies.read1(1 << 16)
+            ready, _, _ = select.select([self._replies], [], [], _PATIENCE_S)
+            assert ready, "the browser does not answer"
+            piece = self._replies.read(1 << 16)
             assert piece, "the browser has ended"
             self._unread += piece
         message, _, self._unread = self._unread.partition(b"\0")

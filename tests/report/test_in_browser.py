@@ -7,6 +7,7 @@ import json
 import pytest
 
 from steadytorch.report.html import report
+from steadytorch.report.pages import KINDS
 
 from .browser import PROGRAM, Browser
 from .documents import DOCUMENTS
@@ -143,9 +144,9 @@ def test_a_page_with_plotly_in_it_needs_no_file(shown, tmp_path):
     assert list(tmp_path.glob("*.js")) == []
 
 
-@pytest.mark.slow  # loads a page of every form
+@pytest.mark.slow  # draws the charts of every kind
 def test_no_page_is_wider_than_a_phone(shown):
-    for name in DOCUMENTS:
+    for name in KINDS:
         page = shown(DOCUMENTS[name], width=400)
         page.wait_for_charts()
         assert page.see("document.documentElement.scrollWidth") <= 400, name
