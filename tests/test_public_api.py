@@ -143,7 +143,10 @@ SIGNATURES = {
         "device: 'str | None' = None, candidate: 'Candidate' = (), "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'MeasureResult'"
     ),
-    "report": "(result: 'str | Path', output: 'str | Path | None' = None) -> 'Path'",
+    "report": (
+        "(result: 'str | Path', output: 'str | Path | None' = None, *, "
+        "other: 'str | Path | None' = None, embed: 'bool' = False) -> 'Path'"
+    ),
     "summarize": (
         "(samples_ns: 'Sequence[int]', metric: 'str' = 'period', *, "
         "causes: 'Mapping[int, str] | None' = None) -> 'Measurement'"

@@ -136,6 +136,7 @@ def test_results_are_tracked_to_a_page(steady, scripted, folder):
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("0 changes in 1 series\n  a, time over 000000000000, 2 results")
     assert "<title>a: steady track</title>" in (folder / "page.html").read_text()
+    assert len(list(folder.glob("plotly-*.min.js"))) == 1
     assert len(json.loads((folder / "track.json").read_text())["series"][0]["points"]) == 2
     assert steady("report", "track.json").code == 0
 

@@ -145,7 +145,13 @@ COMMANDS = {
         STORE,
         QUIET,
     ],
-    "report": [("RESULT", "path", None), ("--output", "path", None), QUIET],
+    "report": [
+        ("RESULT", "path", None),
+        ("[OTHER]", "path", None),
+        ("--output", "path", None),
+        ("--embed", "flag", False),
+        QUIET,
+    ],
     "doctor": [DEVICE, ("--plugins", "flag", False), JSON, QUIET],
 }
 

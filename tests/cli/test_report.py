@@ -22,7 +22,10 @@ def test_a_saved_result_becomes_a_page_and_one_line_says_where(steady, result):
     ended = steady("report", "result.json")
     assert (ended.code, ended.err) == (0, "")
     written = result.with_suffix(".html")
-    assert ended.out.splitlines() == [f"result.html, {written.stat().st_size / 2**20:.2f} MiB"]
+    page, script = ended.out.splitlines()
+    assert page == f"result.html, {written.stat().st_size / 2**10:.0f} KiB"
+    assert script.startswith("plotly-")
+    assert script.endswith(".min.js, 4.59 MiB: charts need it beside the page")
     text = written.read_text("utf-8")
     document = json.loads(result.read_bytes())
     assert "24 distinct convolutions" in text

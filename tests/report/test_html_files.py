@@ -30,6 +30,21 @@ def test_a_page_stands_beside_its_result_or_where_it_is_asked_for(result):
     assert {each.name for each in folder.iterdir()} == {"a page", "result.html", "result.json"}
 
 
+def test_plotly_is_written_once_beside_pages_with_charts(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_bytes(DOCUMENTS["measure"])
+    report(tmp_path / "a.json")
+    (script,) = tmp_path.glob("plotly-*.min.js")
+    before = script.stat()
+    report(tmp_path / "b.json")
+    assert script.stat() == before
+    script.write_text("cut short")
+    report(tmp_path / "b.json")
+    assert script.stat().st_size == before.st_size
+    report(tmp_path / "b.json", tmp_path / "alone.html", embed=True)
+    assert {each.suffix for each in tmp_path.iterdir()} == {".json", ".html", ".js"}
+
+
 def test_a_page_may_be_read_by_whom_the_umask_lets(result):
     before = os.umask(0o027)
     try:

@@ -129,6 +129,7 @@ def test_training_is_the_same_and_reported(script, tmp_path):
     assert saved["failed"] == "ValueError: boom"
     assert len(saved["measured"]["samples_ns"]) == 29
     assert b"steady run" in files[1].read_bytes()
+    assert len(list(tmp_path.glob("plotly-*.min.js"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from steadytorch.errors import UsageError
     "html_path",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=options.check_writable,
-    help="Write the result as one offline HTML page.",
+    help="Write the result as an offline HTML page, with Plotly beside it.",
 )
 @click.option(
     "--keep-slow",

@@ -16,7 +16,7 @@ from steadytorch.cli import options
     "html_path",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
-    help="Write one HTML page that opens offline; - for standard output.",
+    help="Write an offline HTML page, with Plotly beside it; - for standard output.",
 )
 @options.json_file
 @options.quiet
@@ -29,6 +29,7 @@ def track(
     written. At most 1 % of series without a change show one.
     """
     from steadytorch.bench.track import track_files
+    from steadytorch.report.files import share_plotly, stands_alone
     from steadytorch.report.html import page
     from steadytorch.report.track import render_track
     from steadytorch.results.saved import to_json
@@ -38,5 +39,7 @@ def track(
     render_track(options.console(quiet), result)
     options.write_json(json_path, document)
     if html_path is not None:
-        made = page(json_path or Path("track.json"), document)
+        source, alone = json_path or Path("track.json"), stands_alone(html_path)
+        made = page(source, document, embed=alone)
         options.write("--html", html_path, made.encode())
+        share_plotly(made, html_path)

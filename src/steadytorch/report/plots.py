@@ -46,11 +46,26 @@ class Plot(NamedTuple):
         title: its caption.
         figure: Plotly's `data` and `layout`.
         note: a line below it, such as what is not drawn.
+        rows: prefix of the ids of table rows or steps, to which a click on a point leads: that
+            of a point is `rows-N`, where N is its x, or the number that begins its name on y.
     """
 
     title: str
     figure: dict[str, Any]
     note: str = ""
+    rows: str = ""
+
+
+class Link(NamedTuple):
+    """A cell that leads to another place of the page.
+
+    Attributes:
+        text: the cell's text.
+        to: id of the place.
+    """
+
+    text: str
+    to: str
 
 
 class Table(NamedTuple):
@@ -61,12 +76,21 @@ class Table(NamedTuple):
         rows: cells, one per column.
         words: indices of text columns, aligned left.
         note: a line below it.
+        ids: prefix of the ids of rows, `ids-1` for the first; empty for no ids.
+        total: the last row, which stays last in any order; None without one.
     """
 
     headings: Sequence[str]
     rows: Sequence[Sequence[object]]
     words: tuple[int, ...] = (0,)
     note: str = ""
+    ids: str = ""
+    total: Sequence[object] | None = None
+
+    @property
+    def sorts(self) -> bool:
+        """Whether readers may sort it: it has three rows or more and a column of numbers."""
+        return len(self.rows) > 2 and len(self.words) < len(self.headings)
 
 
 def table(
@@ -74,12 +98,15 @@ def table(
     rows: Sequence[Sequence[object]],
     words: tuple[int, ...] = (0,),
     note: str = "",
+    *,
+    ids: str = "",
+    total: Sequence[object] | None = None,
 ) -> Table:
     """A table of at most `MOST_ROWS` rows; its note counts the rows that are cut."""
     if len(rows) > MOST_ROWS:
         cut = f"Shown: the first {MOST_ROWS:,} of {len(rows):,} rows; the file has all of them."
         note = f"{note} {cut}".strip()
-    return Table(headings, rows[:MOST_ROWS], words, note)
+    return Table(headings, rows[:MOST_ROWS], words, note, ids, total)
 
 
 def figure(
@@ -90,7 +117,7 @@ def figure(
     height: int = 340,
     layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A Plotly figure in the style of the page.
+    """A Plotly figure; the page adds the colours of text, axes and paper when it draws.
 
     Args:
         data: the traces.
@@ -100,15 +127,13 @@ def figure(
         layout: overrides of the style; axes are merged.
     """
     special = dict(layout or {})
-    axis = {"automargin": True, "gridcolor": "#e4e8ee", "zerolinecolor": "#c3cad3"}
+    axis = {"automargin": True}
     return {
         "data": data,
         "layout": {
             "height": height,
             "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
-            "font": {"family": _FONT, "size": 12, "color": "#24292f"},
-            "paper_bgcolor": "#ffffff",
-            "plot_bgcolor": "#ffffff",
+            "font": {"family": _FONT, "size": 12},
             "colorway": list(COLOURS),
             "legend": LEGEND,
             "hoverlabel": {"align": "left"},
@@ -120,7 +145,7 @@ def figure(
 
 
 def embedded(value: Any, key: str = "") -> str:
-    """A figure as JSON that is safe in a script element.
+    """A figure as JSON that is safe in a script element; floats have nine digits.
 
     Plotly renders some HTML in strings, so foreign strings are escaped, and control characters made
     visible.
@@ -136,8 +161,9 @@ def _escaped(value: Any, key: str) -> Any:
         return {name: _escaped(each, name) for name, each in value.items()}
     if isinstance(value, list | tuple):
         # Most of a page is numbers.
-        return [each if type(each) in (int, float) else _escaped(each, key) for each in value]
-    return value
+        return [each if type(each) is int else _escaped(each, key) for each in value]
+    # Nine digits are finer than a pixel, and half as long as all.
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def shortened(name: str, most: int = 26) -> str:
@@ -191,7 +217,6 @@ def lines_at(places: Iterable[tuple[float, str, str, str]]) -> dict[str, Any]:
                 "yanchor": "top",
                 "xshift": 3,
                 "font": {"color": colour},
-                "bgcolor": "rgba(255,255,255,0.8)",
             }
         )
     return {"shapes": shapes, "annotations": annotations}

@@ -134,10 +134,13 @@ def _write(result: Watched, request: dict[str, Any]) -> None:
     if request["json"] is not None:
         _ranked(request["json"], rank).write_bytes(content)
     if request["html"] is not None:
+        from steadytorch.report.files import share_plotly, stands_alone
         from steadytorch.report.html import page
 
         target = _ranked(request["html"], rank)
-        target.write_text(page(target, content), "utf-8")
+        made = page(target, content, embed=stands_alone(target))
+        target.write_text(made, "utf-8")
+        share_plotly(made, target)
     if not request["quiet"] and rank == "0" and sys.__stderr__ is not None:
         sys.__stderr__.flush()
         with printable_anywhere():

@@ -109,7 +109,7 @@ def _differences(document: CompareResult) -> Plot:
     )
     shape = figure(data, "pair, in the order taken", "B against A, %", layout={"shapes": shapes})
     told = format_thinning(len(kept), len(apart), "pairs")
-    return Plot("Each pair's difference", shape, f"{note}{told}".strip())
+    return Plot("Each pair's difference", shape, f"{note}{told}".strip(), rows="pair")
 
 
 def _times(document: CompareResult) -> Plot:
@@ -134,7 +134,7 @@ def _times(document: CompareResult) -> Plot:
             }
         )
     shape = figure(data, "pair, in the order taken", f"time per iteration, {unit}")
-    return Plot("Both sides", shape, format_thinning(drawn, 2 * len(flat), "blocks"))
+    return Plot("Both sides", shape, format_thinning(drawn, 2 * len(flat), "blocks"), rows="pair")
 
 
 def _pairs(samples: Pairs) -> Table:
@@ -143,7 +143,7 @@ def _pairs(samples: Pairs) -> Table:
         for process, pairs in enumerate(samples, 1)
         for number, (a, b) in enumerate(pairs, 1)
     ]
-    return table(["process", "pair", "A", "B", "B against A"], rows, ())
+    return table(["process", "pair", "A", "B", "B against A"], rows, (), ids="pair")
 
 
 def _sustained_runs(dwells: Sequence[SustainedRun]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steadytorch.report import conv
-from steadytorch.report.plots import BLUE, GREY, Plot, Table, figure, shortened, table
+from steadytorch.report.plots import BLUE, GREY, Link, Plot, Table, figure, shortened, table
 from steadytorch.results.conv import ConvOutcome, ConvReport, Layer
 from steadytorch.results.saved import Saved
 
@@ -22,7 +22,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "headline": conv.headline(document),
         "sums": conv.sums(document),
         "picture_of": _picture(layers) if any(_timed(layer) for layer in layers) else None,
-        "rows": table(conv.headings(document), conv.rows(document), (), conv.legend(document)),
+        "rows": _rows(document),
         "chosen": table(
             ["#", "convolution", "engine", "layers", "times"],
             [
@@ -38,6 +38,15 @@ def contents(saved: Saved) -> dict[str, Any]:
         ],
         "left_out": [conv.format_left_out(left) for left in document.left_out],
     }
+
+
+def _rows(document: ConvReport) -> Table:
+    """A row per convolution, or per pass; its number leads to all of its engines."""
+    rows = [
+        (number if layer.outcome is None else Link(number, f"engines-{number}"), *cells)
+        for layer, (number, *cells) in zip(document.layers, conv.rows(document), strict=True)
+    ]
+    return table(conv.headings(document), rows, (), conv.legend(document), ids="convolution")
 
 
 def _timed(layer: Layer) -> bool:
@@ -83,4 +92,5 @@ def _picture(layers: Sequence[Layer]) -> Plot:
     if len(shown) < len(timed):
         note += f" Drawn: the first {len(shown)} of {len(timed)}."
     shape = figure(data, "time of one, us", "", height=130 + 30 * len(shown), layout=layout)
-    return Plot("Chosen engines beside PyTorch's default", shape, note)
+    title = "Chosen engines beside PyTorch's default"
+    return Plot(title, shape, note, rows="convolution")

@@ -9,6 +9,7 @@ from steadytorch.quantities import size
 from steadytorch.rates.regime import REGIMES
 from steadytorch.report import explain
 from steadytorch.report.ledger import in_words, slice_label
+from steadytorch.report.pages.steps import MOST_STEPS, Step, note_of_steps, opened
 from steadytorch.report.plots import BLUE, COLOURS, GREY, Plot, Table, figure, table
 from steadytorch.report.text import duration, share, unit_of
 from steadytorch.results.explain import Explanation, GpuTotals, Roofline, StepTime
@@ -32,6 +33,8 @@ def contents(saved: Saved) -> dict[str, Any]:
         "times": list(explain.times(document)),
         "steps": _steps(document.steps) if document.steps else None,
         "slices": _slices(document),
+        "slow": _slow(document),
+        "left_out": note_of_steps(len(document.slowest)),
         "gpu": None if document.gpu is None else _gpu(document.gpu),
         "gpu_times": _gpu_times(document.gpu),
         "variance": _variance(document.variance_shares or {}),
@@ -85,7 +88,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
     shape = figure(
         data, "step, as the trace numbers it", f"time, {unit}", height=420, layout=layout
     )
-    return Plot("Where each step goes", shape, note)
+    return Plot("Where each step goes", shape, note, rows="step")
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
@@ -113,7 +116,13 @@ def _slices(document: Explanation) -> Table:
     ]
     whole = ("together", duration(document.step_ns), share(1, 1), None)
     headings = ["slice", "mean of a step", "share", "share of the variance"]
-    return table(headings, [*rows, whole] if rows else [])
+    return table(headings, rows, total=whole)
+
+
+def _slow(document: Explanation) -> list[Step]:
+    means = document.mean_slices_ns()
+    timed = [(each, document.steps[each.index]) for each in document.slowest[:MOST_STEPS]]
+    return [opened(each, step.index, step.slices_ns, means) for each, step in timed]
 
 
 def _gpu(totals: GpuTotals) -> Plot:
@@ -141,8 +150,10 @@ def _gpu_times(totals: GpuTotals | None) -> Table:
     if totals is None:
         return table([], [])
     named = [("busy", totals.busy_ns), ("idle", totals.idle_ns), ("in all", totals.total_ns)]
-    rows = [(name, duration(time_ns), share(time_ns, totals.total_ns)) for name, time_ns in named]
-    return table(["GPU", "time", "share"], rows)
+    *rows, whole = [
+        (name, duration(time_ns), share(time_ns, totals.total_ns)) for name, time_ns in named
+    ]
+    return table(["GPU", "time", "share"], rows, total=whole)
 
 
 def _variance(shares: dict[str, float]) -> Plot | None:

@@ -27,19 +27,19 @@ def contents(saved: Saved) -> dict[str, Any]:
 def _rows(document: GateResult) -> Table:
     rows = [(*gate.cells_of(row), f"{row.processes:,}", f"{row.pairs:,}") for row in document.rows]
     headings = ["workload", "base", "head", "change in time", "verdict", "processes", "pairs"]
-    return table(headings, rows, (0, 3, 4))
+    return table(headings, rows, (0, 3, 4), ids="workload")
 
 
 def _effects(document: GateResult) -> Plot | None:
     """The interval of each workload, with the threshold."""
     drawn = [
-        (row.workload, row.interval, row.verdict)
-        for row in document.rows
+        (f"{number}. {shortened(row.workload)}", row.interval, row.verdict)
+        for number, row in enumerate(document.rows, 1)
         if row.interval is not None and row.interval.estimate is not None
     ][:_MOST_DRAWN]
     if not drawn:
         return None
-    names = [f"{number}. {shortened(name)}" for number, (name, _, _) in enumerate(drawn, 1)]
+    names = [name for name, _, _ in drawn]
     estimates = [100 * (effect.estimate or 0.0) for _, effect, _ in drawn]
     ends = [(effect.low, effect.high) for _, effect, _ in drawn]
     data = [
@@ -82,4 +82,5 @@ def _effects(document: GateResult) -> Plot | None:
         height=120 + 34 * len(drawn),
         layout={"shapes": shapes, "yaxis": {"autorange": "reversed"}},
     )
-    return Plot("Change of each workload", shape, "Bars: intervals. Dashed: the threshold.")
+    note = "Bars: intervals. Dashed: the threshold. Numbers are rows of the table."
+    return Plot("Change of each workload", shape, note, rows="workload")

@@ -8,6 +8,7 @@ from steadytorch.report import run
 from steadytorch.report.explain import by_reason
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.pages.series import histogram, timeline
+from steadytorch.report.pages.steps import MOST_STEPS, Step, note_of_steps, opened
 from steadytorch.report.plots import BLUE, Table, table
 from steadytorch.report.text import duration, share
 from steadytorch.results.saved import Saved
@@ -23,11 +24,13 @@ def contents(saved: Saved) -> dict[str, Any]:
         "title": saved.head.workload,
         "headline": shown[0],
         "details": shown[1:],
-        "samples": measured and timeline([measured], ["steps"], {"steps": BLUE}, "Steps over time"),
+        "samples": measured
+        and timeline([measured], ["steps"], {"steps": BLUE}, "Steps over time", rows="step"),
         "histogram": measured
         and histogram(measured, measured.median_ns, measured.median_ci_ns, "Distribution"),
         "slices": _slices(document),
         "slow": _slow(document),
+        "left_out": note_of_steps(len(document.slowest)),
         "lines": _lines(document),
         "untold": _untold(document),
         "advice": list(run.advice(document)),
@@ -49,19 +52,17 @@ def _slices(document: Watched) -> Table:
     return table(["slice", "mean", "of a step", "of the variance"], rows, note=note)
 
 
-def _slow(document: Watched) -> Table:
-    rows = [
-        (
+def _slow(document: Watched) -> list[Step]:
+    means = document.mean_slices_ns()
+    return [
+        opened(
+            step,
             step.index,
-            duration(step.total_ns),
-            duration(step.over_median_ns),
-            in_words(text),
-            step.trace,
+            {name: values[step.index] for name, values in document.slices_ns.items()},
+            means,
         )
-        for step in document.slowest
-        for text in ["; ".join(step.what) or "no cause seen"]
+        for step in document.slowest[:MOST_STEPS]
     ]
-    return table(["step", "time", "over the median", "what differed", "trace"], rows, (3, 4))
 
 
 def _lines(document: Watched) -> Table:

@@ -43,6 +43,7 @@ def timeline(
     names: Sequence[str],
     colours: Mapping[str, str],
     title: str = "Samples over time",
+    rows: str = "",
 ) -> Plot:
     """Charts all series in sequence, with the warm-up marked and outliers coloured by cause.
 
@@ -51,6 +52,7 @@ def timeline(
         names: name of each series in the legend; series may share one.
         colours: name to colour.
         title: title of the chart.
+        rows: prefix of the ids to which its points lead; see `Plot`.
     """
     unit, unit_ns = unit_of(series[0].median_ns)
     starts = list(accumulate((len(each.samples_ns) for each in series), initial=0))
@@ -84,14 +86,14 @@ def timeline(
     ]
     logarithmic = max(samples) > _WIDE * min(samples)
     layout: dict[str, Any] = {
-        "yaxis": {"type": "log", "dtick": "D2"} if logarithmic else {},
+        "yaxis": {"type": "log", "dtick": "D2", "tickformat": "~g"} if logarithmic else {},
         "shapes": _borders(starts[1:-1]) if len(series) <= _MOST_BORDERS else [],
         # Plotly draws markers in the legend as small as in the picture.
         "legend": {**LEGEND, "itemsizing": "constant"},
     }
     axis = f"time per iteration, {unit}{' (logarithmic)' if logarithmic else ''}"
     shape = figure(data, "sample, in the order taken", axis, layout=layout)
-    return Plot(title, shape, format_thinning(len(kept), len(samples)))
+    return Plot(title, shape, format_thinning(len(kept), len(samples)), rows)
 
 
 def _outlier_labels(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:

@@ -125,7 +125,8 @@ def _candidates(document: TuneReport) -> Table:
     headings = ["#", "candidate", "status", f"median, {unit}", "±95 %", "gain", "tail", "error"]
     plan = None if document.plan is None else "the plan was timed again; see its figures above"
     note = tune.screened(plan)
-    return table([*headings, "memory", "set-up", "reason"], rows, (1, 2, 10), note)
+    headings += ["memory", "set-up", "reason"]
+    return table(headings, rows, (1, 2, 10), note, ids="candidate")
 
 
 def _ranked(document: TuneReport) -> list[CandidateResult]:
@@ -205,7 +206,7 @@ def _picture(timed: Sequence[CandidateResult], chosen: tuple[str, ...]) -> Plot:
         note += f" Drawn: the fastest {len(shown)} of {len(ranked)}."
     axis = f"median per iteration, {unit}"
     shape = figure([dots], axis, "", height=110 + 30 * len(shown), layout=layout)
-    return Plot("Candidates", shape, note)
+    return Plot("Candidates", shape, note, rows="candidate")
 
 
 def _colour(tried: CandidateResult, chosen: tuple[str, ...]) -> str:
