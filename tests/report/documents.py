@@ -14,14 +14,17 @@ from steadytorch.plan.record import as_result
 from steadytorch.results.compare import SustainedRun
 from steadytorch.results.explain import Explanation
 from steadytorch.results.saved import to_json
+from steadytorch.results.sweep import Sweep, SweepRow
 from steadytorch.runtime.switch import Switch
 
 from .commits import ADDED, FAILED, JUDGED, SLOWER, STEPPED, gated, tracked
 from .conftest import FACTS, evidence, plan, result, trial
 from .explained import FULL, explained
 from .measured import DEVICE, MS, compared, measured, process, series
+from .swept import DONE, REFUSED
 from .test_conv import layer, trained
 from .test_conv import report as conv_report
+from .test_ranks import LATE, ranks
 from .watched import watched
 
 GPU = DeviceFacts(device="cuda", name="NVIDIA H200", compute_capability="9.0", torch="2.13.0")
@@ -86,6 +89,15 @@ def _tracked(*series, **fields):
     return to_json(found, found.workload, FACTS)
 
 
+def _ranked(**fields):
+    found = ranks(**fields)
+    return to_json(found, "rank0.json rank1.json", found.environment)
+
+
+def _swept(*rows):
+    return to_json(Sweep(list="w.txt", folder="w.txt.sweep", rows=rows), "w.txt", FACTS)
+
+
 UNTOUCHED = msgspec.structs.replace(evidence().speedup, low=None, high=None, verdict="untouched")
 DOCUMENTS = {
     "measure": _measured(),
@@ -134,6 +146,10 @@ DOCUMENTS = {
     "run": _watched(),
     "run, no steps": _watched(measured=None, slices_ns={}, findings=(), slowest=(), lines=()),
     "run, cut short": _watched(failed="it [broke]", interrupted=True, remarks=("slow",)),
+    "ranks": _ranked(late=LATE),
+    "ranks, many": _ranked(size=100, steps=1, findings=()),
+    "ranks, no split": _ranked(variance_shares=None, why_no_variance_shares="two [steps]"),
+    "sweep": _swept(DONE, REFUSED, SweepRow(workload="third", status="waiting")),
     "gate": _gated(),
     "gate, failed": _gated(JUDGED, SLOWER, gate_failed=True, notes=("Submodules [x] are out.",)),
     "gate, nothing": _gated(ADDED, FAILED),

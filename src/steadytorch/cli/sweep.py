@@ -197,13 +197,17 @@ def _folder_of(path: Path, folder: Path | None) -> Path:
 
 
 def _show(ctx: click.Context, shared: SweepFolder) -> Sweep:
+    from steadytorch.device.facts import load_facts
     from steadytorch.report.sweep import render_sweep
-    from steadytorch.results.sweep import Sweep, to_json
+    from steadytorch.results.saved import to_json
+    from steadytorch.results.sweep import Sweep
 
     path = str(ctx.params["list_path"])
     found = Sweep(list=path, folder=str(shared.path), rows=shared.rows())
     render_sweep(options.console(ctx.params["quiet"]), found)
-    options.write_json(ctx.params["json_path"], to_json(found))
+    if ctx.params["json_path"] is not None:
+        environment = load_facts("cpu")
+        options.write_json(ctx.params["json_path"], to_json(found, path, environment))
     return found
 
 

@@ -19,6 +19,7 @@ from steadytorch.report.measure import render_measure, render_series
 from steadytorch.report.plans import render_reverified, render_show
 from steadytorch.report.ranks import render_ranks
 from steadytorch.report.run import render_run
+from steadytorch.report.sweep import render_sweep
 from steadytorch.report.track import render_track
 from steadytorch.report.tune import render_left_out, render_plan, render_trials
 from steadytorch.results.tune import TuneReport
@@ -57,6 +58,7 @@ RENDERERS: dict[str, Callable[[Console, Any], None]] = {
     "PlanRecord": lambda console, plan: render_show(console, plan, Path(plan.path or "not stored")),
     "RankComparison": render_ranks,
     "Reverified": render_reverified,
+    "Sweep": render_sweep,
     "TrackResult": render_track,
     "TuneReport": _tune,
     "Watched": lambda console, result: render_run(console, "", result),

@@ -27,7 +27,7 @@ def render_sweep(console: Console, sweep: Sweep) -> None:
         if row.reason is not None:
             reason = Text(f"{plain(row.workload)}: {plain(row.reason)}", "yellow")
             console.print(reason, soft_wrap=True)
-    console.print(_totals(sweep))
+    console.print(Text(totals(sweep)))
 
 
 def format_row(row: SweepRow) -> str:
@@ -61,9 +61,10 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
     )
 
 
-def _totals(sweep: Sweep) -> Text:
+def totals(sweep: Sweep) -> str:
+    """How many workloads are done, failed, running and waiting."""
     parts = [f"{sweep.count('done')} of {counted(len(sweep.rows), 'workload')} done"]
     for status in ("failed", "running", "waiting"):
         if count := sweep.count(status):
             parts.append(f"{count} {status}")
-    return Text(", ".join(parts))
+    return ", ".join(parts)

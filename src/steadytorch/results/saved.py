@@ -22,6 +22,7 @@ from steadytorch.results.gate import GateResult
 from steadytorch.results.machine import CheckUp, DeviceFacts
 from steadytorch.results.measure import MeasureResult
 from steadytorch.results.ranks import RankComparison
+from steadytorch.results.sweep import Sweep
 from steadytorch.results.track import TrackResult
 from steadytorch.results.tune import Replayed, Searched, TuneReport
 from steadytorch.results.watched import Watched
@@ -40,6 +41,7 @@ FORMS: dict[str, Any] = {
     "measure": MeasureResult,
     "ranks": RankComparison,
     "run": Watched,
+    "sweep": Sweep,
     "track": TrackResult,
     "tune": TuneReport,
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Literal
 
 import msgspec
 
-from steadytorch.results.saved import SCHEMA
+from steadytorch.results.shown import Shown
 from steadytorch.results.tune import Gain, KeptPlan
 
 RowStatus = Literal["done", "failed", "running", "waiting"]
@@ -40,7 +39,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seconds: float | None = None
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+class Sweep(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A sweep, complete or not.
 
     Attributes:
@@ -56,14 +55,3 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     def count(self, status: RowStatus) -> int:
         """Number of rows with this status."""
         return sum(row.status == status for row in self.rows)
-
-
-def to_json(sweep: Sweep) -> bytes:
-    """Encodes a sweep as `--json` writes it."""
-    head = {
-        "schema": SCHEMA,
-        "kind": "sweep",
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    document = msgspec.json.encode(head | msgspec.to_builtins(sweep))
-    return msgspec.json.format(document, indent=1) + b"\n"

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steadytorch.report.pages import compare, conv, doctor, explain, gate, measure, run, track, tune
+from steadytorch.report.pages import (
+    compare,
+    conv,
+    doctor,
+    explain,
+    gate,
+    measure,
+    ranks,
+    run,
+    sweep,
+    track,
+    tune,
+)
 from steadytorch.results.saved import Saved
 
 KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
@@ -22,5 +34,7 @@ KINDS: dict[str, Callable[[Saved], dict[str, Any]]] = {
     "run": run.contents,
     "gate": gate.contents,
     "track": track.contents,
+    "ranks": ranks.contents,
+    "sweep": sweep.contents,
 }
 """Kind of result to the variables of its template."""

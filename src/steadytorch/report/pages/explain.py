@@ -12,7 +12,7 @@ from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.pages.steps import MOST_STEPS, Step, note_of_steps, opened
 from steadytorch.report.plots import BLUE, COLOURS, GREY, Plot, Table, figure, table
 from steadytorch.report.text import duration, share, unit_of
-from steadytorch.results.explain import Explanation, GpuTotals, Roofline, StepTime
+from steadytorch.results.explain import Abstention, Explanation, GpuTotals, Roofline, StepTime
 from steadytorch.results.saved import Saved
 
 _MOST_STEPS = 200
@@ -50,7 +50,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "kernels": None if lines is None else _kernels(lines, document.gpu is not None),
         "least": lines and lines.share_of_limit is not None and explain.least(lines),
         "doubts": list(explain.doubts(document)),
-        "untold": _untold(document),
+        "untold": untold(document.abstained),
     }
 
 
@@ -65,7 +65,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
     shown = steps[:_MOST_STEPS]
     unit, unit_ns = unit_of(max(step.total_ns for step in shown))
     names = [n for n in steps[0].slices_ns if any(step.slices_ns.get(n) for step in shown)]
-    colours = _colours(names)
+    colours = colours_of(names)
     data = [
         {
             "type": "bar",
@@ -91,7 +91,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
     return Plot("Where each step goes", shape, note, rows="step")
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
+def colours_of(names: Sequence[str]) -> dict[str, str]:
     """Cool colours for work, warm ones for idle time, grey for unknown time."""
     work = iter(COLOURS[i] for i in (0, 8, 4, 2, 6, 3, 5, 9) * 4)
     idle = iter(_IDLE * 4)
@@ -193,9 +193,10 @@ def _kernels(lines: Roofline, on_gpu: bool) -> Table:
     return table([*headings, "bound by", "bytes a step", "TFLOP/s"], rows)
 
 
-def _untold(document: Explanation) -> Table:
+def untold(abstained: Sequence[Abstention]) -> Table:
+    """The rules that lacked data, by what was missing."""
     rows = [
         (", ".join(rules), in_words(why), recapture)
-        for (why, recapture), rules in explain.by_reason(document.abstained).items()
+        for (why, recapture), rules in explain.by_reason(abstained).items()
     ]
     return table(["rules", "missing", "how to capture it"], rows, (0, 1, 2))
