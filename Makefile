@@ -12,9 +12,9 @@ demo: $(VENV)/installed
 PYTEST   := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 ALONE    := $$(grep -rl --include='*.py' mark.alone tests)
 
-test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick
-	$(PYTEST) -m "alone and not slow" $(ALONE)
-	$(PYTEST) -n auto --dist loadfile -m "not alone and not slow"
+test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick; GPUs: gpu-test
+	$(PYTEST) -m "alone and not slow and not gpu" $(ALONE)
+	$(PYTEST) -n auto --dist loadfile -m "not alone and not slow and not gpu"
 
 test-slow: $(VENV)/installed-dev  # real compilations, many processes and whole sweeps
 	$(PYTEST) -m "alone and slow" $(ALONE)

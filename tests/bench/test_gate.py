@@ -217,6 +217,7 @@ def test_three_times_the_work_is_slower(real, repository):
     assert repository.worktrees() == 1
 
 
+@pytest.mark.slow
 def test_without_a_workload_on_both_sides_there_is_no_verdict(real, repository, no_process_left):
     work = WORK.format(times=60)
     repository.commit(

@@ -65,6 +65,7 @@ def test_three_processes_of_a_training_step_claim_for_the_machine(workload, no_p
     assert found.spread == pytest.approx(np.std(np.log(medians), ddof=1))
 
 
+@pytest.mark.slow
 def test_a_workload_that_raises_late_keeps_its_samples(workload, no_process_left):
     found = measure(workload("while_timed"), budget="60s")
     (only,) = found.processes

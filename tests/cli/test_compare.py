@@ -70,6 +70,7 @@ def live(monkeypatch):
 # -- real processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_times_the_work_fails_the_gate(steady, factories):
     ended = steady(
         *("compare", "work.py:once", "work.py:thrice", "--fail-slower", "2%"),

@@ -133,6 +133,7 @@ def test_pieces_are_the_same_bytes_however_they_are_cut(net, monkeypatch):
     assert digest(net) == whole
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same(tmp_path):
     (tmp_path / "net.py").write_text(
         "import torch\nfrom torch import nn\n"

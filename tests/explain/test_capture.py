@@ -142,6 +142,7 @@ def test_calls_after_pauses_are_timed_in_turns(tiny):
 # -- other workloads ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_step_shows_backward_and_optimizer(nothing_left):
     seen = captured("training", steps=3, seconds=0.8)
     found = names_of(seen.trace, Category.CPU_OP, Category.ANNOTATION)

@@ -131,6 +131,7 @@ def test_dropout_that_pytorch_corrupts_when_compiled_is_told(
     assert any("198333" in remark for remark in remarks) is warned
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_measurement():
     def interrupt(message):
         if message == "profiling":

@@ -85,6 +85,7 @@ def test_a_model_of_a_script_on_standard_input_trains_alike_elsewhere(tmp_path: 
     assert python(tmp_path, OPEN.format(change="")) == losses
 
 
+@pytest.mark.slow
 def test_what_came_by_value_can_be_captured_whole(saved: tuple[Path, str]):
     folder, losses = saved
     compiled = "torch.compile(workload.model, backend='eager', fullgraph=True)"
@@ -166,6 +167,7 @@ def test_a_loader_of_the_main_script_travels_along(tmp_path: Path):
     assert printed.split("] [")[1] == "-4.0, -9.0"
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader_that_came_by_value_are_started_where_it_is_opened(tmp_path: Path):
     python(
         tmp_path,
