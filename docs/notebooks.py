@@ -10,6 +10,7 @@ Runs need `nbclient` and `ipykernel`; the conversion needs neither.
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import re
@@ -46,9 +47,10 @@ def markdown(path: Path) -> str:
 def _shown(output: dict[str, Any]) -> str:
     if output["output_type"] == "stream":
         return "".join(output["text"])
-    if set(output.get("data", ())) == {"text/plain"}:
-        return "".join(output["data"]["text/plain"]) + "\n"
-    raise ValueError(f"cannot show a notebook's output of type {output['output_type']}")
+    data = output.get("data", {})
+    if not {"text/plain"} <= set(data) <= {"text/plain", "text/html"}:
+        raise ValueError(f"cannot show a notebook's output of type {output['output_type']}")
+    return "".join(data["text/plain"]) + "\n"
 
 
 def executed(path: Path) -> Any:
@@ -80,9 +82,14 @@ def executed(path: Path) -> Any:
 
 
 def _plain(output: Any) -> Any:
-    """The output without the cache's folder."""
+    """The output without the cache's folder; the plain text of a result is that of its HTML."""
     if output.output_type == "stream":
         output.text = STORE.sub("~/.cache", output.text)
+    elif "text/html" in output.get("data", ()):
+        shown = STORE.sub("~/.cache", output.data["text/html"])
+        text = html.unescape(re.sub(r"<[^>]+>", "", shown))
+        lines = [line.rstrip() for line in text.strip("\n").split("\n")]
+        output.data = {"text/html": shown, "text/plain": "\n".join(lines)}
     return output
 
 
