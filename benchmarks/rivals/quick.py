@@ -25,7 +25,7 @@ from rival_tables import effect
 DEFAULTS = {
     "out": Path(__file__).parents[2] / "build" / "bench-quick",
     "seconds": 290.0,
-    "cap": 20.0,
+    "cap": 30.0,
     "timing": 6.0,
 }
 """Of the options of the command line; all but `out` in seconds."""
@@ -134,9 +134,7 @@ def _side(label: str, document: Document | None, name: str) -> list[str]:
     """Lines of one workload on this machine or as published."""
     head = f"  {label:9}"
     if document is None:
-        why = (
-            "did not finish: the time was over" if label == "here" else "no results for this device"
-        )
+        why = "did not finish within the time" if label == "here" else "no results for this device"
         return [f"{head} {why}"]
     if name not in document["workloads"]:
         return [f"{head} not among the published workloads"]
@@ -147,9 +145,12 @@ def _side(label: str, document: Document | None, name: str) -> list[str]:
     if ours is None:
         why = next((row["failed"] for row in rows if row["option"] == OURS), "not timed")
         return [head, *_indented(f"{OURS} did not finish: {why}")]
+    failed = [row for row in rows if row["failed"]] if label == "here" else []
+    missing = [f"{row['option']} did not finish: {row['failed']}" for row in failed]
+    lines = [line for text in missing for line in _indented(text)]
     if best is None:
-        return [f"{head}  {_period(ours)}", *_indented("no option by hand finished")]
-    return [f"{head}  {_period(ours):25}{_gain(best)}"]
+        return [f"{head}  {_period(ours)}", *lines]
+    return [f"{head}  {_period(ours):25}{_gain(best)}", *lines]
 
 
 def _indented(text: str) -> list[str]:

@@ -80,7 +80,12 @@ def test_a_workload_that_did_not_finish_says_so():
     failed["rows"][0] |= {"failed": "> 40 s, not ready", "period_ms": None}
     text = quick.report([failed], NAMES, None, 290.0)
     assert "steadytorch did not finish: > 40 s, not ready" in text
-    assert text.count("did not finish: the time was over") == 2
+    assert text.count("did not finish within the time") == 2
+    beside = measured("resnet50:1")
+    beside["rows"][2] |= {"failed": "> 60 s, not ready", "period_ms": None}
+    shown = quick.report([beside], ["resnet50:1"], None, 290.0)
+    assert "compile freezing did not finish: > 60 s, not ready" in shown
+    text += shown
     assert max(map(len, text.splitlines())) <= 80
 
 
