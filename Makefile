@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-slow lint format types gpu-test bench dist docs docs-outputs clean
+.PHONY: demo test test-slow lint format types gpu-test bench bench-quick dist docs docs-outputs clean
 
 demo: $(VENV)/installed
 	$(BIN)/steady demo
@@ -38,6 +38,9 @@ gpu-test: $(VENV)/installed-dev
 bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
 	$(BIN)/python benchmarks/rivals
 
+bench-quick: $(VENV)/installed  # CPU or GPU; five minutes, beside the published results
+	$(BIN)/python benchmarks/rivals --quick
+
 dist: $(VENV)/installed-dev  # wheel and sdist in dist/
 	rm -rf dist
 	$(BIN)/python -m hatchling build
@@ -45,8 +48,9 @@ dist: $(VENV)/installed-dev  # wheel and sdist in dist/
 docs: $(VENV)/installed-docs  # the site, in build/site; every link is checked
 	$(BIN)/python -m mkdocs build --strict
 
-docs-outputs: $(VENV)/installed  # outputs that the pages show, by running the commands
+docs-outputs: $(VENV)/installed-dev  # outputs that pages and notebooks show, by running them
 	$(BIN)/python docs/outputs/regenerate.py
+	$(BIN)/python docs/notebooks.py
 
 clean:
 	rm -rf $(VENV) dist

@@ -49,7 +49,7 @@ class DelayedHandler(WorkloadHandler):
     """A workload with and without a busy wait; for latencies only."""
 
     def delayed_block(self, metric: str, count: int, delay_ns: int) -> list[int]:
-        plain = self._step
+        plain = self.step
 
         def slower() -> None:
             # Before the step: after it, the wait would overlap with work of the GPU.
@@ -58,11 +58,11 @@ class DelayedHandler(WorkloadHandler):
                 pass
             plain()
 
-        self._step = slower
+        self.step = slower
         try:
             return self.block(metric, count)
         finally:
-            self._step = plain
+            self.step = plain
 
 
 def run(

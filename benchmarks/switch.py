@@ -56,7 +56,7 @@ class SwitchHandler(WorkloadHandler):
 
     def memory(self) -> dict[str, Any]:
         """Peak device memory allocated and reserved by PyTorch's allocator, in bytes."""
-        cuda = torch.cuda if self._workload.device.type == "cuda" else None
+        cuda = torch.cuda if self.workload.device.type == "cuda" else None
         return {
             "peak_allocated_bytes": cuda and cuda.max_memory_allocated(),
             "peak_reserved_bytes": cuda and cuda.max_memory_reserved(),
@@ -71,16 +71,16 @@ class SwitchHandler(WorkloadHandler):
             store: folder of the plans to replay; empty for the untouched model.
             outputs: file for the results, in the worker's directory.
         """
-        device, (given,) = self._workload.device, self._workload.inputs
+        device, (given,) = self.workload.device, self.workload.inputs
         pictures = {size: images(len(given), size, given.dtype, device) for size in set(sizes)}
-        model, following, results = self._workload.model, iter(sizes), list[torch.Tensor]()
+        model, following, results = self.workload.model, iter(sizes), list[torch.Tensor]()
         if store:
             model = optimize(model, store=store, canary=False)
         with torch.no_grad():
-            taken_ns = self._sampler.latencies(
+            taken_ns = self.sampler.latencies(
                 lambda: results.append(model(pictures[next(following)])), len(sizes)
             )
-        torch.save([result.float().cpu() for result in results], self._directory / outputs)
+        torch.save([result.float().cpu() for result in results], self.directory / outputs)
         served = model.report() if store else None
         return {
             "seconds": (1e-9 * taken_ns).tolist(),

@@ -14,6 +14,7 @@ import steadytorch
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+NOTEBOOKS = ROOT / "examples" / "notebooks"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
@@ -68,7 +69,9 @@ def test_included_outputs_exist(page):
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert set(listed) == pages | {"index.md", "contributing.md", "changelog.md"}
+    generated = {"index.md", "contributing.md", "changelog.md"}
+    generated |= {f"notebooks/{path.stem}.md" for path in NOTEBOOKS.glob("*.ipynb")}
+    assert set(listed) == pages | generated
     assert len(listed) == len(set(listed))
 
 

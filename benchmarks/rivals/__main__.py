@@ -5,6 +5,7 @@
     python benchmarks/rivals --device cpu
     python benchmarks/rivals --device cpu --processes 5         # verdict over fresh processes
     python benchmarks/rivals --train --only resnet50:64         # training steps, see train.py
+    python benchmarks/rivals --quick                            # five minutes, see quick.py
 
 For each workload:
 
@@ -29,14 +30,16 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
+import quick
+import torch
 from rival_arms import OURS, start_all
 from rival_cases import CASES, Case, chosen
 from rival_options import OPTIONS
@@ -138,6 +141,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
         "budget_s": budget_of(case, args.device),
         "processes": args.processes,
         "timing_s": args.timing,
+        "threads": torch.get_num_threads(),
         "protocol": PROTOCOL,
         "environment": {**environment, "steadytorch": __version__},
         "created": now(),
@@ -174,7 +178,8 @@ def _rows(
     entry["cap_s"] = args.cap or BEYOND * found.get("search_s", entry["budget_s"])
     tell(found.get("plan") or found["search_failed"])
     del workload
-    options = [name for name in OPTIONS[kind] if not any(text in name for text in args.skip)]
+    by_hand = case.options or OPTIONS[kind]
+    options = [name for name in by_hand if not any(text in name for text in args.skip)]
     began = time.monotonic()
     arms = start_all(plan, options, args.device, folder, entry["cap_s"], tell)
     entry["set_ups_s"] = time.monotonic() - began
@@ -278,7 +283,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--train", action="store_true", help="training steps, see train.py")
     parser.add_argument("--steps", type=int, default=1000, help="timed, of each option of --train")
-    return parser.parse_args()
+    parser.add_argument(
+        "--quick", action="store_true", help="few workloads, beside published results"
+    )
+    args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(**quick.DEFAULTS)
+        args = parser.parse_args()
+    return args
 
 
 def main() -> None:
@@ -290,28 +302,60 @@ def main() -> None:
         return
     args.device = resolve_device(args.device)
     kind = args.device.partition(":")[0]
-    known = CASES[kind]
+    known, published = CASES[kind], None
+    if args.quick:
+        published = quick.closest(msgspec.to_builtins(load_facts(args.device)), RESULTS)
+        known = quick.cases(known, kind, published)
     waiting = chosen(known, args.only, args.precision, args.budget)
-    order, longest = [case.name for case in known], 0.0
+    order, names, done = [c.name for c in known], [c.name for c in waiting], list[Document]()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.quick:
+        with suppress(quick.OutOfTime), quick.limit(args.seconds):
+            measure_all(waiting, order, args, began, begun, done)
+        print(f"\n{quick.report(done, names, published, args.seconds)}", flush=True)
+        return
+    measure_all(waiting, order, args, began, begun, done)
+    if waiting:
+        print("not begun:", " ".join(case.name for case in waiting), flush=True)
+
+
+def measure_all(
+    waiting: list[Case],
+    order: Sequence[str],
+    args: argparse.Namespace,
+    began: float,
+    begun: str,
+    done: list[Document],
+) -> None:
+    """Measure workloads while they fit into the time, and write each result at once.
+
+    Args:
+        waiting: workloads; those that are begun are removed.
+        order: names of workloads in display order.
+        args: options of the command line.
+        began: start on the monotonic clock in seconds.
+        begun: start as a date.
+        done: receives the results of each workload.
+    """
+    longest = 0.0
     while waiting:
         start, budget_s = time.monotonic(), budget_of(waiting[0], args.device)
         once_s = (args.cap or BEYOND * budget_s) + args.timing
         expected = START_S + budget_s + once_s * (1 + args.processes)
-        if start - began + max(longest, expected) > args.seconds:
+        fits = start - began + max(longest, expected) <= args.seconds
+        if not (fits or args.quick):  # a quick run is ended by its limit
             break
         case = waiting.pop(0)
-        tell = partial(_tell, case.name, began)
-        fresh = run(case, args, tell)
+        fresh = run(case, args, partial(_tell, case.name, began))
         path = args.out / f"{stem(fresh['environment']['name'], begun)}.json"
         with alone_in(args.out):
             document = merge(read(path), fresh, order)
             path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
             path.with_suffix(".md").write_text(markdown(document))
-        print(markdown({**document, **fresh}), flush=True)
+        done.append(fresh)
+        if not args.quick:
+            print(markdown({**document, **fresh}), flush=True)
         longest = max(longest, time.monotonic() - start)
-    if waiting:
-        print("not begun:", " ".join(case.name for case in waiting), flush=True)
 
 
 def _tell(name: str, began: float, message: str) -> None:

@@ -1,9 +1,7 @@
-"""Write the comparison tables of README and docs from the committed results.
+"""Write the README's table, a row per machine, from the committed results.
 
-The README gets a row per machine, docs/results.md a row per workload.
-
-python benchmarks/rivals/readme_table.py           # rewrites the blocks between the marks
-python benchmarks/rivals/readme_table.py --check   # fails if a block is out of date
+python benchmarks/rivals/readme_table.py           # rewrites the block between the marks
+python benchmarks/rivals/readme_table.py --check   # fails if the block is out of date
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ import sys
 from pathlib import Path
 
 from rival_results import read
-from rival_tables import brief, page
+from rival_tables import brief
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- rivals: begin -->", "<!-- rivals: end -->"
 
 
 def newest(results: Path) -> list[Path]:
@@ -28,39 +26,36 @@ def newest(results: Path) -> list[Path]:
     return sorted(latest.values(), key=lambda path: read(path)["environment"]["device"] == "cpu")
 
 
-def blocks(results: Path) -> dict[Path, str]:
-    """Make the text between the marks of each file; empty without results."""
+def block(results: Path) -> str:
+    """Make the text between the marks; empty without results."""
     documents = [read(path) for path in newest(results)]
-    return {
-        ROOT / "README.md": brief(documents) if documents else "",
-        ROOT / "docs" / "results.md": "\n".join(map(page, documents)),
-    }
+    return brief(documents) if documents else ""
 
 
-def rewritten(text: str, inner: str) -> str:
-    """Replace the block between the marks.
+def rewritten(text: str, inner: str, name: str = "rivals") -> str:
+    """Replace the block between the marks `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
     Raises:
         SystemExit: a mark is missing.
     """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, begin, rest = text.partition(marks[0])
+    _, end, tail = rest.partition(marks[1])
     if not (begin and end):
-        raise SystemExit(f"the file lacks {BEGIN} or {END}")
-    return f"{head}{BEGIN}\n{inner}{END}{tail}"
+        raise SystemExit(f"the file lacks {marks[0]} or {marks[1]}")
+    return f"{head}{begin}\n{inner}{end}{tail}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for path, inner in blocks(RESULTS).items():
-        before = path.read_text()
-        after = rewritten(before, inner)
-        if not args.check:
-            path.write_text(after)
-        elif before != after:
-            sys.exit(f"{path.name} is out of date: run python benchmarks/rivals/readme_table.py")
+    before = README.read_text()
+    after = rewritten(before, block(RESULTS))
+    if not args.check:
+        README.write_text(after)
+    elif before != after:
+        sys.exit("README.md is out of date: run python benchmarks/rivals/readme_table.py")
 
 
 if __name__ == "__main__":

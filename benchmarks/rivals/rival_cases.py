@@ -19,12 +19,14 @@ class Case(NamedTuple):
         size: a batch size, or the shape of its first input, such as `4x256`.
         precision: lowest precision that the search may use.
         budget_s: search budget in seconds; None for the device's default.
+        options: options by hand to time; all of the device if empty.
     """
 
     spec: str
     size: str
     precision: str = "same"
     budget_s: float | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -49,40 +49,40 @@ class RivalHandler(WorkloadHandler):
 
     def prepare(self, option: str, plan: str | None) -> float:
         """Set up a hand-written option, or steadytorch with `plan`; return the seconds taken."""
-        device = self._workload.device.type
+        device = self.workload.device.type
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with own_errors():
-            self._model = self._served(plan) if plan is not None else self._by_hand(device, option)
-            self._step = self._workload.with_model(self._model).step_function()
-            self._sampler.latencies(self._step, 1)
+            self.model = self._served(plan) if plan is not None else self._by_hand(device, option)
+            self.step = self.workload.with_model(self.model).step_function()
+            self.sampler.latencies(self.step, 1)
             self._setup_s = time.perf_counter() - start
             if plan is not None:
                 self._check_served()
-            warmed = warm_up(self._step, self._sampler)
-        self._group, self._iteration_ns = warmed.group, warmed.iteration_ns
+            warmed = warm_up(self.step, self.sampler)
+        self.group, self.iteration_ns = warmed.group, warmed.iteration_ns
         return self._setup_s
 
     def check(self) -> dict[str, Any]:
         """Read the peak memory, then verify the option; return a `SetUp`."""
         peak = self._peak_memory()
         data = torch.load(
-            self._directory / REFERENCE, map_location=self._workload.device, weights_only=True
+            self.directory / REFERENCE, map_location=self.workload.device, weights_only=True
         )
-        found = verify(self._model, self._workload, data)
+        found = verify(self.model, self.workload, data)
         error = None if found.error is None else found.error.relative_l2
         return msgspec.to_builtins(SetUp(self._setup_s, peak, error, found.fault))
 
     def block(self, metric: str, count: int) -> list[int]:
         """Time a block after dropping the ramp and `SETTLING_NS` more."""
-        settling = math.ceil(SETTLING_NS / max(self._iteration_ns * self._group, 1))
+        settling = math.ceil(SETTLING_NS / max(self.iteration_ns * self.group, 1))
         if metric != "period":
             return super().block(metric, settling + count)[settling:]
-        sample_ns = self._iteration_ns * self._group
-        with counting(self._sampler, self._workload.device, sample_ns):
+        sample_ns = self.iteration_ns * self.group
+        with counting(self.sampler, self.workload.device, sample_ns):
             times = super().block(metric, settling + count)[settling:]
-            self._clocks_mhz.extend(counted_of(self._sampler, count)[0])
+            self._clocks_mhz.extend(counted_of(self.sampler, count)[0])
         return times
 
     def clocks(self) -> list[float]:
@@ -90,14 +90,14 @@ class RivalHandler(WorkloadHandler):
         return self._clocks_mhz
 
     def _by_hand(self, device: str, option: str) -> Call:
-        example = (self._workload.inputs, dict(self._workload.kwargs))
-        return OPTIONS[device][option](self._workload.model, example)
+        example = (self.workload.inputs, dict(self.workload.kwargs))
+        return OPTIONS[device][option](self.workload.model, example)
 
     def _served(self, plan: str) -> Call:
         """Serve the plan as a user would: `plan.apply`, with look-up and checks at each call."""
         loaded = steady.load_plan(plan)
         self._transforms = len(loaded.candidate)
-        self._tuned = loaded.apply(self._workload.model)
+        self._tuned = loaded.apply(self.workload.model)
         return self._tuned
 
     def _check_served(self) -> None:
