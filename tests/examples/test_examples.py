@@ -20,7 +20,7 @@ from . import provoked
 
 CROWDED = 0.05
 """Share of all cores' time. A quiet machine's own programs take less than one percent."""
-SAMPLE = ("gc-pause", "input-pipeline")
+SAMPLE = ("input-pipeline",)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 
 
