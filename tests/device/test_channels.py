@@ -97,9 +97,8 @@ def test_a_missing_file_says_which(tree, stack):
 
 def test_pages_of_files_are_no_memory_that_leaks(stack, tree):
     (tree / "proc/self").mkdir(parents=True, exist_ok=True)
-    status = "Name:\tpython: x\nVmRSS:\t  700 kB\nRssAnon:\t 400 kB\nRssFile:\t 250 kB\n"
-    (tree / "proc/self/status").write_text(status)
-    assert ResidentMemory(stack, tree).read() == (450 * 1024,)
+    (tree / "proc/self/statm").write_text("5000 700 250 10 0 900 0\n")
+    assert ResidentMemory(stack, tree).read() == (450 * os.sysconf("SC_PAGE_SIZE"),)
 
 
 def test_stolen_and_disk_time_are_in_nanoseconds(tree, stack):

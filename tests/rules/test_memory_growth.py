@@ -28,6 +28,17 @@ def test_little_or_unsteady_growth_is_not():
     times = noise(1000)
     sawtooth = timed(times, device="cpu", resident_bytes=lambda at: 10**9 + at % 10**9)
     assert rule(sawtooth) == ()
+
+
+def test_a_heap_that_fills_up_is_no_leak():
+    times = noise(1000)
+    total = float(np.sum(times))
+    filling = timed(
+        times,
+        device="cpu",
+        resident_bytes=lambda at: 1000 * MIB + 500 * MIB * (1 - np.exp(-5 * at / total)),
+    )
+    assert rule(filling) == ()
     step = timed(times, device="cpu", resident_bytes=lambda at: 10**9 * (1 + (at > at[-1] / 2)))
     assert rule(step) == ()
 

@@ -143,6 +143,7 @@ class Recorder:
         device: "cpu", "cuda" or "cuda:i".
         interval_s: time between ticks, in seconds.
         cpu_share: maximum CPU use, as a share of one core; costlier ticks become rarer.
+        free_s: CPU time that ticks may take before that maximum applies, in s.
         clock: returns ns on the time base of the samples.
         library: replacement for nvidia-ml-py; None imports it.
         root: root of the file system to read.
@@ -157,6 +158,7 @@ class Recorder:
         interval_s: float = 0.015,
         cpu_share: float = MAX_CPU_SHARE,
         *,
+        free_s: float = 0.0,
         clock: Callable[[], int] = time.perf_counter_ns,
         library: Any = None,
         root: Path = host.ROOT,
@@ -165,7 +167,7 @@ class Recorder:
         if not 0 < interval_s <= threading.TIMEOUT_MAX:
             raise UsageError(f"a recorder's interval must be positive, not {interval_s!r} s")
         self._device, self._interval_s, self._clock = device, interval_s, clock
-        self._most_cpu_share = cpu_share
+        self._most_cpu_share, self._free_ns = cpu_share, free_s * 1e9
         self._library, self._root = library, root
         self._recording: Recording | None = None
 
@@ -241,7 +243,8 @@ class Recorder:
             self._tick(channels, number)
             spent_ns = time.thread_time_ns() - began_cpu_ns
             elapsed_ns = self._clock() - began_ns
-            due_s = (spent_ns / self._most_cpu_share - elapsed_ns) * 1e-9
+            counted_ns = max(0.0, spent_ns - self._free_ns)
+            due_s = (counted_ns / self._most_cpu_share - elapsed_ns) * 1e-9
             pause_s = max(self._interval_s * self._tape.stride, due_s)
             self._pause_s = min(pause_s, threading.TIMEOUT_MAX)
         self._tick(channels, None)

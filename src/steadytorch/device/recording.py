@@ -80,7 +80,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         power_milliwatts: power draw of the whole GPU.
         clock_event_mask: active clock limits, as bits; see `REASON_BITS` and `reasons`.
         other_gpu_processes: number of other processes with a compute context on the GPU.
-        resident_bytes: resident memory of the process, without pages of files.
+        resident_bytes: resident memory of the process, without pages of files and shared
+            memory.
         allocator_retries: times PyTorch's allocator emptied its cache to serve a request.
         allocator_device_calls: segments allocated from or freed to the driver.
         compilations: frames that torch.compile began to compile, including recompilations.

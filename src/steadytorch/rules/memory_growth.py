@@ -13,6 +13,9 @@ PARTS = 8
 """Parts of the run that must all grow: one order in 40,000 by chance."""
 LEAST_RISE = 0.1
 """Minimum growth over the run, as a share of the memory at its start."""
+LEAST_LATE = 1 / 3
+"""Minimum part of the growth in the second half of the run. A leak has half of it there; a heap or
+a cache that fills up grows less and less."""
 LEAST_BYTES = 64 << 20
 """Minimum growth over the run: 38 MiB were seen where a script only saved checkpoints."""
 
@@ -35,7 +38,10 @@ def rule(case: Case) -> Verdict:
         return ()
     middles = np.asarray([np.median(part) for part in np.array_split(steady, PARTS)])
     rise = float(middles[-1] - middles[0])
+    late = float(middles[-1] - (middles[PARTS // 2 - 1] + middles[PARTS // 2]) / 2)
     if not (np.diff(middles) > 0).all() or rise < max(LEAST_BYTES, LEAST_RISE * middles[0]):
+        return ()
+    if late < LEAST_LATE * rise:
         return ()
     each = rise * PARTS / (PARTS - 1) / samples.steps
     return (

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from steadytorch.results.watched import Watched
 
 T = TypeVar("T")
-_INTERVAL_S, _CPU_SHARE = 0.1, 0.001
-"""Time between ticks of the machine's recorder, and most CPU time that they take, as a share of one
-core: a script runs longer than a measurement."""
+_INTERVAL_S, _CPU_SHARE, _FREE_S = 0.1, 0.001, 0.01
+"""Time between ticks of the machine's recorder, most CPU time that they take, as a share of one
+core, and CPU time that is free: a script runs longer than a measurement, but some take seconds."""
 TRACES = "steady-traces"
 """Folder for traces of slow steps."""
 MOST_KEPT = 1000
@@ -207,7 +207,7 @@ class Watch(Generic[T]):
         device = "cpu"
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = f"cuda:{torch.cuda.current_device()}"
-        self._recorder = Recorder(device, _INTERVAL_S, _CPU_SHARE)
+        self._recorder = Recorder(device, _INTERVAL_S, _CPU_SHARE, free_s=_FREE_S)
         self._recorder.__enter__()
         if self._flight is not None:
             from steadytorch.measure.variability import slow_limit
