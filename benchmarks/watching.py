@@ -1,8 +1,8 @@
 """What watching a training loop costs, with and without keeping slow steps.
 
 Watching adds probes to each step and threads beside it. The probes are judged by short slices of
-the same steps in random order, with and without them, since a core of a shared machine changes its
-speed within a second; a pair has the median steps of 3 s of slices each. The threads' CPU time is
+the same steps in random order, with and without them: a core of a shared machine changes its speed
+within a second. A pair has the median steps of 3 s of slices each. The threads' CPU time is
 measured. The promise is kept if the interval lies below it less the threads' share: even if the
 threads delayed the steps by all of their time.
 

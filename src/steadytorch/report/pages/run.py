@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from steadytorch.report import run
-from steadytorch.report.explain import by_reason
-from steadytorch.report.ledger import in_words, slice_label
+from steadytorch.report.ledger import slice_label
+from steadytorch.report.pages.explain import untold
 from steadytorch.report.pages.series import histogram, timeline
 from steadytorch.report.pages.steps import MOST_STEPS, Step, note_of_steps, opened
 from steadytorch.report.plots import BLUE, Table, table
@@ -32,7 +32,7 @@ def contents(saved: Saved) -> dict[str, Any]:
         "slow": _slow(document),
         "left_out": note_of_steps(len(document.slowest)),
         "lines": _lines(document),
-        "untold": _untold(document),
+        "untold": untold(document.abstained),
         "advice": list(run.advice(document)),
     }
 
@@ -68,11 +68,3 @@ def _slow(document: Watched) -> list[Step]:
 def _lines(document: Watched) -> Table:
     rows = [(slice_label(line.slice), line.where, share(line.share, 1)) for line in document.lines]
     return table(["slice", "line", "of the samples"], rows, (0, 1), "Seen by sampling.")
-
-
-def _untold(document: Watched) -> Table:
-    rows = [
-        (", ".join(rules), in_words(why), recapture)
-        for (why, recapture), rules in by_reason(document.abstained).items()
-    ]
-    return table(["rules", "missing", "how to capture it"], rows, (0, 1, 2))
