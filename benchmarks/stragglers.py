@@ -82,20 +82,26 @@ def main() -> None:
             with TemporaryDirectory() as folder:
                 runs[kind].append(run_once(kind, Path(folder)))
             print(number, kind, json.dumps(runs[kind][-1]), flush=True)
+        if asked.out is not None:
+            _keep(runs, asked.out)
     for kind, found in runs.items():
         print(f"{kind}: right in {sum(run['right'] for run in found)} of {len(found)}")
-    if asked.out is not None:
-        device, today = device_name("cpu"), datetime.datetime.now(datetime.UTC).date()
-        document = {
-            "device": device,
-            "cores": len(os.sched_getaffinity(0)),
-            "torch": torch.__version__,
-            "steadytorch": __version__,
-            "ranks": RANKS,
-            "runs": runs,
-        }
-        path = asked.out / f"stragglers_{short(device)}_{today}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _keep(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    """Writes the runs so far."""
+    device, today = device_name("cpu"), datetime.datetime.now(datetime.UTC).date()
+    document = {
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "steadytorch": __version__,
+        "ranks": RANKS,
+        "runs": runs,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"stragglers_{short(device)}_{today}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
