@@ -68,6 +68,15 @@ def test_what_two_eager_steps_differ_by_is_allowed(modes):
     assert disagreement(left(), left(loss=1.01), left(loss=1.1)) is not None
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_graph_that_draws_other_random_numbers_is_told(modes, monkeypatch, others):
+    drawn = iter([0, 1, 1, 2 if others else 1])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([next(drawn)]))
+    found = disagreement(left(), left(), left(loss=1.01))
+    assert found is not None
+    assert ("draws other random numbers" in found) is others
+
+
 def test_a_snapshot_puts_tensors_and_random_numbers_back(modes):
     tensors = [torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.complex64)]
     counter = torch.zeros((), dtype=torch.int64)

@@ -96,6 +96,7 @@ class Snapshot:
         self._random = (torch.get_rng_state(), torch.cuda.get_rng_state())
         self._first: _Taken | None = None
         self._apart: list[tuple[float, ...] | None] = []
+        self._drawn: list[Tensor] = []
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu" if self._on_host else tensor.device, copy=True)
@@ -116,6 +117,7 @@ class Snapshot:
             for tensor, kept in zip(self._tensors, self._kept, strict=True)
             if tensor.is_floating_point() or tensor.is_complex()
         )
+        self._drawn.append(torch.cuda.get_rng_state())
         left = _Taken([loss], [g for g in gradients if g is not None], moved)
         if self._first is None:
             self._first = _Taken(*([self._copy(tensor) for tensor in part] for part in left))
@@ -137,9 +139,20 @@ class Snapshot:
             if not apart <= max(MOST_APART, NOISE_FACTOR * noise):
                 return (
                     f"graph and eager step differ in {what}: relative error {apart:.1e}, "
-                    f"between two eager steps {noise:.1e}"
+                    f"between two eager steps {noise:.1e}{self._other_draws()}"
                 )
         return None
+
+    def _other_draws(self) -> str:
+        """That the graph draws more or fewer random numbers than the eager step, if it does."""
+        eager, _, replayed = self._drawn
+        if torch.equal(eager, replayed):
+            return ""
+        return (
+            "; the model draws other random numbers while it is recorded: its code asks whether a "
+            "graph is being captured, as that of transformers does for attention masks. Compiled "
+            "code does not ask"
+        )
 
 
 def _free_bytes() -> int:
