@@ -6,7 +6,16 @@ import pytest
 
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
-from steadytorch.transforms import REGISTRY, all_variants, conflict, create, names, order, parse
+from steadytorch.transforms import (
+    REGISTRY,
+    all_variants,
+    conflict,
+    create,
+    idle,
+    names,
+    order,
+    parse,
+)
 
 
 def spec(name: str, **parameters) -> TransformSpec:
@@ -194,3 +203,11 @@ def test_text_that_names_no_transform_is_refused(cpu, text):
 def test_transforms_that_exclude_each_other_are_refused(cpu):
     with pytest.raises(UsageError, match=r"cannot combine .*: .* both control the dtype"):
         parse("cast_weights+autocast", cpu)
+
+
+def test_a_transform_is_idle_beside_others_of_the_registry():
+    for kind in REGISTRY:
+        assert set(kind.idle_beside) <= set(names()) - {kind.name}
+        for other in kind.idle_beside:
+            assert idle((spec(kind.name), spec(other))) == kind.name
+            assert idle((spec(kind.name),)) is None

@@ -197,6 +197,13 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
     return None
 
 
+def idle(candidate: Candidate) -> str | None:
+    """The first transform that changes nothing beside another one of these, or None."""
+    names = {spec.name for spec in candidate}
+    found = (kind.name for kind in _known(candidate) if names.intersection(kind.idle_beside))
+    return next(found, None)
+
+
 def compiles(candidate: Candidate) -> bool:
     """Whether a compiler takes part; transforms that are not in the registry do not count."""
     return any(kind.compiles for kind in _known(candidate))

@@ -85,6 +85,8 @@ class Transform(ABC):
     risk: ClassVar[Risk]
     before: ClassVar[str] = "compile"
     """For plug-ins: the transform of the project that it is applied before."""
+    idle_beside: ClassVar[tuple[str, ...]] = ()
+    """Names of transforms beside which it changes nothing that runs; no search combines them."""
     compiles: ClassVar[bool] = False
     records: ClassVar[bool] = False
     process_wide: ClassVar[bool] = True

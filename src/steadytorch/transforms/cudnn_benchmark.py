@@ -30,6 +30,7 @@ class CudnnBenchmark(Transform):
 
     name = "cudnn_benchmark"
     risk = Risk.EXACT
+    idle_beside = ("cudnn_engines",)  # which has an engine for each convolution
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:

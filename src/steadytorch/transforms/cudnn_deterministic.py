@@ -22,6 +22,7 @@ class CudnnDeterministic(Transform):
 
     name = "cudnn_deterministic"
     risk = Risk.EXACT
+    idle_beside = ("cudnn_engines",)  # which has an engine for each convolution
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA with cuDNN and a convolution; inference only."""

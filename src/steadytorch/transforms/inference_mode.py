@@ -33,6 +33,7 @@ class InferenceMode(Transform):
 
     name = "inference_mode"
     risk = Risk.EXACT
+    idle_beside = ("cuda_graph",)  # a replay runs no operation on the host
     process_wide = False
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:

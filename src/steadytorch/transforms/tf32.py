@@ -31,6 +31,7 @@ class Tf32(Transform):
 
     name = "tf32"
     risk = Risk.TF32
+    idle_beside = ("cast_weights", "autocast")  # no float32 product is left
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -260,7 +260,9 @@ class CandidateSource:
         seen: set[Candidate] = {()}
         for combination in combinations:
             candidate = transforms.order([spec for spec in combination if spec is not None])
-            if candidate not in seen and transforms.conflict(candidate, self._workload) is None:
+            if candidate in seen or transforms.idle(candidate) is not None:
+                continue
+            if transforms.conflict(candidate, self._workload) is None:
                 seen.add(candidate)
                 yield candidate
 

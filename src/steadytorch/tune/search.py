@@ -189,10 +189,11 @@ class Search:
             return [*left, *(self._variations(source) if leader and left and settled else [])]
 
         self._pursue(strong, while_it_pays=True)
-        refined = self._refined()
-        self._pursue(lambda: refined)
-        beyond = source.beyond(self._pool.leader().candidate)
-        self._pursue(lambda: beyond, "timing lower precisions for comparison")
+        beyond = self._affordable(source.beyond(self._pool.leader().candidate))
+        deadline_s = self._budget.deadline_s(beyond, self._pool.trials)
+        self._scheduler.begin(beyond, self._slots, deadline_s)  # while the stem is chosen
+        compared = [*self._refined(), *beyond]
+        self._pursue(lambda: compared, "timing lower precisions for comparison")
         leader = describe(self._pool.leader().candidate)
         phase = f"trying variations of {leader}"
         self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True)
