@@ -1,6 +1,7 @@
 """Training steps: steadytorch beside what engineers write by hand, workload after workload.
 
     python benchmarks/rivals --train --budget 60s --only resnet50:64 bert:8x128
+    python benchmarks/rivals --train --device cpu --steps 100
 
 Per workload `tune` searches within its budget. Then its plan and each option written by hand are
 set up in fresh processes, all at once, and timed block by block in random order, one process at a
@@ -9,6 +10,9 @@ time. Every option trains the same weights on the same batch, from the same seed
 Hand-written options: eager in bf16 autocast, channels last, fused optimizer; that compiled; that
 compiled with Inductor's CUDA graphs; `make_graphed_callables` over the eager model; and the whole
 step as one CUDA graph over the compiled model, as PyTorch's notes on CUDA graphs show it.
+
+On a CPU a workload has one precision, float32 or bf16 autocast, for the search and for all options:
+eager, with a fused optimizer, with channels last, and compiled.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 OURS = "steadytorch"
-BLOCK = 25
+BLOCK, CPU_BLOCK = 25, 5
 SETTLING = 5
 """Steps of each block that are not kept: the GPU was idle before."""
 LOSS_AFTER = 50
@@ -43,6 +48,12 @@ class Setting(NamedTuple):
     loss: Callable[..., Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     images: bool
+    precision: str = "bf16"
+
+    @property
+    def device(self) -> str:
+        """Of the inputs: cpu or cuda."""
+        return self.inputs.device.type
 
 
 def _images(make: Callable[[], nn.Module], batch: int) -> Setting:
@@ -83,10 +94,12 @@ def _token_loss(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
 
 
-def _gpt2(batch: int, length: int) -> Setting:
+def _gpt2(batch: int, length: int, layers: int = 12) -> Setting:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    config = GPT2Config(
+        n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False
+    )
     ids = torch.randint(config.vocab_size, (batch, length))
     return Setting(
         _Tokens(GPT2LMHeadModel(config)), ids, ids.roll(-1, 1), _token_loss, _adamw, False
@@ -113,11 +126,21 @@ CASES: dict[str, Callable[[], Setting]] = {
 }
 
 
+CPU_CASES: dict[str, Callable[[], Setting]] = {
+    "resnet18:16": lambda: _torchvision("resnet18", 16)._replace(precision="same"),
+    "resnet18:16 bf16": lambda: _torchvision("resnet18", 16),
+    "gpt2 (2 layers):2x64": lambda: _gpt2(2, 64, 2)._replace(precision="same"),
+    "gpt2 (2 layers):2x64 bf16": lambda: _gpt2(2, 64, 2),
+}
+
+
 def setting(name: str) -> Setting:
     torch.manual_seed(0)
-    made = CASES[name]()
+    device = "cpu" if name in CPU_CASES else "cuda"
+    made = {**CASES, **CPU_CASES}[name]()
+    model = made.model.to(device).train()
     return made._replace(
-        model=made.model.cuda().train(), inputs=made.inputs.cuda(), targets=made.targets.cuda()
+        model=model, inputs=made.inputs.to(device), targets=made.targets.to(device)
     )
 
 
@@ -136,7 +159,7 @@ def _by_hand(made: Setting, mode: str | None) -> tuple[Setting, torch.optim.Opti
 def _loop(made: Setting, optimizer: torch.optim.Optimizer, model: Any) -> Callable[[], Tensor]:
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(made.device, torch.bfloat16, made.precision == "bf16"):
             output = model(made.inputs)
         loss = made.loss(output, made.targets)
         loss.backward()
@@ -144,6 +167,19 @@ def _loop(made: Setting, optimizer: torch.optim.Optimizer, model: Any) -> Callab
         return loss.detach()
 
     return step
+
+
+def plain(made: Setting) -> Callable[[], Tensor]:
+    return _loop(made, made.optimizer(made.model.parameters()), made.model)
+
+
+def fused(made: Setting) -> Callable[[], Tensor]:
+    return _loop(made, made.optimizer(made.model.parameters(), fused=True), made.model)
+
+
+def fused_compiled(made: Setting) -> Callable[[], Tensor]:
+    model = torch.compile(made.model, dynamic=False)
+    return _loop(made, made.optimizer(made.model.parameters(), fused=True), model)
 
 
 def eager(made: Setting) -> Callable[[], Tensor]:
@@ -203,7 +239,7 @@ def whole_graph(made: Setting) -> Callable[[], Tensor]:
     fresh = made.inputs.clone()  # a loop copies each batch to where the graph reads it
     targets = made.targets.clone()
 
-    def replay() -> Tensor:
+    def replay(_keep: Any = step) -> Tensor:  # the graph uses the optimizer's state
         made.inputs.copy_(fresh)
         made.targets.copy_(targets)
         graph.replay()
@@ -218,6 +254,13 @@ BY_HAND: dict[str, Callable[[Setting], Callable[[], Tensor]]] = {
     "compile(reduce-overhead)": reduce_overhead,
     "make_graphed_callables": graphed_callables,
     "whole-step graph over compile": whole_graph,
+}
+ON_CPU: dict[str, Callable[[Setting], Callable[[], Tensor]]] = {
+    "eager": plain,
+    "eager, fused optimizer": fused,
+    "eager channels_last fused": eager,
+    "compile": fused_compiled,
+    "compile channels_last": compiled,
 }
 WITHOUT_CAPTURE = tuple(name for name in BY_HAND if name != "whole-step graph over compile")
 
@@ -242,9 +285,9 @@ def serve(pipe: Any, name: str, option: str, plan: str) -> None:
         if option == OURS:
             step, report = ours(made, plan)
         else:
-            step = BY_HAND[option](made)
+            step = (ON_CPU if made.device == "cpu" else BY_HAND)[option](made)
         step()
-        torch.cuda.synchronize()
+        _synchronize()
         set_up = time.perf_counter() - began
         for _ in range(LOSS_AFTER - 1):
             loss = step()
@@ -256,12 +299,26 @@ def serve(pipe: Any, name: str, option: str, plan: str) -> None:
         pipe.send({"failed": f"{type(error).__name__}: {error}"[:500]})
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _peak_mb() -> float:
-    return torch.cuda.max_memory_allocated() / 1e6
+    """Peak memory in MB: of the process on a CPU, of PyTorch's tensors on a GPU."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def time_block(step: Callable[[], Tensor], count: int) -> tuple[list[float], float]:
     """Milliseconds of each step on the device, and of the host for enqueueing one."""
+    if not torch.cuda.is_initialized():
+        stamps = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            stamps.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in pairwise(stamps)], 1e3 * (stamps[-1] - stamps[0]) / count
     for _ in range(SETTLING):
         step()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -289,7 +346,7 @@ def search(name: str, budget: str, store: str) -> dict[str, Any]:
         made.model, made.inputs, made.loss, optimizer, targets=made.targets, name=name
     )
     began = time.perf_counter()
-    plan = steady.tune(workload, precision="bf16", budget=budget, store=store)
+    plan = steady.tune(workload, precision=made.precision, budget=budget, store=store)
     return {
         "search_s": time.perf_counter() - began,
         "path": plan.path,
@@ -326,7 +383,8 @@ def run(name: str, budget: str, steps: int, tell: Callable[[str], None]) -> dict
             entry["search"] = {"failed": f"{type(error).__name__}: {error}"[:500]}
             tell(entry["search"]["failed"])
         arms = []
-        for option in [*([OURS] if plan else []), *BY_HAND]:
+        by_hand = ON_CPU if name in CPU_CASES else BY_HAND
+        for option in [*([OURS] if plan else []), *by_hand]:
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(there, name, option, plan), daemon=True)
             process.start()
@@ -335,9 +393,10 @@ def run(name: str, budget: str, steps: int, tell: Callable[[str], None]) -> dict
         tell("timing")
         live = [arm for arm in arms if "failed" not in rows[arm[0]]]
         rng = Random(1)
-        for _ in range(-(-steps // BLOCK)):
+        block = CPU_BLOCK if name in CPU_CASES else BLOCK
+        for _ in range(-(-steps // block)):
             for option, _, pipe in rng.sample(live, len(live)):
-                pipe.send(BLOCK)
+                pipe.send(block)
                 times, host = pipe.recv()
                 rows[option].setdefault("samples_ms", []).extend(round(t, 5) for t in times)
                 rows[option].setdefault("hosts_ms", []).append(host)
@@ -399,16 +458,17 @@ def main(args: argparse.Namespace) -> None:
     import datetime
 
     from steadytorch import __version__
-    from steadytorch.device.facts import load_facts
+    from steadytorch.device.facts import load_facts, resolve_device
 
-    if not torch.cuda.is_available():
-        raise SystemExit("--train needs an NVIDIA GPU: none is visible here")
-    if unknown := [name for name in args.only if name not in CASES]:
-        raise SystemExit(f"unknown workload {unknown[0]!r}: choose from {', '.join(CASES)}")
+    kind = resolve_device(args.device).partition(":")[0]
+    cases = CPU_CASES if kind == "cpu" else CASES
+    if unknown := [name for name in args.only if name not in cases]:
+        raise SystemExit(f"unknown workload {unknown[0]!r}: choose from {', '.join(cases)}")
     began = time.monotonic()
-    facts = load_facts("cuda")
+    facts = load_facts(kind)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    device = (facts.name or "unknown").lower().replace("nvidia ", "").split()[0]
+    words = (facts.name or "unknown").lower().replace("nvidia ", "").split()
+    device = "-".join(words[: 1 if kind == "cuda" else 2])
     path = args.out / f"rivals-train_{device}_{created[:10]}.json"
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     document |= {
@@ -418,7 +478,7 @@ def main(args: argparse.Namespace) -> None:
     }
     document.setdefault("workloads", {})
     longest = 0.0
-    for name in args.only or CASES:
+    for name in args.only or cases:
         start = time.monotonic()
         if start - began + longest > args.seconds:
             print("not begun:", name, flush=True)
