@@ -33,12 +33,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.conv = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
-        self.mix, self.head = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.mix, self.head = nn.Linear(16, 32), nn.Linear(32, 8, bias=False)
 
     def forward(self, x):
         x = torch.relu(self.stem(x))
         x = nn.functional.max_pool2d(torch.relu(self.conv(x) + x), 2)
-        return self.head(nn.functional.gelu(self.mix(x.flatten(2).transpose(1, 2))).mean(1))
+        return self.head(nn.functional.gelu(self.mix(x.flatten(2).transpose(1, 2))))
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +90,16 @@ def test_a_quantiser_with_a_wrong_scale_is_rejected(load, role, made):
 
 
 def rescaled(content, role):
-    """A quantised model whose first scale of a role is half as large as it should be."""
+    """A quantised model with a quarter of the right scale for one operand of its last product."""
     import onnx
 
     model = onnx.load_model_from_string(content)
-    scales = {each.name: each for each in model.graph.initializer}
-    kind = "QuantizeLinear" if role == "activations" else "DequantizeLinear"
-    nodes = [n for n in model.graph.node if n.op_type == kind]
-    if role == "weights":
-        nodes = [n for n in nodes if n.input[0] in scales and n.input[0].endswith("weight_quantized")]
-    scale = scales[nodes[0].input[1]]
-    half = onnx.numpy_helper.to_array(scale) * np.float32(0.5)
-    scale.CopyFrom(onnx.numpy_helper.from_array(half, scale.name))
+    product = [node for node in model.graph.node if node.op_type == "MatMul"][-1]
+    operand = product.input[("activations", "weights").index(role)]
+    (dequantized,) = [node for node in model.graph.node if operand in node.output]
+    (scale,) = [each for each in model.graph.initializer if each.name == dequantized.input[1]]
+    wrong = onnx.numpy_helper.to_array(scale) * np.float32(0.25)
+    scale.CopyFrom(onnx.numpy_helper.from_array(wrong, scale.name))
     return model.SerializeToString()
 
 

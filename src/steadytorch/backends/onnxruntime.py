@@ -43,8 +43,13 @@ def convert(exported: Exported) -> dict[str, bytes]:
         UnsupportedError: the model writes to its state or inputs, or exceeds ONNX's limit.
         Exception: PyTorch cannot convert it, as for an unknown operator.
     """
+    from torch.export import default_decompositions
+
+    # Decomposed for strided inputs, a linear layer would hold a copy of its weights per batch item.
+    table = default_decompositions()
+    table.pop(torch.ops.aten.linear.default, None)
     with torch.no_grad():
-        program = exported.program.run_decompositions()
+        program = exported.program.run_decompositions(table)
         signature = program.graph_signature
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise UnsupportedError(WRITES)
