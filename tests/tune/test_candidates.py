@@ -114,17 +114,6 @@ def test_int8_is_tried_on_each_engine_and_beside_bf16():
     assert CandidateSource(available, WORKLOAD, "int8", "compute-bound").lowered() == (BF16,)
 
 
-def test_int8_has_to_beat_the_engines_of_the_next_class():
-    def rivals(available):
-        found = CandidateSource(available, WORKLOAD, "int8", "compute-bound").rivals_of_int8()
-        return [(name, precision_of(c)) for c in found for name in transforms.engines(c)]
-
-    assert rivals(ON_CPU) == [("openvino", "bf16")]
-    assert rivals([s for s in ON_CPU if s.name == "onnxruntime"]) == [("onnxruntime", "same")]
-    assert rivals([s for s in ON_CPU if precision_of((s,)) != "int8"]) == []
-    assert CandidateSource(ON_CPU, WORKLOAD, "bf16", "compute-bound").rivals_of_int8() == []
-
-
 @pytest.mark.parametrize("precision", ["same", "bf16"])
 def test_int8_is_not_timed_where_it_is_not_allowed(precision):
     source = CandidateSource(ON_CPU, WORKLOAD, precision, "compute-bound")

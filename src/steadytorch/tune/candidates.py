@@ -185,15 +185,6 @@ class CandidateSource:
                 found.setdefault((name, precision_of(alone) == "int8"), alone)
         return list(found.values())
 
-    def rivals_of_int8(self) -> list[Candidate]:
-        """What an engine in int8 has to beat: engines in the lowest class above; else none."""
-        engines = [(alone, precision_of(alone)) for alone in self._on_engines()]
-        others = [precision for _, precision in engines if precision != "int8"]
-        if len(others) == len(engines):
-            return []
-        ahead = self._spec("prefetch")
-        return self._allowed([(*alone, ahead) for alone, p in engines if p in others[:1]])
-
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
         """Whole steps as one graph first, over compiled code and without a compiler."""
         graph, update = self._spec("step_graph", scope="step"), self._update()

@@ -123,7 +123,6 @@ class Search:
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
         self._lowered: Candidate = ()
-        self._rivals: list[Candidate] = []
 
     def run(self) -> TuneResult:
         """Searches until all candidates are tried or the budget is exhausted.
@@ -180,7 +179,6 @@ class Search:
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
         seeds, late = source.seeds(), source.late()
-        self._rivals = source.rivals_of_int8()
 
         def strong() -> list[Candidate]:
             left = [candidate for candidate in seeds if not self._pool.known(candidate)]
@@ -248,7 +246,7 @@ class Search:
         """
 
         def proposed() -> list[Candidate]:
-            return [*self._owed(), *self._by_promise(propose())] if while_it_pays else propose()
+            return self._by_promise(propose()) if while_it_pays else propose()
 
         while (taken := self._affordable(proposed())) or self._scheduler.begun:
             if while_it_pays and self._is_hopeless(propose()):
@@ -282,7 +280,7 @@ class Search:
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
         fitting = fitting[: int(self._slots * within_s / mean_s)]
         gain = self._prospects.expected_gain(fitting)
-        if not fitting or gain >= ENOUGH or self._scheduler.owes or self._owed():
+        if not fitting or gain >= ENOUGH or self._scheduler.owes:
             self._ended = ""
             return False
         self._ended = (
@@ -291,11 +289,6 @@ class Search:
         )
         self._watcher.phase(self._ended)
         return True
-
-    def _owed(self) -> list[Candidate]:
-        """Candidates that must be timed although they promise no gain: those that int8 must beat."""
-        leads = self._pool.leader().precision == "int8"
-        return [c for c in self._rivals if leads and not self._pool.known(c)]
 
     def _with_engines(self) -> tuple[TransformSpec, ...]:
         """The available variants, with a cuDNN engine chosen for each convolution."""
