@@ -76,7 +76,7 @@ def test_an_engine_runs_every_layer_in_int8_within_the_bound(load, made):
 @BOTH
 def test_an_engine_that_computes_in_floating_point_is_refused(load, made):
     _, form, floating, parts = made
-    with pytest.raises(UnsupportedError, match="int8 did not engage: .* 0 of 4 quantised layers"):
+    with pytest.raises(UnsupportedError, match=r"int8 did not engage: .* 0 of 4 quantised layers"):
         load({**floating, int8.LAYERS: parts[int8.LAYERS]}, form)
 
 
@@ -131,7 +131,7 @@ def test_calibration_takes_the_inputs_or_batches_of_the_loader():
 
 
 def nodes(*described):
-    """A graph of nodes `(operator, inputs, output)` over two weights; each is named as its output."""
+    """A graph of nodes `(operator, inputs, output)` over two weights, named by their outputs."""
     need("onnx")
     from onnx import TensorProto, helper, numpy_helper
 

@@ -160,7 +160,7 @@ def test_a_calibrated_one_with_a_flipped_bit_is_refused_and_a_search_makes_it_ag
     made.write_bytes(flipped(made.read_bytes()))
     path.write_bytes(made.read_bytes())
     path.chmod(0o600)
-    with pytest.raises(UnsupportedError, match="does not fit.*tune again"):
+    with pytest.raises(UnsupportedError, match=r"does not fit.*tune again"):
         got(beside(plan), making, calibrated=True)
     assert "is not served: its artefact was cut or altered" in caplog.text
     assert got(within(folder), making, calibrated=True) == PARTS

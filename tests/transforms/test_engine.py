@@ -139,7 +139,10 @@ def test_openvino_has_a_class_per_precision(cpu):
     assert create(*parse("openvino", cpu)).precision == "same"
 
 
-INT8 = [OpenVino(OpenVino.Parameters("int8")), OnnxRuntime(OnnxRuntime.Parameters("", False, "int8"))]
+INT8 = [
+    OpenVino(OpenVino.Parameters("int8")),
+    OnnxRuntime(OnnxRuntime.Parameters("", False, "int8")),
+]
 
 
 @pytest.mark.parametrize("engine", INT8, ids=str)

@@ -26,7 +26,13 @@ def test_int8_is_the_lowest_class_and_includes_bf16():
 
 @pytest.mark.parametrize(
     ("candidate", "precision"),
-    [((), "same"), ((LAYOUT,), "same"), ((LAYOUT, TF32), "tf32"), ((BF16,), "bf16"), ((INT8,), "int8")],
+    [
+        ((), "same"),
+        ((LAYOUT,), "same"),
+        ((LAYOUT, TF32), "tf32"),
+        ((BF16,), "bf16"),
+        ((INT8,), "int8"),
+    ],
 )
 def test_a_candidate_is_of_the_class_of_its_least_precise_part(candidate, precision):
     assert precision_of(candidate) == precision

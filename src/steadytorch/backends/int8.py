@@ -112,7 +112,7 @@ def _values(node: Any) -> list[str]:
 
 
 def calls(workload: Workload) -> Iterator[list[Tensor]]:
-    """The flat tensors of each calibrating call: of the loader's first batches, or of the inputs."""
+    """The flat tensors of each calibrating call: the loader's first batches, or the inputs."""
     own = Batch(workload.inputs, dict(workload.kwargs))
     feed = workload.feed
     batches = [own] if feed is None else feed.batches(own, workload.device)

@@ -159,9 +159,14 @@ def thread_count(given: ThreadsName) -> int:
     return max(1, {"": present, "one fewer": present - 1, "half": present // 2}[given])
 
 
-def fewer_threads() -> list[ThreadsName]:
-    """Thread counts worth trying beside PyTorch's own, without repetition."""
+def thread_settings() -> list[tuple[ThreadsName, bool]]:
+    """Settings worth trying, without repetition: PyTorch's count without and with an option; fewer.
+
+    Returns:
+        The number of threads, and whether the engine's option for threads is on.
+    """
     present = torch.get_num_threads()
     names: tuple[ThreadsName, ...] = ("one fewer", "half")
     found = {thread_count(name): name for name in reversed(names)}
-    return [name for name in names if name in found.values() and present > 1]
+    fewer = [name for name in names if name in found.values() and present > 1]
+    return [("", False), ("", True), *((name, False) for name in fewer)]

@@ -12,7 +12,7 @@ from steadytorch.backends import onnxruntime
 from steadytorch.backends.call import Run
 from steadytorch.backends.exported import Exported, Form
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.engine import Engine, ThreadsName, fewer_threads, thread_count
+from steadytorch.transforms.engine import Engine, ThreadsName, thread_count, thread_settings
 from steadytorch.transforms.traits import Objection
 from steadytorch.workload.workload import Workload
 
@@ -45,8 +45,11 @@ class OnnxRuntime(Engine):
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
         """All threads, spinning while they wait; then passive ones, and fewer; each in int8 too."""
-        shapes = [("", False), ("", True), *((name, False) for name in fewer_threads())]
-        return [cls.Parameters(*shape, name) for shape in shapes for name in ("", "int8")]
+        return [
+            cls.Parameters(threads, passive, precision)
+            for threads, passive in thread_settings()
+            for precision in ("", "int8")
+        ]
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
         """Weights beyond ONNX's limit."""

@@ -14,9 +14,9 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.transforms.engine import (
     Engine,
     ThreadsName,
-    fewer_threads,
     not_installed,
     thread_count,
+    thread_settings,
 )
 from steadytorch.transforms.onnxruntime import OnnxRuntime
 from steadytorch.transforms.traits import Objection
@@ -58,9 +58,11 @@ class OpenVino(Engine):
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
         """All precisions; then pinned threads, and fewer of them."""
-        shapes = [("", False), ("", True), *((name, False) for name in fewer_threads())]
-        precisions = ("f32", "bf16", "int8")
-        return [cls.Parameters(name, *shape) for shape in shapes for name in precisions]
+        return [
+            cls.Parameters(precision, threads, pinned)
+            for threads, pinned in thread_settings()
+            for precision in ("f32", "bf16", "int8")
+        ]
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
         """ONNX's limit and packages for int8, which ONNX Runtime quantises."""
