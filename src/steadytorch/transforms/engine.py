@@ -168,5 +168,5 @@ def thread_settings() -> list[tuple[ThreadsName, bool]]:
     present = torch.get_num_threads()
     names: tuple[ThreadsName, ...] = ("one fewer", "half")
     found = {thread_count(name): name for name in reversed(names)}
-    fewer = [name for name in names if name in found.values() and present > 1]
+    fewer: list[ThreadsName] = [name for name in names if name in found.values() and present > 1]
     return [("", False), ("", True), *((name, False) for name in fewer)]
