@@ -11,7 +11,10 @@ from torch import nn
 from steadytorch.backends import int8, onnxruntime, openvino
 from steadytorch.backends.call import EngineModel
 from steadytorch.backends.exported import export
+from steadytorch.compiled.artefact import supplied, within
 from steadytorch.errors import UnsupportedError
+from steadytorch.transforms.onnxruntime import OnnxRuntime
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.verification import verify as verification
 from steadytorch.verification.verdict import decide
 from steadytorch.verification.verify import make_reference, verify
@@ -128,6 +131,25 @@ def test_calibration_takes_the_inputs_or_batches_of_the_loader():
     batches = [torch.full((3, 4), float(i)) for i in range(9)]
     found = list(int8.calls(Workload.from_loader(model, batches)))
     assert [float(tensors[0].mean()) for tensors in found] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_engines_share_a_model_that_is_calibrated_on_all_batches(tmp_path, monkeypatch):
+    need("openvino", "onnxruntime", "onnx", "onnxscript")
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16, bias=False).eval(), torch.randn(64, 16)
+    tmp_path.chmod(0o700)
+    workload = Workload.from_loader(model, [x, x, 8 * x])
+    found = []
+    for engine in (
+        OnnxRuntime(OnnxRuntime.Parameters(precision="int8")),
+        OpenVino(OpenVino.Parameters("int8")),
+    ):
+        with supplied(within(tmp_path)), engine.applied(workload) as changed:
+            found.append(changed.model(8 * x))
+        monkeypatch.setattr(int8, "quantize", lambda *given: pytest.fail("quantised twice"))
+    expected = model(8 * x).detach()
+    for each in found:
+        assert float((each - expected).norm() / expected.norm()) < 0.02
 
 
 def nodes(*described):

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from steadytorch.compiled import artefact
-from steadytorch.compiled.artefact import EMPTY, Shelf, beside, held, obtain, supplied, within
+from steadytorch.compiled.artefact import (
+    EMPTY,
+    Shelf,
+    beside,
+    held,
+    lend,
+    obtain,
+    supplied,
+    within,
+)
 from steadytorch.errors import UnsupportedError
 from steadytorch.workload.workload import Workload
 
@@ -143,6 +152,20 @@ def test_a_plan_serves_the_winners_artefact_and_never_writes_it(folder):
     got(beside(plan), making, of=workload(bias=1.0))
     assert got(beside(plan), making) == PARTS
     assert making.count == 2
+
+
+def test_a_lent_one_is_used_in_place_of_a_conversion(folder):
+    making, plan, search = Making(), str(folder / "abc.json"), folder / "search"
+    search.mkdir(mode=0o700)
+    got(within(folder), making)
+    (made,) = folder.glob("*.artefact")
+    made.rename(folder / "abc.artefact")
+    lend(plan, search, ("openvino",))
+    assert got(within(search), making) == PARTS
+    assert making.count == 1
+    lend(None, search, ("onnxruntime",))
+    lend(str(folder / "no_such.json"), search, ("onnxruntime",))
+    assert [path.name for path in search.iterdir()] == ["openvino.artefact"]
 
 
 def test_a_calibrated_one_is_made_by_a_search_only(folder):

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -156,6 +157,19 @@ def held(folder: Path, names: Sequence[str]) -> Held | None:
         with suppress(OSError):
             return Held(folder / f"{name}{SUFFIX}")
     return None
+
+
+def lend(plan_path: str | None, folder: Path, names: Sequence[str]) -> None:
+    """Copies a stored plan's artefact, if it has one, to where `within` finds it.
+
+    Args:
+        plan_path: the plan's file; None for a plan in memory only.
+        folder: the folder given to `within`.
+        names: the names of the artefacts of the plan's transforms.
+    """
+    for name in names if plan_path is not None else ():
+        with suppress(OSError):
+            shutil.copyfile(Path(plan_path).with_suffix(SUFFIX), folder / f"{name}{SUFFIX}")
 
 
 def obtain(
