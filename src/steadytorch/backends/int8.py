@@ -30,7 +30,7 @@ LAYERS = "layers.json"
 """Part of a quantised model: the number of layers that must run in int8."""
 BATCHES = 4
 """Batches of a loader that calibrate the ranges of activations."""
-NOTHING = "int8: the model has no convolution or matrix product with constant weights to quantise"
+NOTHING = "int8 needs a convolution or matrix product with constant weights; the model has neither"
 
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 _BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "GlobalAveragePool", "MaxPool", "Relu")
