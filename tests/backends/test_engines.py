@@ -114,7 +114,10 @@ def test_a_model_that_writes_to_its_buffers_is_refused(name):
 def _graph(*precisions, devices=("CPU",)):
     nodes = [
         SimpleNamespace(
-            get_rt_info=lambda p=p: {"runtimePrecision": SimpleNamespace(astype=lambda _: p)}
+            get_rt_info=lambda p=p: {
+                "layerType": SimpleNamespace(astype=lambda _: "Convolution"),
+                "runtimePrecision": SimpleNamespace(astype=lambda _: p),
+            }
         )
         for p in precisions
     ]
@@ -131,6 +134,7 @@ def _graph(*precisions, devices=("CPU",)):
         (_graph("f32", "f16"), "f32", "computes in f16"),
         (_graph("f32", "i32"), "bf16", "bf16 did not engage"),
         (_graph("f32", devices=("GPU",)), "f32", "runs it on GPU, expected CPU"),
+        (_graph("i8", devices=("GPU",)), "int8", "runs it on GPU, expected CPU"),
     ],
 )
 def test_openvino_has_to_prove_what_engaged(graph, precision, why):

@@ -94,7 +94,7 @@ COMMANDS = {
         ("[WORKLOAD]", "text", None),
         *SHAPING,
         ("--objective", "auto|latency|p99|throughput", "auto"),
-        ("--precision", "same|tf32|bf16|fp16", "same"),
+        ("--precision", "same|tf32|bf16|fp16|int8", "same"),
         ("--tolerance", "float", None),
         ("--budget", "text", "3m"),
         ("--max-memory", "text", None),

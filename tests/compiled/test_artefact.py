@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 from steadytorch.compiled import artefact
-from steadytorch.compiled.artefact import Shelf, beside, held, obtain, supplied, within
+from steadytorch.compiled.artefact import (
+    EMPTY,
+    Shelf,
+    beside,
+    held,
+    lend,
+    obtain,
+    supplied,
+    within,
+)
+from steadytorch.errors import UnsupportedError
 from steadytorch.workload.workload import Workload
 
 PARTS = {"weights": b"\x01\x02" * 500, "form": b"{}"}
@@ -37,9 +47,9 @@ def bytes_of(parts):
     return {name: bytes(part) for name, part in parts.items()}
 
 
-def got(shelf, making, of=None, libraries=LIBRARIES, engine="openvino"):
+def got(shelf, making, of=None, libraries=LIBRARIES, engine="openvino", **options):
     with supplied(shelf):
-        return bytes_of(obtain(engine, libraries, of or workload(), making))
+        return bytes_of(obtain(engine, libraries, of or workload(), making, **options))
 
 
 @pytest.fixture
@@ -141,6 +151,42 @@ def test_a_plan_serves_the_winners_artefact_and_never_writes_it(folder):
     assert making.count == 1
     got(beside(plan), making, of=workload(bias=1.0))
     assert got(beside(plan), making) == PARTS
+    assert making.count == 2
+
+
+def test_a_lent_one_is_used_in_place_of_a_conversion(folder):
+    making, plan, search = Making(), str(folder / "abc.json"), folder / "search"
+    search.mkdir(mode=0o700)
+    got(within(folder), making)
+    (made,) = folder.glob("*.artefact")
+    made.rename(folder / "abc.artefact")
+    lend(plan, search, ("openvino",))
+    assert got(within(search), making) == PARTS
+    assert making.count == 1
+    lend(None, search, ("onnxruntime",))
+    lend(str(folder / "no_such.json"), search, ("onnxruntime",))
+    assert [path.name for path in search.iterdir()] == ["openvino.artefact"]
+
+
+def test_a_calibrated_one_is_made_by_a_search_only(folder):
+    making = Making()
+    assert got(within(folder), making, calibrated=True) == PARTS
+    with pytest.raises(UnsupportedError, match="only a search calibrates int8"):
+        got(EMPTY, making, calibrated=True)
+    assert making.count == 1
+
+
+def test_a_calibrated_one_with_a_flipped_bit_is_refused_and_a_search_makes_it_again(folder, caplog):
+    making, (plan, path) = Making(), (str(folder / "abc.json"), folder / "abc.artefact")
+    got(within(folder), making, calibrated=True)
+    (made,) = folder.iterdir()
+    made.write_bytes(flipped(made.read_bytes()))
+    path.write_bytes(made.read_bytes())
+    path.chmod(0o600)
+    with pytest.raises(UnsupportedError, match=r"does not fit.*tune again"):
+        got(beside(plan), making, calibrated=True)
+    assert "is not served: its artefact was cut or altered" in caplog.text
+    assert got(within(folder), making, calibrated=True) == PARTS
     assert making.count == 2
 
 

@@ -252,6 +252,16 @@ def test_code_without_a_file_is_a_reason():
     assert sys.getprofile() is None
 
 
+def test_code_of_a_dataclass_is_that_of_the_module_which_declares_it(program, tmp_path):
+    (tmp_path / "output_of_it.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass Output:\n    value: int = 0\n"
+    )
+    made = importlib.import_module("output_of_it")
+    sources = sources_of(functools.partial(made.Output, 1))
+    assert set(sources) == {"output_of_it"}
+    assert changed_source(sources) is None
+
+
 def test_code_generated_by_torch_fx_is_not_a_source():
     traced = torch.fx.symbolic_trace(nn.ReLU())
     assert sources_of(functools.partial(traced, torch.ones(1))) == {}

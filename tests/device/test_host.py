@@ -35,6 +35,20 @@ def test_cpu_model_says_when_cpuinfo_names_none(tree):
         host.cpu_model(tree(**{"proc|cpuinfo": "CPU implementer : 0x41\n"}))
 
 
+@pytest.mark.parametrize(
+    ("flags", "saturates"),
+    [
+        ("flags\t\t: fpu avx2\n", True),
+        ("flags\t\t: avx2 avx512_vnni\n", False),
+        ("flags\t\t: avx2 avx_vnni\n", False),
+        ("Features\t: asimddp i8mm\n", False),
+    ],
+    ids=["avx2", "avx512", "avx", "arm"],
+)
+def test_int8_saturates_on_x86_without_vnni(tree, flags, saturates):
+    assert host.saturates_int8(tree(**{"proc|cpuinfo": flags})) is saturates
+
+
 def test_a_missing_proc_is_a_reason(tmp_path):
     with pytest.raises(NotObservable, match="cannot be read"):
         host.cpu_model(tmp_path)

@@ -266,6 +266,40 @@ def test_an_interrupted_search_shows_the_fastest_five(screen):
     assert "All candidates: run with --all" in screen.flat
 
 
+# -- int8 ---------------------------------------------------------------------------------------
+
+OWN = trial(WINNER, median_ns=14e6, median_ci_ns=(13.8e6, 14.2e6), precision="bf16")
+
+
+def of_int8(**fields):
+    given = {"median_ns": 15e6, "median_ci_ns": (14.8e6, 15.2e6), "precision": "int8"}
+    return trial(spec("openvino"), **{**given, **fields})
+
+
+def shown_with(screen, *trials, chosen=WINNER):
+    kept = evidence(trials=(trial(), *trials))
+    show_plan(screen.console, plan(candidate=chosen, evidence=kept), "Plan")
+    return screen.flat
+
+
+def test_int8_without_a_gain_is_said_with_its_interval(screen):
+    text = shown_with(screen, OWN, of_int8())
+    line = "int8: no gain here, 0.93x (0.91 to 0.96) of channels_last + inference_mode, as screened"
+    assert line in text
+
+
+def test_int8_that_was_not_timed_gives_its_reason(screen):
+    why = "relative error 2.0e-01 exceeds 1.0e-01"
+    text = shown_with(screen, OWN, of_int8(median_ns=None, status="rejected", reason=why))
+    assert f"int8: no gain shown, openvino rejected: {why}" in text
+
+
+def test_nothing_is_said_of_int8_where_it_is_the_plan_or_was_not_allowed(screen):
+    assert "int8" not in shown_with(screen, OWN)
+    assert "int8" not in shown_with(screen, OWN, of_int8(allowed=False))
+    assert "int8" not in shown_with(screen, OWN, of_int8(), chosen=spec("openvino"))
+
+
 # -- what was left out --------------------------------------------------------------------------
 
 

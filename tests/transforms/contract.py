@@ -22,7 +22,7 @@ IEEE = dict.fromkeys(
     ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"), "ieee"
 )
 SLOW = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))
-TOLERANCE = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2}
+TOLERANCE = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 4e-2, "int8": 1e-1}
 
 
 class ConvNet(nn.Module):
@@ -185,7 +185,9 @@ def exercise(transforms: list[Transform], workload: Workload) -> Evidence:
     state = {name: t.clone() for name, t in workload.model.state_dict().items()}
     strides = [t.stride() for t in workload.model.state_dict().values()]
     inputs = [t.clone() for t in _inputs(workload)]
-    other = _other_inputs(workload)
+    precision = next((t.precision for t in transforms if t.precision != "same"), "same")
+    # Int8 clips what exceeds the ranges of its calibration, so it gets the same items reordered.
+    other = _other_inputs(workload, *((0, 1.0) if precision == "int8" else (-1, 0.5)))
     expected, expected_other = _call(workload), _call(other)
     with applied_in_order(transforms, workload) as changed:
         first = _call(changed)
@@ -195,7 +197,7 @@ def exercise(transforms: list[Transform], workload: Workload) -> Evidence:
         others = _call(other.with_model(changed.model))
     after_state = workload.model.state_dict()
     return Evidence(
-        precision=next((t.precision for t in transforms if t.precision != "same"), "same"),
+        precision=precision,
         expected=expected,
         first=first,
         first_at_once=first_at_once,
@@ -299,11 +301,12 @@ def _inputs(workload: Workload) -> list[torch.Tensor]:
     return tensors_of((workload.inputs, dict(workload.kwargs)))
 
 
-def _other_inputs(workload: Workload) -> Workload:
+def _other_inputs(workload: Workload, dimension: int, factor: float) -> Workload:
     """The same workload with other values of the same signature."""
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.flip(-1) * 0.5 if tensor.is_floating_point() else tensor.flip(-1)
+        flipped = tensor.flip(dimension)
+        return flipped * factor if tensor.is_floating_point() else flipped
 
     return Workload(
         workload.model,

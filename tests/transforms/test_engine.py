@@ -139,6 +139,40 @@ def test_openvino_has_a_class_per_precision(cpu):
     assert create(*parse("openvino", cpu)).precision == "same"
 
 
+INT8 = [
+    OpenVino(OpenVino.Parameters("int8")),
+    OnnxRuntime(OnnxRuntime.Parameters("", False, "int8")),
+]
+
+
+@pytest.mark.parametrize("engine", INT8, ids=str)
+def test_int8_is_a_class_of_its_own_and_one_artefact_of_all_engines(engine, cpu):
+    (parsed,) = parse(f"{engine.name}(int8)", cpu)
+    assert parsed == engine.spec
+    assert engine.precision == "int8"
+    assert engine.converters() == INT8[1].libraries()
+    assert transforms.artefacts((engine.spec,)) == ("int8",)
+    assert transforms.artefacts((type(engine)().spec,)) == (engine.name,)
+
+
+@pytest.mark.parametrize("engine", INT8, ids=str)
+def test_int8_says_why_it_does_not_apply(engine, conv_workload, cpu, gpu, monkeypatch):
+    loss, update = torch.sum, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    training = Workload.training(conv_workload.model, conv_workload.inputs, loss, update)
+    assert "inference only" in engine.applies_to(training, cpu).reason
+    assert "on a CPU only" in engine.applies_to(conv_workload, gpu).reason
+    monkeypatch.setattr(OpenVino, "packages", ())
+    monkeypatch.setattr(OnnxRuntime, "packages", ("no_such_package",))
+    reason = engine.applies_to(conv_workload, cpu).reason
+    assert reason.startswith("needs ONNX Runtime, which is not installed")
+    assert isinstance(OpenVino().applies_to(conv_workload, cpu), Applicable)
+
+
+def test_int8_is_not_served_without_the_artefact_of_its_search(conv_workload):
+    with pytest.raises(UnsupportedError, match="only a search calibrates int8"):
+        build(conv_workload.model, conv_workload.inputs, {}, (INT8[1].spec,))
+
+
 def test_threads_are_relative_to_pytorchs():
     present = torch.get_num_threads()
     assert thread_count("") == present

@@ -12,9 +12,9 @@ from steadytorch.workload.workload import Workload
 GPU = DeviceFacts(device="cuda", compute_capability="9.0", cudnn="9.19.0", triton="3.6.0")
 CPU = DeviceFacts(device="cpu", cores_physical=8, cores_logical=16)
 EVERY = list(dict.fromkeys(t.spec for facts in (GPU, CPU) for t in transforms.all_variants(facts)))
-ENGINES = [spec for spec in EVERY if transforms.engines((spec,))]
+ON_CPU = [spec for spec in EVERY if transforms.engines((spec,))]
 """Never available on a GPU, unlike the others."""
-ALL = [spec for spec in EVERY if spec not in ENGINES]
+ALL = [spec for spec in EVERY if spec not in ON_CPU]
 WORKLOAD = Workload(nn.Linear(2, 2), torch.zeros(1, 2))
 REGIMES = ("launch-bound", "memory-bound", "compute-bound")
 

@@ -21,6 +21,7 @@ from .candidate_checks import (
     FP16,
     GRAPH,
     LAYOUT,
+    ON_CPU,
     REGIMES,
     WORKLOAD,
     assert_sound,
@@ -98,6 +99,27 @@ def test_seeds_use_the_precision_that_is_asked_for():
     seeds = CandidateSource(ALL, WORKLOAD, "bf16", "compute-bound").seeds()
     assert BF16 in seeds[0]
     assert not any(FP16 in candidate for candidate in seeds)
+
+
+def test_int8_is_tried_on_each_engine_and_beside_bf16():
+    available = [*ON_CPU, BF16]
+    seeds = CandidateSource(available, WORKLOAD, "int8", "compute-bound").seeds()
+    tried = [(each[0].name, precision_of(each)) for each in seeds if transforms.engines(each)]
+    assert tried == [
+        ("openvino", "int8"),
+        ("onnxruntime", "int8"),
+        ("openvino", "bf16"),
+        ("onnxruntime", "same"),
+    ]
+    assert CandidateSource(available, WORKLOAD, "int8", "compute-bound").lowered() == (BF16,)
+
+
+@pytest.mark.parametrize("precision", ["same", "bf16"])
+def test_int8_is_not_timed_where_it_is_not_allowed(precision):
+    source = CandidateSource(ON_CPU, WORKLOAD, precision, "compute-bound")
+    found = [*source.seeds(), *source.beyond(()), *source.neighbours(())]
+    assert found
+    assert all(precision_of(candidate) != "int8" for candidate in found)
 
 
 def _fused(config="", **asked):

@@ -5,6 +5,8 @@ import math
 import pytest
 from simulated import ATTENTION, BENCHMARK, BF16, COMPILED, EAGER, FOLD, GRAPH, LAYOUT
 
+from steadytorch.transforms.onnxruntime import OnnxRuntime
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune.prospects import ENOUGH, Prospects
 
 FROZEN, PLAIN, TREES = COMPILED
@@ -27,6 +29,25 @@ def test_before_anything_else_was_timed_a_compiler_promises_more_than_a_setting(
 def test_nothing_left_promises_nothing():
     assert timed({}).expected_gain([]) == 0.0
     assert list(timed({}).expected_gains([])) == []
+
+
+def openvino(precision):
+    return OpenVino(OpenVino.Parameters(precision)).spec
+
+
+def test_an_engine_that_gained_leaves_the_other_one_promising():
+    runtime = OnnxRuntime().spec
+    prospects = timed({runtime: 0.36}, (runtime,))
+    assert prospects.expected_gain([(openvino("f32"),)]) > ENOUGH
+
+
+def test_a_lower_precision_of_an_engine_is_more_than_a_setting():
+    int8, pinned = openvino("int8"), OpenVino(OpenVino.Parameters("int8", "", True)).spec
+    prospects = timed({int8: 0.15}, (int8,))
+    assert prospects.expected_gain([(openvino("bf16"),)]) > ENOUGH
+    assert prospects.expected_gain([(pinned,)]) > ENOUGH
+    known = timed({openvino("bf16"): 0.3}, (openvino("bf16"),))
+    assert known.expected_gain([(int8,)]) > 10 * ENOUGH
 
 
 def test_more_candidates_promise_more():

@@ -14,6 +14,7 @@ from scripted import (
 )
 
 from steadytorch.process.worker import Fault
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune.select import SearchOptions
 from steadytorch.verification.verdict import OutputError, Reference
 
@@ -127,6 +128,35 @@ def test_the_same_precision_is_chosen_where_it_is_allowed():
     result = make_search(stage, [EAGER, TF32], SearchOptions(precision="tf32")).run()
     assert result.chosen == (EAGER, TF32)
     assert _trial(result, EAGER, TF32).allowed
+
+
+def _on_openvino(**times_ms):
+    """The result of a search in which OpenVINO takes these times per precision, off by 0.03."""
+    specs = [OpenVino(OpenVino.Parameters(precision)).spec for precision in times_ms]
+    error = OutputError(0.03, 0.03)
+    acts = zip(specs, times_ms.values(), strict=True)
+    stage = Stage({(spec,): Act(time * MS, error=error) for spec, time in acts})
+    return make_search(stage, specs, SearchOptions(precision="int8")).run(), specs
+
+
+def test_what_int8_has_to_beat_is_timed_even_where_it_promises_no_gain():
+    result, (int8, bf16) = _on_openvino(int8=1, bf16=3)
+    assert result.chosen == (int8,)
+    assert _trial(result, bf16).median_ns == pytest.approx(3 * MS, rel=0.01)
+
+
+def test_int8_that_is_slower_than_bf16_is_not_chosen():
+    result, (int8, bf16) = _on_openvino(int8=1.2, bf16=1)
+    assert result.chosen == (bf16,)
+    assert _trial(result, int8).status == "ok"
+
+
+def test_int8_beyond_its_bound_is_rejected_and_bf16_wins():
+    specs = [OpenVino(OpenVino.Parameters(precision)).spec for precision in ("int8", "bf16")]
+    acts = {(specs[0],): Act(1 * MS, error=OutputError(0.2, 0.2)), (specs[1],): Act(3 * MS)}
+    result = make_search(Stage(acts), specs, SearchOptions(precision="int8")).run()
+    assert result.chosen == (specs[1],)
+    assert _trial(result, specs[0]).reason == "relative error 2.0e-01 exceeds 1.0e-01"
 
 
 def test_a_candidate_over_the_memory_cap_is_rejected_and_the_next_best_wins():

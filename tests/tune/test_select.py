@@ -30,7 +30,7 @@ def _race(*times, survivors=None):
     ("field", "value", "words"),
     [
         ("objective", "speed", ("'speed'", "latency, p99, throughput")),
-        ("precision", "int8", ("'int8'", "same, tf32, fp16, bf16")),
+        ("precision", "int4", ("'int4'", "same, tf32, fp16, bf16, int8")),
         ("tolerance", 0.0, ("0.0", "between 0 and 1")),
         ("tolerance", 1.0, ("1.0", "such as 0.01")),
         ("tolerance", -0.1, ("-0.1",)),

@@ -35,7 +35,7 @@ def test_same_allows_one_rounding_where_the_untouched_workload_is_exact():
     assert _decide(10 * eps, 0, reference=exact) is not None
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16", "int8"])
 def test_lower_precisions_have_the_bounds_of_their_class(precision):
     bound = TOLERANCES[precision]
     assert _decide(bound, MAX_ERROR_FACTOR * bound, precision) is None
@@ -44,7 +44,8 @@ def test_lower_precisions_have_the_bounds_of_their_class(precision):
 
 
 def test_the_classes_allow_more_the_fewer_bits_they_keep():
-    assert TOLERANCES["tf32"] <= TOLERANCES["fp16"] < TOLERANCES["bf16"]
+    bounds = [TOLERANCES[name] for name in ("tf32", "fp16", "bf16", "int8")]
+    assert bounds == sorted(set(bounds))
 
 
 @pytest.mark.parametrize("tolerance", [1e-4, 0.2])

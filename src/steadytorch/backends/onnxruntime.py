@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
+import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from steadytorch.backends import int8
 from steadytorch.backends.call import Run
 from steadytorch.backends.exported import WRITES, Exported, Form
+from steadytorch.backends.int8 import LAYERS, MODEL
 from steadytorch.errors import UnsupportedError
 
-MODEL = "model.onnx"
-"""The part of a converted model."""
 MOST_BYTES = (1 << 31) - 1
 """Limit of ONNX on a model in one file."""
 
 _PROVIDER = "CPUExecutionProvider"
+_INT8 = frozenset({"MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul"})
+"""Kernels that multiply in int8."""
+_TYPES = {"float": "float32", "double": "float64"}
+"""Names of ONNX Runtime's types in NumPy, where they differ."""
 
 
 def libraries() -> dict[str, str]:
@@ -35,8 +43,13 @@ def convert(exported: Exported) -> dict[str, bytes]:
         UnsupportedError: the model writes to its state or inputs, or exceeds ONNX's limit.
         Exception: PyTorch cannot convert it, as for an unknown operator.
     """
+    from torch.export import default_decompositions
+
+    # Decomposed for strided inputs, a linear layer would hold a copy of its weights per batch item.
+    table = default_decompositions()
+    table.pop(torch.ops.aten.linear.default, None)
     with torch.no_grad():
-        program = exported.program.run_decompositions()
+        program = exported.program.run_decompositions(table)
         signature = program.graph_signature
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise UnsupportedError(WRITES)
@@ -56,13 +69,14 @@ def load(parts: Mapping[str, Any], form: Form, threads: int, spins: bool) -> Run
     """Makes a session for this CPU.
 
     Args:
-        parts: what `convert` returned, as bytes or buffers.
+        parts: what `convert` or `int8.quantize` returned, as bytes or buffers.
         form: the form of calls.
         threads: number of threads.
         spins: whether waiting threads keep their cores busy.
 
     Raises:
-        UnsupportedError: another execution provider took the model.
+        UnsupportedError: another execution provider took the model, or a quantised layer does not
+            run in int8.
         Exception: the session cannot be made.
     """
     import onnxruntime
@@ -71,9 +85,14 @@ def load(parts: Mapping[str, Any], form: Form, threads: int, spins: bool) -> Run
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spins)))
-    session = onnxruntime.InferenceSession(bytes(parts[MODEL]), options, providers=[_PROVIDER])
-    session.disable_fallback()
-    prove(session)
+    with tempfile.TemporaryDirectory() as folder:
+        options.enable_profiling = LAYERS in parts
+        options.profile_file_prefix = str(Path(folder) / "run")
+        session = onnxruntime.InferenceSession(bytes(parts[MODEL]), options, providers=[_PROVIDER])
+        session.disable_fallback()
+        prove(session)
+        if LAYERS in parts:
+            int8.prove(_int8_layers(session), parts, "ONNX Runtime")
     return _Session(onnxruntime.OrtValue, session, form)
 
 
@@ -85,6 +104,23 @@ def prove(session: Any) -> None:
     """
     if (found := session.get_providers()) != [_PROVIDER]:
         raise UnsupportedError(f"ONNX Runtime runs it on {', '.join(found)}, expected {_PROVIDER}")
+
+
+def _int8_layers(session: Any) -> int:
+    """The number of layers that run in int8, by a profile of one call; ends profiling."""
+    given = {
+        each.name: np.zeros(each.shape, _numpy_type(each.type)) for each in session.get_inputs()
+    }
+    session.run(None, given)
+    events = json.loads(Path(session.end_profiling()).read_bytes())
+    kernels = [e["args"].get("op_name") for e in events if e["name"].endswith("_kernel_time")]
+    return sum(kernel in _INT8 for kernel in kernels)
+
+
+def _numpy_type(name: str) -> str:
+    """The name in NumPy of a type such as `tensor(float)`."""
+    inner = name.removeprefix("tensor(").removesuffix(")")
+    return _TYPES.get(inner, inner)
 
 
 class _Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from steadytorch.backends import int8
 from steadytorch.backends.call import Run
 from steadytorch.backends.exported import WRITES, Exported, Form, Layout
 from steadytorch.errors import UnsupportedError
@@ -23,6 +25,7 @@ MODEL, WEIGHTS = "model.xml", "model.bin"
 
 _TELEMETRY = "openvino_telemetry"
 _FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
+_PRODUCTS = frozenset({"Convolution", "FullyConnected", "MatMul"})
 
 
 def libraries() -> dict[str, str]:
@@ -69,9 +72,10 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
     The hint is always latency: one call is one request, and the next starts after it.
 
     Args:
-        parts: what `convert` returned, as bytes or buffers.
+        parts: what `convert` or, for int8, `int8.quantize` returned, as bytes or buffers.
         form: the form of calls.
-        precision: `f32` or `bf16`, the type of floating-point arithmetic.
+        precision: `f32`, `bf16` or `int8`. In int8, the type of floating-point arithmetic is bf16
+            where the processor has it.
         threads: number of threads.
         pinned: whether OpenVINO pins its threads to cores.
 
@@ -81,11 +85,16 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
     """
     openvino = _library()
     core = openvino.Core()
-    weights = openvino.Tensor(np.frombuffer(parts[WEIGHTS], dtype=np.uint8))
-    model = core.read_model(bytes(parts[MODEL]), weights)
+    if precision == "int8":
+        model = core.read_model(io.BytesIO(parts[int8.MODEL]))
+        has_bf16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        floating = "bf16" if has_bf16 else "f32"
+    else:
+        weights = openvino.Tensor(np.frombuffer(parts[WEIGHTS], dtype=np.uint8))
+        model, floating = core.read_model(bytes(parts[MODEL]), weights), precision
     settings = {
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_PRECISION_HINT": floating,
         "INFERENCE_NUM_THREADS": threads,
         "ENABLE_CPU_PINNING": pinned,
         # Neither applies to float weights; off, so that a new default cannot lower the precision.
@@ -94,6 +103,8 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
     }
     compiled = core.compile_model(model, "CPU", settings)
     prove(compiled, precision)
+    if precision == "int8":
+        int8.prove(_int8_layers(compiled), parts, "OpenVINO")
     return _Request(openvino, compiled, form)
 
 
@@ -108,6 +119,8 @@ def prove(compiled: Any, precision: str) -> None:
     if devices != ["CPU"]:
         raise UnsupportedError(f"OpenVINO runs it on {', '.join(devices)}, expected CPU")
     found = set(_precisions(compiled))
+    if precision == "int8":
+        return
     if precision == "bf16":
         if "bf16" not in found:
             raise UnsupportedError("bf16 did not engage: OpenVINO computes every layer in f32")
@@ -117,9 +130,22 @@ def prove(compiled: Any, precision: str) -> None:
 
 def _precisions(compiled: Any) -> list[str]:
     """The floating-point type of each executed layer."""
+    return [name for _, name in _executed(compiled) if name in _FLOATING]
+
+
+def _int8_layers(compiled: Any) -> int:
+    """The number of layers that multiply in int8."""
+    return sum(kind in _PRODUCTS and name in ("i8", "u8") for kind, name in _executed(compiled))
+
+
+def _executed(compiled: Any) -> list[tuple[str, str]]:
+    """The kind of each executed layer, and the type that it computes in."""
     info = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
-    named = [each["runtimePrecision"].astype(str) for each in info if "runtimePrecision" in each]
-    return [name for name in named if name in _FLOATING]
+    return [
+        (each["layerType"].astype(str), each["runtimePrecision"].astype(str))
+        for each in info
+        if "runtimePrecision" in each
+    ]
 
 
 class _Request:

@@ -33,7 +33,7 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
 )
 @click.option(
     "--precision",
-    type=click.Choice(["same", "tf32", "bf16", "fp16"]),
+    type=click.Choice(["same", "tf32", "bf16", "fp16", "int8"]),
     default="same",
     show_default=True,
     help="Lowest precision allowed.",

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -59,7 +60,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         contents: digest of the untouched model; see `model_digest.digest`.
-        engine: name of the transform that made it.
+        engine: name of the transform that made it, or of what several transforms share.
         libraries: versions of PyTorch and of the engine's libraries.
         parts: size of each part in bytes, in order.
         schema: `SCHEMA`.
@@ -88,6 +89,10 @@ class Shelf(NamedTuple):
 
     path_of: Callable[[str], Path | None]
     is_writable: bool
+
+
+EMPTY = Shelf(lambda engine: None, is_writable=False)
+"""The shelf of a plan without an artefact."""
 
 
 _SHELF: ContextVar[Shelf | None] = ContextVar("steadytorch_shelf", default=None)
@@ -141,34 +146,59 @@ class Held:
                 _log.warning("an artefact is not kept: %s", clean(error))
 
 
-def held(folder: Path, engines: Sequence[str]) -> Held | None:
+def held(folder: Path, names: Sequence[str]) -> Held | None:
     """The artefact of a search's winner; None if it has none.
 
     Args:
         folder: the folder given to `within`.
-        engines: the engines among the winner's transforms.
+        names: the names of the artefacts of the winner's transforms.
     """
-    for engine in engines:
+    for name in names:
         with suppress(OSError):
-            return Held(folder / f"{engine}{SUFFIX}")
+            return Held(folder / f"{name}{SUFFIX}")
     return None
 
 
+def lend(plan_path: str | None, folder: Path, names: Sequence[str]) -> None:
+    """Copies a stored plan's artefact, if it has one, to where `within` finds it.
+
+    Args:
+        plan_path: the plan's file; None for a plan in memory only.
+        folder: the folder given to `within`.
+        names: the names of the artefacts of the plan's transforms.
+    """
+    for name in names if plan_path is not None else ():
+        with suppress(OSError):
+            shutil.copyfile(Path(plan_path).with_suffix(SUFFIX), folder / f"{name}{SUFFIX}")
+
+
 def obtain(
-    engine: str, libraries: Mapping[str, str], workload: Workload, make: Callable[[], Parts]
+    engine: str,
+    libraries: Mapping[str, str],
+    workload: Workload,
+    make: Callable[[], Parts],
+    *,
+    calibrated: bool = False,
 ) -> Parts:
     """Returns the converted model: from the shelf in force if one fits, else made now.
 
     Args:
-        engine: name of the transform.
+        engine: name of the artefact: as a rule that of the transform.
         libraries: versions of the libraries that read and write the artefact.
         workload: the untouched workload.
         make: converts the model.
+        calibrated: whether the result depends on the values of the inputs. A plan is then served
+            from its artefact only: a search calibrated and verified it, one call could do neither.
 
     Raises:
+        UnsupportedError: `calibrated`, and the plan that is served has no artefact that fits.
         Exception: exceptions of `make`.
     """
     shelf = _SHELF.get()
+    if calibrated and shelf is not None and not shelf.is_writable:
+        make, instead = _uncalibrated, "is not served"
+    else:
+        instead = "converts again"
     path = None if shelf is None else shelf.path_of(engine)
     if shelf is None or path is None:
         return make()
@@ -181,7 +211,7 @@ def obtain(
         try:
             return read(path, header)
         except Exception as error:  # a damaged file may raise anything; the caller goes on
-            _log.warning("%s converts again: %s", engine, _why_not(error))
+            _log.warning("%s %s: %s", engine, instead, _why_not(error))
     parts = make()
     if shelf.is_writable:
         try:
@@ -190,6 +220,13 @@ def obtain(
         except (UnsupportedError, BrokenError, OSError) as error:
             _log.warning("the artefact of %s is not kept: %s", engine, _why_not(error))
     return parts
+
+
+def _uncalibrated() -> Parts:
+    raise UnsupportedError(
+        "the plan's artefact is missing or does not fit, and only a search calibrates int8: tune "
+        "again"
+    )
 
 
 def _called(workload: Workload) -> Any:

@@ -38,6 +38,15 @@ def cpu_model(root: Path = ROOT) -> str:
     return found.group(1).strip()
 
 
+def saturates_int8(root: Path = ROOT) -> bool:
+    """Whether sums of two int8 products saturate at 16 bits: on x86 without VNNI.
+
+    Source: "Choosing parameters for CPU inference" in `onnxruntime.quantization.quantize_static`.
+    """
+    flags = re.search(r"^flags\s*:(.*)$", read_text(root / "proc/cpuinfo"), re.MULTILINE)
+    return flags is not None and "vnni" not in flags[1]
+
+
 def allowed_cpus() -> frozenset[int]:
     """Indices of the logical CPUs in the affinity mask of this process."""
     if hasattr(os, "sched_getaffinity"):

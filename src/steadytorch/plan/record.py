@@ -38,7 +38,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         transforms: the candidate; empty for the untouched workload.
-        precision: its precision class: same, tf32, bf16 or fp16.
+        precision: its precision class: same, tf32, bf16, fp16 or int8.
         suggested_by: ids of the findings of `steady explain` that suggest it.
         status: ok, rejected (broke a rule, or its process died), failed (could not be applied) or
             skipped.

@@ -269,11 +269,43 @@ def _claims(plan: TuneReport) -> list[str]:
     if plan.chosen and base is not None:
         lines.append(f"untouched {format_timing(base)}")
     lines.extend(format_costs(plan))
+    lines.extend(_without_int8(plan))
     if plan.plan is not None:
         path = plan.plan.path
         where = f"stored in {Path(path).parent.parent}" if path else "in memory only"
         lines.append(f"plan {plan.plan.id}, {where}")
     return lines
+
+
+def _without_int8(plan: TuneReport) -> list[str]:
+    """A line on int8 if it was allowed and tried, and is not the plan; else none."""
+    allowed = [each for each in plan.candidates if each.allowed]
+    tried = [each for each in allowed if each.precision == "int8"]
+    if not tried or any(each.transforms == plan.chosen for each in tried):
+        return []
+    timed = _by_time([each for each in allowed if each.status == "ok"])
+    fastest = next((each for each in timed if each.precision == "int8"), None)
+    best = next((each for each in timed if each.precision != "int8"), None)
+    if fastest is None or best is None:
+        return [f"int8: no gain shown, {name_of(tried[0].transforms)} {_outcome(tried[0])}"]
+    return [
+        f"int8: no gain here, {format_ratio(best, fastest)} of {name_of(best.transforms)}, as "
+        "screened"
+    ]
+
+
+def _outcome(each: CandidateResult) -> str:
+    return f"{each.status}: {each.reason}" if each.reason else each.status
+
+
+def format_ratio(base: CandidateResult, other: CandidateResult) -> str:
+    """Time of one candidate over that of another, with bounds by the intervals of both medians."""
+    ratio = (base.median_ns or 1.0) / (other.median_ns or 1.0)
+    if base.median_ci_ns is None or other.median_ci_ns is None:
+        return f"{ratio:.2f}x"
+    low = base.median_ci_ns[0] / other.median_ci_ns[1]
+    high = base.median_ci_ns[1] / other.median_ci_ns[0]
+    return f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def _objective(plan: TuneReport) -> str:

@@ -51,7 +51,7 @@ class CandidateResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transforms: in order of application; empty for the untouched workload.
-        precision: `same`, `tf32`, `bf16` or `fp16`.
+        precision: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         suggested_by: ids of the findings of `steady explain` that speak for it.
         status: `ok`, `rejected`, `failed` or `skipped`.
         reason: why it is not ok, or its requirement; None if there is neither.

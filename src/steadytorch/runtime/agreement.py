@@ -14,9 +14,14 @@ from steadytorch.ambient import UNREADABLE, ambient
 from steadytorch.workload.opened import opened
 from steadytorch.workload.signature import strides_of, tensors_of
 
-TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
+TOLERANCES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
 """Relative L2 error per precision class: a few times the class's unit roundoff (2^-11 for tf32 and
-fp16, 2^-8 for bf16), since errors grow through a deep network."""
+fp16, 2^-8 for bf16), since errors grow through a deep network.
+
+int8 rounds to 255 steps over the range of a tensor, not relative to each value. The range of
+normally distributed values is about ten times their norm per element, so one rounding makes a
+relative error of 10 / 255 / sqrt(12) = 1.1 %. The bound is nine of these, and equals a ratio of
+signal to noise of 20 dB."""
 OWN_TOLERANCES = {
     torch.float64: 2e-13,
     torch.float32: 1e-4,
@@ -52,7 +57,7 @@ def bound(precision: str, model: Any, inputs: Any, tolerance: float | None = Non
     `OWN_TOLERANCES`.
 
     Args:
-        precision: the candidate's class: same, tf32, bf16 or fp16.
+        precision: the candidate's class: same, tf32, bf16, fp16 or int8.
         model: the untouched model; its weights are considered if it is an `nn.Module`.
         inputs: the arguments of a call, with any nesting.
         tolerance: the user's tolerance; None for the class's default. Not used for `same`.

@@ -48,7 +48,7 @@ MOST_REMEMBERED = 1000
 """Limit on remembered signatures without an executor, and on distinct warnings."""
 _PADDED = Resolution(None, "its inputs are padded")
 _RESOLVING = Resolution(None, RESOLVING)
-_CLASSES = ("same", "tf32", "fp16", "bf16")
+_CLASSES = ("same", "tf32", "fp16", "bf16", "int8")
 """Precision classes, from the narrowest tolerance to the widest."""
 
 

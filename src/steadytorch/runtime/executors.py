@@ -86,7 +86,7 @@ def build(
             torch.inference_mode(False),
             torch.set_grad_enabled(grad),
             supplied(source),
-            artefact.supplied(shelf),
+            artefact.supplied(shelf or artefact.EMPTY),
         ):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:

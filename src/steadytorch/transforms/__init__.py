@@ -41,6 +41,7 @@ __all__ = [
     "REGISTRY",
     "all_variants",
     "ambient",
+    "artefacts",
     "compiles",
     "conflict",
     "create",
@@ -212,6 +213,12 @@ def compiles(candidate: Candidate) -> bool:
 def engines(candidate: Candidate) -> tuple[str, ...]:
     """The engines beyond PyTorch among these transforms, by name."""
     return tuple(kind.name for kind in _known(candidate) if kind.engine)
+
+
+def artefacts(candidate: Candidate) -> tuple[str, ...]:
+    """The converted models that these transforms run, by name."""
+    engines = {kind.name for kind in _known(candidate) if kind.engine}
+    return tuple(create(spec).artefact for spec in candidate if spec.name in engines)
 
 
 def libraries(candidate: Candidate) -> dict[str, str]:

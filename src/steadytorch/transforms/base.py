@@ -14,7 +14,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.workload.workload import Workload
 
-PRECISIONS = ("same", "tf32", "fp16", "bf16")
+PRECISIONS = ("same", "tf32", "fp16", "bf16", "int8")
 """Precision classes, the lowest last."""
 
 
@@ -96,8 +96,13 @@ class Transform(ABC):
 
     @property
     def precision(self) -> str:
-        """The precision class of the results: same, tf32, bf16 or fp16."""
+        """The precision class of the results: same, tf32, bf16, fp16 or int8."""
         return "same"
+
+    @property
+    def artefact(self) -> str:
+        """For engines: name of the converted model; transforms with one name share it."""
+        return self.name
 
     @property
     def takes_half_only(self) -> bool:

@@ -19,7 +19,7 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Transform
 from steadytorch.workload.signature import tensors_of
 from steadytorch.workload.workload import Workload
 
-TOLERANCES = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2}
+TOLERANCES = {"same": 5e-5, "tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
 """Largest error of a result per precision class, relative to its largest element."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import torch
 
+from steadytorch.backends import int8
 from steadytorch.backends.call import EngineModel, Run
 from steadytorch.backends.exported import Exported, Form, export
 from steadytorch.compiled import artefact
@@ -66,6 +67,20 @@ class Engine(Transform):
     def load(self, parts: Mapping[str, Any], form: Form) -> Run:
         """Loads a converted model and proves that the engine engaged as requested."""
 
+    def converters(self) -> dict[str, str]:
+        """Versions of the libraries that write and read the artefact."""
+        return self.libraries()
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it converts to ONNX, and ONNX Runtime quantises the result to int8."""
+        return False
+
+    @property
+    def artefact(self) -> str:
+        """Name of the converted model; engines share the quantised one."""
+        return "int8" if self.is_quantised else self.name
+
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
         """Further objections of an engine."""
         return ()
@@ -73,7 +88,6 @@ class Engine(Transform):
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs the packages, and inference in float32 on a CPU, by a model in evaluation mode."""
         module = workload.module
-        missing = [name for name in self.packages if find_spec(name) is None]
         inputs = tensors_of((workload.inputs, dict(workload.kwargs)))
         return decide(
             (facts.device != "cpu", "for workloads on a CPU only"),
@@ -86,10 +100,7 @@ class Engine(Transform):
             steered(workload),
             *self.objections(workload),
             # Last, so that it is given only where installing them would help.
-            (
-                bool(missing),
-                f"needs {self.engine_title}, {NOT_INSTALLED} 'steadytorch[{self.extra}]'",
-            ),
+            not_installed(type(self)),
         )
 
     @contextmanager
@@ -103,7 +114,11 @@ class Engine(Transform):
             raise UnsupportedError(_ALTERED)
         refuse_if(steered(workload))
         parts = artefact.obtain(
-            self.name, self.libraries(), workload, lambda: self._converted(workload)
+            self.artefact,
+            self.converters(),
+            workload,
+            lambda: self._converted(workload),
+            calibrated=self.is_quantised,
         )
         form = msgspec.json.decode(bytes(parts[FORM]), type=Form)
         run = self._explained("load", lambda: self.load(parts, form))
@@ -111,8 +126,12 @@ class Engine(Transform):
 
     def _converted(self, workload: Workload) -> dict[str, Any]:
         exported = self._explained("convert", lambda: export(workload))
+        form = exported.form
         parts = self._explained("convert", lambda: self.convert(exported))
-        return {FORM: msgspec.json.encode(exported.form), **parts}
+        if self.is_quantised:
+            converted = parts
+            parts = self._explained("quantise", lambda: int8.quantize(converted, form, workload))
+        return {FORM: msgspec.json.encode(form), **parts}
 
     def _explained(self, action: str, work: Any) -> Any:
         """Does the work of a library, whose exceptions are of classes of its own."""
@@ -128,15 +147,26 @@ class Engine(Transform):
             ) from error
 
 
+def not_installed(kind: type[Engine]) -> Objection:
+    """Objection if a package of an engine is missing."""
+    missing = any(find_spec(name) is None for name in kind.packages)
+    return missing, f"needs {kind.engine_title}, {NOT_INSTALLED} 'steadytorch[{kind.extra}]'"
+
+
 def thread_count(given: ThreadsName) -> int:
     """The number of threads for an engine."""
     present = torch.get_num_threads()
     return max(1, {"": present, "one fewer": present - 1, "half": present // 2}[given])
 
 
-def fewer_threads() -> list[ThreadsName]:
-    """Thread counts worth trying beside PyTorch's own, without repetition."""
+def thread_settings() -> list[tuple[ThreadsName, bool]]:
+    """Settings worth trying, without repetition: PyTorch's count without and with an option; fewer.
+
+    Returns:
+        The number of threads, and whether the engine's option for threads is on.
+    """
     present = torch.get_num_threads()
     names: tuple[ThreadsName, ...] = ("one fewer", "half")
     found = {thread_count(name): name for name in reversed(names)}
-    return [name for name in names if name in found.values() and present > 1]
+    fewer: list[ThreadsName] = [name for name in names if name in found.values() and present > 1]
+    return [("", False), ("", True), *((name, False) for name in fewer)]

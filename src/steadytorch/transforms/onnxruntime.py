@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,30 +12,44 @@ from steadytorch.backends import onnxruntime
 from steadytorch.backends.call import Run
 from steadytorch.backends.exported import Exported, Form
 from steadytorch.device.facts import DeviceFacts
-from steadytorch.transforms.engine import Engine, ThreadsName, fewer_threads, thread_count
+from steadytorch.transforms.engine import Engine, ThreadsName, thread_count, thread_settings
 from steadytorch.transforms.traits import Objection
 from steadytorch.workload.workload import Workload
 
 
 class OnnxRuntime(Engine):
-    """Runs the whole model on ONNX Runtime's CPU provider, in float32."""
+    """Runs the whole model on ONNX Runtime's CPU provider, in float32 or with layers in int8."""
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The number of threads, and whether they sleep while they wait."""
+        """Precision ("" for float32), number of threads, and whether they sleep while they wait."""
 
         threads: ThreadsName = ""
         passive: bool = False
+        precision: Literal["", "int8"] = ""
 
     name = "onnxruntime"
     engine_title = "ONNX Runtime"
     packages = ("onnxruntime", "onnx", "onnxscript")
     extra = "onnxruntime"
 
+    @property
+    def precision(self) -> str:
+        """`int8`, else `same`."""
+        return self.parameters.precision or "same"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it runs in int8."""
+        return self.parameters.precision == "int8"
+
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """All threads, spinning while they wait; then passive ones, and fewer of them."""
-        fewer = [cls.Parameters(name) for name in fewer_threads()]
-        return (cls.Parameters(), cls.Parameters("", True), *fewer)
+        """All threads, spinning while they wait; then passive ones, and fewer; each in int8 too."""
+        return [
+            cls.Parameters(threads, passive, precision)
+            for threads, passive in thread_settings()
+            for precision in ("", "int8")
+        ]
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
         """Weights beyond ONNX's limit."""

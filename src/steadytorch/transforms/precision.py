@@ -6,16 +6,22 @@ from steadytorch import transforms
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.base import PRECISIONS
 
-__all__ = ["ALLOWED", "PRECISIONS", "precision_of"]
+__all__ = ["ALLOWED", "PRECISIONS", "half_of", "precision_of"]
 
 ALLOWED = {
     "same": frozenset({"same"}),
     "tf32": frozenset({"same", "tf32"}),
     "bf16": frozenset({"same", "tf32", "bf16"}),
     "fp16": frozenset({"same", "tf32", "fp16"}),
+    "int8": frozenset({"same", "tf32", "bf16", "int8"}),
 }
 """Precision classes allowed by a user's `--precision`. bf16 and fp16 exclude each other: bf16 has
-the range of float32, fp16 the longer mantissa."""
+the range of float32, fp16 the longer mantissa. int8 includes bf16."""
+
+
+def half_of(precision: str) -> str:
+    """The dtype of PyTorch's transforms under a user's `--precision`: bf16 for int8."""
+    return "bf16" if precision == "int8" else precision
 
 
 def precision_of(candidate: Candidate) -> str:

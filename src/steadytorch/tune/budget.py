@@ -127,7 +127,7 @@ class Budget:
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.
 
-        Set-ups took as long as the longest with the same compiler options or engine. Other
+        Set-ups took as long as the longest with the same compiler options or converted model. Other
         compilations took as many times their first guess as the slowest of those seen.
         """
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
@@ -143,7 +143,7 @@ class Budget:
         factors = [
             seconds / self._guess_s(options)
             for options, seconds in set_up
-            if options and not transforms.engines(tuple(options))
+            if any(spec.name == "compile" for spec in options)
         ]
         return start_s + max(factors, default=1.0) * self._guess_s(compiled)
 
@@ -165,8 +165,7 @@ class Budget:
 def compiler_options(candidate: Candidate) -> list[TransformSpec]:
     """What candidates with one set-up have in common; empty where nothing is compiled.
 
-    That is the transform that compiles, or the engine without its options, as its variants share
-    one conversion.
+    That is the transform that compiles, or the converted model that variants of an engine share.
     """
-    engines = [TransformSpec(name) for name in transforms.engines(candidate)]
-    return engines + [spec for spec in candidate if spec.name == "compile"]
+    converted = [TransformSpec(name) for name in transforms.artefacts(candidate)]
+    return converted + [spec for spec in candidate if spec.name == "compile"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from steadytorch import transforms
 from steadytorch.findings.finding import Finding
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.transforms.precision import ALLOWED, PRECISIONS, precision_of
+from steadytorch.transforms.precision import ALLOWED, PRECISIONS, half_of, precision_of
 from steadytorch.workload.workload import Workload
 
 _VARIED_FIRST = ("attention_backend", "channels_last", "compile")
@@ -37,7 +37,7 @@ def engine_prefix(
             spec
             for spec in available
             if spec.name in ("fold_batch_norm", "channels_last")
-            or (spec.name == converts and dict(spec.parameters)["dtype"] == precision)
+            or (spec.name == converts and dict(spec.parameters)["dtype"] == half_of(precision))
         ]
     )
 
@@ -78,7 +78,7 @@ class CandidateSource:
         findings: Sequence[Finding] = (),
     ) -> None:
         self._available, self._workload = tuple(available), workload
-        self._precision, self._classes = precision, ALLOWED[precision]
+        self._precision, self._classes = half_of(precision), ALLOWED[precision]
         self._regime = regime
         self._findings = tuple(findings)
 
@@ -170,16 +170,19 @@ class CandidateSource:
         return [*self._on_engines(), *front, *chosen, *first, *second, *alone, *rest]
 
     def _on_engines(self) -> list[tuple[TransformSpec, ...]]:
-        """The first variant of each engine beyond PyTorch, in the lowest class allowed."""
+        """The first variant of each engine beyond PyTorch, in the lowest class allowed.
+
+        For int8 also in the next class, because int8 may be too coarse for the model.
+        """
         allowed = sorted(
             ((spec,) for spec in self._available if precision_of((spec,)) in self._classes),
             key=lambda alone: PRECISIONS.index(precision_of(alone)),
             reverse=True,
         )
-        found: dict[str, tuple[TransformSpec, ...]] = {}
+        found: dict[tuple[str, bool], tuple[TransformSpec, ...]] = {}
         for alone in allowed:
             for name in transforms.engines(alone):
-                found.setdefault(name, alone)
+                found.setdefault((name, precision_of(alone) == "int8"), alone)
         return list(found.values())
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
@@ -231,10 +234,13 @@ class CandidateSource:
         return self._allowed(found)
 
     def beyond(self, candidate: Candidate) -> list[Candidate]:
-        """Variants of the leader in precision classes that the user did not allow."""
+        """Variants of the leader in precision classes that the user did not allow.
+
+        Without int8, which takes long to set up: it is quantised and calibrated.
+        """
         found: list[Iterable[TransformSpec]] = []
         for spec in self._available:
-            if precision_of((spec,)) in self._classes:
+            if precision_of((spec,)) in (*self._classes, "int8"):
                 continue
             others = [
                 s

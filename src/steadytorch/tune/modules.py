@@ -131,7 +131,7 @@ def tune_modules(
         call: runs the pipeline once and returns its outputs, as `lambda: pipe(prompt).images`. It
             must return the same for the same seed. A generator of its own must be made within it.
         objective: as for `tune`.
-        precision: lowest precision class allowed: `same`, `tf32`, `bf16` or `fp16`.
+        precision: lowest precision class allowed: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         tolerance: relative L2 error allowed for a lower precision, of each module and of the whole
             call; None for the class's default.
         budget: wall-clock time of each module's search, and at most of timing the whole call.

@@ -81,7 +81,7 @@ def optimize(
             untouched.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
         objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
-        precision: how far numerics may move: `same`, `tf32`, `bf16` or `fp16`.
+        precision: how far numerics may move: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of each search, such as `"3m"`, `"90s"` or seconds.
         max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.
@@ -131,7 +131,8 @@ def optimize(
     ).resolved(is_training=False)
     if tolerance is not None and precision == "same":
         raise UsageError(
-            f"tolerance {tolerance} needs a lower precision than same: choose tf32, bf16 or fp16"
+            f"tolerance {tolerance} needs a lower precision than same: choose tf32, bf16, fp16 or "
+            "int8"
         )
     serving = ServingOptions(
         alias_outputs,

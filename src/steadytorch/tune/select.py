@@ -29,7 +29,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
         objective: `latency` (call to finished result), `throughput` (period with a full queue) or
             `p99` (99th percentile of the latency); `auto` is throughput for training, whose loop
             does not wait for each step, and latency for inference.
-        precision: lowest precision class allowed: same, tf32, bf16 or fp16.
+        precision: lowest precision class allowed: same, tf32, bf16, fp16 or int8.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget_s: wall-clock seconds for the search.
         max_memory_bytes: cap on a plan's peak memory; None for no cap.

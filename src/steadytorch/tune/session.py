@@ -38,6 +38,7 @@ from steadytorch.serve.plan import Plan
 from steadytorch.transforms import plugins
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.plugin_worker import admit
+from steadytorch.transforms.precision import half_of
 from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.devices import Devices, choose_devices
 from steadytorch.tune.host_code import compile_now, reserve_s
@@ -239,7 +240,7 @@ class Session:
                 choose_stem=partial(self._stem, directory),
                 began=began,
             ).run()
-            self._converted = artefact.held(directory, transforms.engines(result.chosen))
+            self._converted = artefact.held(directory, transforms.artefacts(result.chosen))
             if not result.interrupted:
                 with suppress(KeyboardInterrupt):  # the result is complete
                     if reserved_s:
@@ -266,7 +267,7 @@ class Session:
             deadline_s=seconds,
             # bf16 allows more error than fp16 makes, and `headroom` checks fp16's range.
             # Not for training, since gradients have another range.
-            other_half=self.options.precision == "bf16" and not self.workload.is_training,
+            other_half=half_of(self.options.precision) == "bf16" and not self.workload.is_training,
             worker=worker,
             wait=wait,
         )
@@ -431,7 +432,7 @@ def tune(
     Args:
         workload: the workload or its `(model, inputs)`; neither run in this process nor changed.
         objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
-        precision: lowest precision class allowed: `same`, `tf32`, `bf16` or `fp16`.
+        precision: lowest precision class allowed: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
         max_memory: cap on a plan's peak memory, such as `"8GiB"` or bytes.

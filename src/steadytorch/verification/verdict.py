@@ -98,7 +98,7 @@ def decide(
     Args:
         found: the worker's result.
         reference: the untouched workload's own error and repeatability.
-        precision: the candidate's precision class: same, tf32, bf16 or fp16.
+        precision: the candidate's precision class: same, tf32, bf16, fp16 or int8.
         tolerance: relative L2 error that the user allows; None for the class's default.
         resolution: relative error of rounding the output once.
     """
