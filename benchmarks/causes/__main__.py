@@ -3,8 +3,8 @@
 Runs `training.py` with one fault at a time, and without any. A cause counts as named if it is the
 first or second finding. The models, optimizers and batch sizes of the runs are drawn from the seed.
 Clean runs load their batches in the training process: a worker would take one of its cores. Where
-other programs take more than 1 % of a core meanwhile, contention is no false finding: such a run is
-listed apart, and another takes its place. Every tenth is a job of two ranks.
+other programs take as much of a core as the rule for contention reports, contention is no false
+finding; other findings are. Every tenth is a job of two ranks.
 
     python benchmarks/causes [--only FAULT ...] [--clean 20] [--seed 0] [--out benchmarks/results]
 """
@@ -29,11 +29,9 @@ import psutil
 import torch
 
 from steadytorch.device.facts import load_facts
+from steadytorch.rules.cpu_contention import LEAST_LATE
 
 SCRIPT = Path(__file__).with_name("training.py")
-QUIET = 0.01
-"""Most time of a core that other programs take during a clean run. Less than none is as bad: then
-the host took cores without telling."""
 CAUSES: dict[str, tuple[str, str]] = {
     "slow storage": ("input-pipeline", ""),
     "decoding": ("input-pipeline", ""),
@@ -129,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
-    causes, clean, disturbed = [], [], []
+    causes, clean = [], []
     for fault in asked.only if asked.only is not None else CAUSES:
         cause, word = CAUSES[fault]
         result = watched(fault, draw, ranks=2 if fault == "late rank" else 1)
@@ -139,28 +137,31 @@ def main() -> None:
         print(f"{'named ' if named else 'MISSED'} {fault}: {result['median_ns'] / 1e6:.1f} ms")
         for each in found:
             print(f"         {each['id']}: {each['title']}")
-    while len(clean) < asked.clean and len(disturbed) <= asked.clean:
+    while len(clean) < asked.clean:
         ranks = 2 if len(clean) % 10 == 9 else 1
         result = watched("ranks" if ranks > 1 else "clean", draw, ranks)
         # Two ranks fill two cores, and the threads of gloo need some of them: that is contention.
         crowded = ranks > 1 and (os.cpu_count() or 1) <= ranks
-        found = [e for e in result["findings"] if not (crowded and e["id"] == "cpu-contention")]
-        quiet = ranks > 1 or 0 <= result["others_share"] <= QUIET
+        result["contended"] = crowded or not 0 <= result["others_share"] < LEAST_LATE
+        found = result["findings"]
+        if result["contended"]:
+            found = [each for each in found if each["id"] != "cpu-contention"]
         result["accused"] = bool(found)
-        (clean if quiet else disturbed).append(result)
-        verdict = ("ACCUSED" if found else "clean  ") if quiet else "(apart)"
+        clean.append(result)
+        verdict = "ACCUSED" if found else "clean  "
         print(f"{verdict} {result['drawn']}, others {result['others_share']:.1%}", flush=True)
-        for each in found:
+        for each in result["findings"]:
             print(f"         {each['id']}: {each['title']}")
     named = sum(each["named"] for each in causes)
     accused = sum(each["accused"] for each in clean)
     print(f"{named} of {len(causes)} causes named first or second")
-    print(f"{accused} of {len(clean)} clean runs accused; {len(disturbed)} disturbed by others")
+    contended = sum(each["contended"] for each in clean)
+    print(f"{accused} of {len(clean)} clean runs accused; {contended} contended")
     if asked.out:
         device = load_facts("cpu").name
         summary = {"named": named, "accused": accused, "seed": asked.seed, "device": device,
                    "python": platform.python_version(), "torch": torch.__version__,
-                   "causes": causes, "clean": clean, "disturbed": disturbed}  # fmt: skip
+                   "causes": causes, "clean": clean}  # fmt: skip
         name = f"causes_{'-'.join(device.lower().split()[:2])}_{date.today()}.json"
         (asked.out / name).write_text(json.dumps(summary, indent=1) + "\n")
 
