@@ -142,6 +142,7 @@ def main() -> None:
         result = watched("ranks" if ranks > 1 else "clean", draw, ranks)
         # Two ranks fill two cores, and the threads of gloo need some of them: that is contention.
         crowded = ranks > 1 and (os.cpu_count() or 1) <= ranks
+        # Less than nothing: the host took cores without telling.
         result["contended"] = crowded or not 0 <= result["others_share"] < LEAST_LATE
         found = result["findings"]
         if result["contended"]:
