@@ -145,7 +145,7 @@ INT8 = [
 ]
 
 
-@pytest.mark.parametrize("engine", INT8, ids=str)
+@pytest.mark.parametrize("engine", INT8, ids=lambda engine: engine.name)
 def test_int8_is_a_class_of_its_own_and_one_artefact_of_all_engines(engine, cpu):
     (parsed,) = parse(f"{engine.name}(int8)", cpu)
     assert parsed == engine.spec
@@ -155,7 +155,7 @@ def test_int8_is_a_class_of_its_own_and_one_artefact_of_all_engines(engine, cpu)
     assert transforms.artefacts((type(engine)().spec,)) == (engine.name,)
 
 
-@pytest.mark.parametrize("engine", INT8, ids=str)
+@pytest.mark.parametrize("engine", INT8, ids=lambda engine: engine.name)
 def test_int8_says_why_it_does_not_apply(engine, conv_workload, cpu, gpu, monkeypatch):
     loss, update = torch.sum, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     training = Workload.training(conv_workload.model, conv_workload.inputs, loss, update)
