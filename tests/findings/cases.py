@@ -68,6 +68,7 @@ def watched(
     setting: Setting | None = None,
     routine: float = 0.0,
     ranks: dict[int, dict[str, tuple[float, float]]] | None = None,
+    contended: tuple[int, ...] = (),
     **times: Any,
 ) -> Case:
     """A case of 100 watched steps with 10 ms of forward, and these times in ns besides."""
@@ -76,7 +77,12 @@ def watched(
     for name, value in times.items():
         slices[name] = slices[name] + value
     steps = WatchedSteps(
-        slices, lines or {}, setting or Setting(), routine=routine, ranks=ranks or {}
+        slices,
+        lines or {},
+        setting or Setting(),
+        routine=routine,
+        ranks=ranks or {},
+        contended=contended,
     )
     return Case(watched=steps)
 

@@ -30,6 +30,14 @@ def test_a_pause_that_happens_once_is_not():
     assert rule(watched(rest=pauses)) == ()
 
 
+def test_pauses_that_wait_for_a_core_are_not():
+    pauses = np.zeros(100)
+    pauses[[20, 50, 80]] = 30 * MS
+    assert rule(watched(rest=pauses)) != ()
+    assert rule(watched(rest=pauses, contended=(20, 50, 80))) == ()
+    assert rule(watched(rest=2 * MS + pauses, contended=tuple(range(100)))) == ()
+
+
 def test_the_usual_rest_is_not():
     assert rule(watched(rest=0.5 * MS)) == ()
     uneven = np.random.default_rng(0).normal(MS, 0.1 * MS, 100)

@@ -68,6 +68,7 @@ class WatchedSteps:
         rank: the rank of this process in its job.
         ranks: rank to the mean time of each slice of a step and its standard error, in ns, this
             rank included; empty if there are no others, or another rank collects the times.
+        contended: indices of slow steps whose excess was mostly spent waiting for a core.
     """
 
     slices_ns: dict[str, np.ndarray]
@@ -76,6 +77,7 @@ class WatchedSteps:
     routine: float = 0.0
     rank: int = 0
     ranks: Mapping[int, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    contended: tuple[int, ...] = ()
 
     @property
     def totals_ns(self) -> np.ndarray:
@@ -106,12 +108,15 @@ class WatchedSteps:
     def counts(self, name: str, least: float) -> bool:
         """Whether a slice takes at least a share of the time, or makes the steps uneven.
 
-        The step in which it takes longest is left out: what happens once is no habit.
+        The step in which it takes longest is left out: what happens once is no habit. So are
+        contended steps: the slice they were in is chance.
         """
-        if len(self.totals_ns) < 2:
+        out = {int(self.slices_ns[name].argmax()), *self.contended}
+        rest = [step for step in range(len(self.totals_ns)) if step not in out]
+        if not rest:
             return False
-        rest = np.delete(np.arange(len(self.totals_ns)), int(self.slices_ns[name].argmax()))
-        usual = replace(self, slices_ns={k: column[rest] for k, column in self.slices_ns.items()})
+        slices = {k: column[rest] for k, column in self.slices_ns.items()}
+        usual = replace(self, slices_ns=slices, contended=())
         share, varies = usual.share(name), usual.variance_share(name)
         uneven = varies is not None and varies >= STANDS_OUT and share >= LEAST_UNEVEN
         return share >= least or uneven

@@ -21,6 +21,7 @@ from steadytorch.findings.figures import duration
 from steadytorch.findings.finding import Case
 from steadytorch.findings.watched_steps import Setting, WatchedSteps
 from steadytorch.ledger.variability import FEWEST, TOLD
+from steadytorch.measure.causes import CONTEXT_SWITCH, CPU_STEAL
 from steadytorch.measure.variability import UNATTRIBUTED
 from steadytorch.quantities import counted
 from steadytorch.results.explain import SlowStep
@@ -95,8 +96,10 @@ def outcome(
         recording=recording,
     )
     measured = series.summary("period")
+    first = measured.warmup_dropped
+    lost = [o.index - first for o in measured.outliers if o.cause in (CONTEXT_SWITCH, CPU_STEAL)]
     steady = replace(
-        seen.steady(measured.warmup_dropped), setting=setting, rank=rank, ranks=ranks[0]
+        seen.steady(first), setting=setting, rank=rank, ranks=ranks[0], contended=tuple(lost)
     )
     found, abstained = findings(Case(series=series, watched=steady))
     varied = float(np.ptp(steady.totals_ns)) > 0 and len(steady.totals_ns) >= FEWEST
