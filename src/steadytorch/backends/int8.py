@@ -8,7 +8,7 @@ from calibration.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -62,10 +62,11 @@ def quantize(parts: Mapping[str, bytes], form: Form, workload: Workload) -> dict
             raise UnsupportedError(NOTHING)
         named = {each.name for each in model.graph.input}
         with closing(calls(workload)) as given:
+            reader: Any = _Reader(given, form, named)
             quantization.quantize_static(
                 model,
                 path,
-                _Reader(given, form, named),
+                reader,
                 per_channel=True,
                 reduce_range=saturates_int8(),
                 activation_type=quantization.QuantType.QUInt8,
@@ -111,7 +112,7 @@ def _values(node: Any) -> list[str]:
     return list(node.input[:1] if node.op_type == "Clip" else node.input)
 
 
-def calls(workload: Workload) -> Iterator[list[Tensor]]:
+def calls(workload: Workload) -> Generator[list[Tensor], None, None]:
     """The flat tensors of each calibrating call: the loader's first batches, or the inputs."""
     own = Batch(workload.inputs, dict(workload.kwargs))
     feed = workload.feed

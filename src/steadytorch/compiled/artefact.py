@@ -167,7 +167,9 @@ def lend(plan_path: str | None, folder: Path, names: Sequence[str]) -> None:
         folder: the folder given to `within`.
         names: the names of the artefacts of the plan's transforms.
     """
-    for name in names if plan_path is not None else ():
+    if plan_path is None:
+        return
+    for name in names:
         with suppress(OSError):
             shutil.copyfile(Path(plan_path).with_suffix(SUFFIX), folder / f"{name}{SUFFIX}")
 
