@@ -289,8 +289,7 @@ def _without_int8(plan: TuneReport) -> list[str]:
     if fastest is None or best is None:
         return [f"int8: no gain shown, {name_of(tried[0].transforms)} {_outcome(tried[0])}"]
     return [
-        f"int8: no gain here, {format_ratio(best, fastest)} of {name_of(best.transforms)}, as "
-        "screened"
+        f"int8: no gain here, {_ratio(best, fastest)} of {name_of(best.transforms)}, as screened"
     ]
 
 
@@ -298,7 +297,7 @@ def _outcome(each: CandidateResult) -> str:
     return f"{each.status}: {each.reason}" if each.reason else each.status
 
 
-def format_ratio(base: CandidateResult, other: CandidateResult) -> str:
+def _ratio(base: CandidateResult, other: CandidateResult) -> str:
     """Time of one candidate over that of another, with bounds by the intervals of both medians."""
     ratio = (base.median_ns or 1.0) / (other.median_ns or 1.0)
     if base.median_ci_ns is None or other.median_ci_ns is None:

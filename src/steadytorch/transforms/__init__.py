@@ -46,6 +46,7 @@ __all__ = [
     "conflict",
     "create",
     "engines",
+    "idle",
     "libraries",
     "names",
     "order",
