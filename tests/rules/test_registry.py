@@ -180,14 +180,21 @@ def test_what_is_about_no_slice_is_not_cut(settled):
     assert the(settled(_claims("a", 9_000, slices=()))).recoverable_ns == (100, 9_000)
 
 
-def test_the_largest_comes_first_and_information_last(settled):
+def test_a_leak_comes_first_then_the_largest_and_information_last(settled):
     found = settled(
         _claims("small", 100),
+        _claims("memory-growth", 0, slices=()),
         _claims("info", 0, slices=(), information=True),
         _claims("large", 500),
         _claims("nothing", 0),
     )
-    assert [finding.id for finding in found] == ["large", "small", "nothing", "info"]
+    assert [finding.id for finding in found] == [
+        "memory-growth",
+        "large",
+        "small",
+        "nothing",
+        "info",
+    ]
 
 
 MUST_FIND = {

@@ -193,7 +193,7 @@ class Explanation(Shown, msgspec.Struct, frozen=True, kw_only=True):
         why_no_variance_shares: why they are unknown, else None.
         kernel_variance: the kernels' share in two parts; None if it cannot be split.
         slowest: the slowest steps, with the differences.
-        findings: by recoverable time, largest first; those that only inform come last.
+        findings: a leak, then by recoverable time, largest first, then those that only inform.
         abstained: rules that lacked data.
         roofline: the longest kernels against the limits of the device; None without a profile.
         measured: periods without the profiler; None for a trace file.

@@ -101,8 +101,8 @@ def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
     together never exceed these slices.
 
     Returns:
-        Findings by recoverable time, then by cost, largest first; informational ones come last.
-        Then the abstentions. A rule that raises abstains.
+        Findings: a leak first, as it ends the run, then by recoverable time and by cost, largest
+        first; informational ones come last. Then the abstentions. A rule that raises abstains.
     """
     found: list[Finding] = []
     abstained: list[Abstention] = []
@@ -124,8 +124,9 @@ def _failed(name: str, error: Exception) -> Abstention:
     return Abstention(name, why, "report this as a steadytorch bug and attach the trace")
 
 
-def _rank(finding: Finding) -> tuple[bool, int, int]:
-    return finding.information, -finding.recoverable_ns[1], -finding.cost_ns
+def _rank(finding: Finding) -> tuple[bool, bool, int, int]:
+    leak = finding.id == memory_growth.NAME
+    return finding.information, not leak, -finding.recoverable_ns[1], -finding.cost_ns
 
 
 def _settled(found: list[Finding], ledger: Ledger | None) -> list[Finding]:
