@@ -49,6 +49,9 @@ def test_losses_and_clipping_do_not_count():
     assert rule(watched(rest=2 * MS, routine=1.0)) == ()
     found = the(rule(watched(rest=4 * MS, routine=0.25)))
     assert found.cost_ns == 3 * MS
+    uneven = np.random.default_rng(0).normal(MS, 0.3 * MS, 100)
+    assert rule(watched(rest=uneven, routine=0.5)) != ()
+    assert rule(watched(rest=uneven, routine=0.9)) == ()
 
 
 def test_without_a_script_it_abstains():

@@ -105,11 +105,16 @@ class WatchedSteps:
         mine = self.slices_ns[name]
         return float((mine - mine.mean()) @ off) / variance if variance else None
 
-    def counts(self, name: str, least: float) -> bool:
-        """Whether a slice takes at least a share of the time, or makes the steps uneven.
+    def counts(self, name: str, least: float, part: float = 1.0) -> bool:
+        """Whether part of a slice takes at least a share of the time, or makes the steps uneven.
 
-        The step in which it takes longest is left out: what happens once is no habit. So are
-        contended steps: the slice they were in is chance.
+        The step in which the slice takes longest is left out: what happens once is no habit. So
+        are contended steps: the slice they were in is chance.
+
+        Args:
+            name: the slice.
+            least: minimum share of the time.
+            part: share of the slice that is meant, which has as much of its variance.
         """
         out = {int(self.slices_ns[name].argmax()), *self.contended}
         rest = [step for step in range(len(self.totals_ns)) if step not in out]
@@ -117,6 +122,5 @@ class WatchedSteps:
             return False
         slices = {k: column[rest] for k, column in self.slices_ns.items()}
         usual = replace(self, slices_ns=slices, contended=())
-        share, varies = usual.share(name), usual.variance_share(name)
-        uneven = varies is not None and varies >= STANDS_OUT and share >= LEAST_UNEVEN
-        return share >= least or uneven
+        share, varies = part * usual.share(name), part * (usual.variance_share(name) or 0.0)
+        return share >= least or (varies >= STANDS_OUT and share >= LEAST_UNEVEN)

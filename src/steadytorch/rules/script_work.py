@@ -22,7 +22,7 @@ def rule(case: Case) -> Verdict:
     if steps is None:
         return Abstention(NAME, "no script was watched", "run `steady run SCRIPT`")
     own = 1 - steps.routine
-    if own <= 0 or not steps.counts("rest", LEAST_SHARE / own):
+    if not steps.counts("rest", LEAST_SHARE, own):
         return ()
     share, cost = own * steps.share("rest"), round(own * steps.mean("rest"))
     lines = steps.lines.get("rest", ())
