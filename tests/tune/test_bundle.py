@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import steadytorch as steady
-from steadytorch.plan import bundle
+from steadytorch.compiled import bundle
 from steadytorch.serve.plan import load_plan
 
 logging.basicConfig(level=logging.WARNING)

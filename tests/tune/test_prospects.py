@@ -47,28 +47,28 @@ def test_a_lower_precision_of_an_engine_is_more_than_a_setting():
     assert prospects.expected_gain([(openvino("bf16"),)]) > ENOUGH
     assert prospects.expected_gain([(pinned,)]) > ENOUGH
     known = timed({openvino("bf16"): 0.3}, (openvino("bf16"),))
-    assert known.expected_gain([(int8,)]) > 10 * ENOUGH
+    assert known.expected_gain([(int8,)]) > 5 * ENOUGH
 
 
 def test_more_candidates_promise_more():
     prospects = timed({})
     few, more = [(FOLD,)], [(FOLD,), (EAGER,), (BENCHMARK,)]
     assert prospects.expected_gain(more) > prospects.expected_gain(few)
-    assert prospects.expected_gain(few) == pytest.approx(prospects.expected_gains(few)[0])
+    assert prospects.expected_gain(few) == pytest.approx(prospects.expected_gains(few)[0], rel=0.1)
 
 
-def test_a_setting_that_gained_nothing_alone_promises_little_elsewhere():
+def test_a_setting_that_gained_nothing_alone_promises_less_elsewhere():
     unseen = timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(FOLD, FROZEN)])
     seen = timed({FROZEN: 0.5}, (FROZEN,), (FOLD,)).expected_gain([(FOLD, FROZEN)])
-    assert seen < unseen / 2
-    assert unseen > ENOUGH
+    assert ENOUGH < seen < unseen
 
 
 def test_what_gained_alone_is_expected_beside_the_leader():
     helps = timed({FROZEN: 0.5, LAYOUT: 0.8}, (FROZEN,), (LAYOUT,))
     harms = timed({FROZEN: 0.5, LAYOUT: 1.2}, (FROZEN,), (LAYOUT,))
-    assert helps.expected_gain([(LAYOUT, FROZEN)]) > 0.1
-    assert harms.expected_gain([(LAYOUT, FROZEN)]) < ENOUGH
+    expected = helps.expected_gain([(LAYOUT, FROZEN)])
+    assert expected > 5 * ENOUGH
+    assert harms.expected_gain([(LAYOUT, FROZEN)]) < 0.6 * expected
 
 
 def test_what_lacks_the_leaders_transforms_promises_nothing():
@@ -80,7 +80,19 @@ def test_what_lacks_the_leaders_transforms_promises_nothing():
 def test_another_mode_of_the_compiler_promises_less_than_the_first():
     before = timed({}).expected_gain([(FROZEN,)])
     after = timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(PLAIN,), (TREES,)])
-    assert 0 < after < before / 2
+    assert 0 < after < 0.6 * before
+
+
+def test_what_was_expected_in_vain_shrinks_what_is_expected_until_a_gain():
+    prospects = timed({FROZEN: 0.5}, (FROZEN,))
+    left = [(FOLD, FROZEN), (LAYOUT, FROZEN)]
+    before = prospects.expected_gain(left)
+    for setting in (EAGER, BENCHMARK):
+        prospects.note((setting, FROZEN), 5e6)
+    disappointed = prospects.expected_gain(left)
+    assert disappointed < before / 2
+    prospects.note((GRAPH, FROZEN), 4e6)
+    assert prospects.expected_gain([(FOLD, GRAPH, FROZEN)]) > disappointed
 
 
 def test_the_same_candidates_have_the_same_gain():

@@ -149,6 +149,7 @@ def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):
     monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
     monkeypatch.setattr(ScriptedWorker, "ready", never)
     monkeypatch.setattr(search, "_decide", decide)
+    monkeypatch.setattr(search, "_is_hopeless", lambda *_: False)
     result = search.run()
     late = [t for t in result.candidates if "budget exhausted" in (t.reason or "")]
     assert late

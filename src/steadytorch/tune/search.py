@@ -189,14 +189,11 @@ class Search:
             return [*left, *(self._variations(source) if leader and left and settled else [])]
 
         self._pursue(strong, while_it_pays=True)
-        beyond = self._affordable(source.beyond(self._pool.leader().candidate))
-        deadline_s = self._budget.deadline_s(beyond, self._pool.trials)
-        self._scheduler.begin(beyond, self._slots, deadline_s)  # while the stem is chosen
-        compared = [*self._refined(), *beyond]
-        self._pursue(lambda: compared, "timing lower precisions for comparison")
+        owed = self._begin(source.beyond(self._pool.leader().candidate))
+        owed += self._begin(self._refined(source))
         leader = describe(self._pool.leader().candidate)
-        phase = f"trying variations of {leader}"
-        self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True)
+        phase = f"trying variations of {leader}, and other precisions for comparison"
+        self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True, owed=owed)
         if not self._ended:
             self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
         for candidate in [*seeds, *self._neighbours(source), *late]:
@@ -232,11 +229,19 @@ class Search:
         precision = self._options.precision
         return CandidateSource(known, self._workload, precision, regime, findings)
 
+    def _begin(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Begins those of these candidates that fit into the time left; returns them."""
+        taken = self._affordable(candidates)
+        deadline_s = self._budget.deadline_s(taken, self._pool.trials)
+        self._scheduler.begin(taken, self._slots, deadline_s)
+        return taken
+
     def _pursue(
         self,
         propose: Callable[[], list[Candidate]],
         phase: str = "",
         while_it_pays: bool = False,
+        owed: Sequence[Candidate] = (),
     ) -> None:
         """Sets candidates up and screens them as they become ready, until none is left.
 
@@ -244,15 +249,18 @@ class Search:
             propose: candidates in order of preference, given what was timed so far.
             phase: shown when the first of them begins.
             while_it_pays: whether to stop once they cannot be expected to gain `ENOUGH`.
+            owed: candidates begun before, which are timed in any case.
         """
-
-        def proposed() -> list[Candidate]:
-            return self._by_promise(propose()) if while_it_pays else propose()
-
-        while (taken := self._affordable(proposed())) or self._scheduler.begun:
-            if while_it_pays and self._is_hopeless(propose()):
+        while True:
+            hopeless = while_it_pays and self._is_hopeless(propose(), owed)
+            if hopeless and not set(owed).intersection(self._scheduler.begun):
+                self._watcher.phase(self._ended)
                 self._scheduler.give_up(STOPPED)
                 self._round([])
+                return
+            proposed = self._by_promise(propose()) if while_it_pays else propose()
+            taken = [] if hopeless else self._affordable(proposed)
+            if not (taken or self._scheduler.begun):
                 return
             if phase:
                 self._watcher.phase(phase)
@@ -267,16 +275,20 @@ class Search:
         rates = self._prospects.expected_gains(left) / np.maximum(seconds, 1.0)
         return [left[place] for place in np.argsort(-rates.round(5), kind="stable")]
 
-    def _is_hopeless(self, proposed: Sequence[Candidate]) -> bool:
-        """Whether what is left cannot be expected to gain `ENOUGH`; notes why if so."""
+    def _is_hopeless(self, proposed: Sequence[Candidate], owed: Sequence[Candidate]) -> bool:
+        """Whether what is left, but what is owed, cannot be expected to gain `ENOUGH`.
+
+        Notes why if so.
+        """
         within_s = min(HORIZON_S, self._budget.left_to_explore())
         each_s = {
             c: self._budget.expected_setup_s(c, self._pool.trials)
             for c in [*self._scheduler.begun, *proposed]
-            if not self._pool.known(c)
+            if not (self._pool.known(c) or c in owed)
         }
         # Those under way may outlast the horizon: they were worth it when they began.
-        each_s.update({t.candidate: 0.0 for t in self._scheduler.unfinished})
+        unfinished = (t.candidate for t in self._scheduler.unfinished)
+        each_s.update({c: 0.0 for c in unfinished if c not in owed})
         fitting = [c for c, seconds in each_s.items() if seconds < within_s]
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
         fitting = fitting[: int(self._slots * within_s / mean_s)]
@@ -288,7 +300,6 @@ class Search:
             f"stopped after {self._budget.spent():.0f} s: the next {within_s:.0f} s were expected "
             f"to gain {gain:.1%}"
         )
-        self._watcher.phase(self._ended)
         return True
 
     def _with_engines(self) -> tuple[TransformSpec, ...]:
@@ -308,14 +319,18 @@ class Search:
             return others
         return (*others, chosen)
 
-    def _refined(self) -> list[Candidate]:
-        """The leader with the fastest configuration of its fused stem, unless it has it already."""
+    def _refined(self, source: CandidateSource) -> list[Candidate]:
+        """The leader with the fastest configuration of its fused stem, unless it has it already.
+
+        Variations are set up meanwhile.
+        """
         leader = self._pool.leader().candidate
         needed_s = STEM_S + self._budget.expected_setup_s(leader, self._pool.trials)
         stem = stem_of(leader)
         if self._choose_stem is None or stem is None or self._budget.left_to_explore() < needed_s:
             return []
         self._watcher.phase("tuning the fused stem")
+        self._begin(self._by_promise(self._neighbours(source)))
         prefix = [*engine_prefix(self._available, self._options.precision), stem]
         try:
             config = self._choose_stem(transforms.order(prefix), STEM_S)

@@ -237,7 +237,7 @@ class Session:
                 watcher=watcher,
                 slots=self._slots(),
                 choose_engines=engines,
-                choose_stem=partial(self._stem, directory),
+                choose_stem=partial(self._stem, directory, scheduler.pump_until),
                 began=began,
             ).run()
             self._converted = artefact.held(directory, transforms.artefacts(result.chosen))
@@ -273,10 +273,18 @@ class Session:
         )
         return report.choices
 
-    def _stem(self, directory: Path, prefix: Candidate, seconds: float) -> str:
+    def _stem(
+        self,
+        directory: Path,
+        wait: Callable[[Worker, float], Any],
+        prefix: Candidate,
+        seconds: float,
+    ) -> str:
         from steadytorch.tune.stem import choose_config
 
-        return choose_config(directory, prefix=prefix, device=self._device, deadline_s=seconds)
+        return choose_config(
+            directory, prefix=prefix, device=self._device, deadline_s=seconds, wait=wait
+        )
 
     def keep(self, result: TuneResult, anew: bool = False) -> Plan:
         """Makes a plan from a complete search and stores it, in memory if the disk is not writable.

@@ -132,7 +132,12 @@ def _with(call: Call, name: str) -> Any:
 
 
 def choose_config(
-    workload_directory: Path, *, prefix: Candidate, device: str, deadline_s: float
+    workload_directory: Path,
+    *,
+    prefix: Candidate,
+    device: str,
+    deadline_s: float,
+    wait: Callable[[Worker, float], Any] = Worker.receive,
 ) -> str:
     """Chooses a configuration for a workload's fused stems in a worker process.
 
@@ -141,14 +146,16 @@ def choose_config(
         prefix: transforms, including the one that fuses stems; they set dtype and layout.
         device: a CUDA device.
         deadline_s: seconds for choosing.
+        wait: returns the worker's answer, given the worker and a timeout in seconds.
 
     Raises:
         WorkerFault: the worker raised, died or timed out.
     """
     worker = Worker(HANDLER, workload_directory, "stem")
     try:
-        worker.call("load", START_S, device=device, ambient=transforms.ambient())
-        given = msgspec.to_builtins(prefix)
-        return worker.call("choose", START_S + deadline_s, prefix=given, seconds=deadline_s)
+        worker.send("load", device=device, ambient=transforms.ambient())
+        wait(worker, START_S)
+        worker.send("choose", prefix=msgspec.to_builtins(prefix), seconds=deadline_s)
+        return wait(worker, START_S + deadline_s)
     finally:
         worker.close()
