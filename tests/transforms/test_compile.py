@@ -169,6 +169,16 @@ class TestCompiling:
             compiled.model(*made.inputs)
             assert not config.freezing
 
+    def test_labels_of_guards_show_no_values_while_it_compiles(self, monkeypatch):
+        from torch._dynamo import guards
+
+        monkeypatch.delattr(guards, "_safe_type_repr", raising=False)  # as before PyTorch 2.13
+        with compiling._weights_by_type():
+            assert guards.repr(torch.ones(2)) == "<Tensor>"
+            assert guards.repr(nn.Parameter(torch.ones(2))) == "<Parameter>"
+            assert guards.repr("text") == "'text'"
+        assert not hasattr(guards, "repr")
+
     def test_freezing_keeps_the_original_parameters(self):
         made = linear()
         expected = made.model(*made.inputs)
