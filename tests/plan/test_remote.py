@@ -331,6 +331,19 @@ def test_of_many_writers_one_wins(tmp_path: Path, key: Key) -> None:
         assert sum(added) == 1
 
 
+def test_an_entry_that_another_writer_has_not_finished_is_waited_for(
+    key: Key, others: Store
+) -> None:
+    there = file_in(others, key)
+    whole = there.read_bytes()
+    there.write_bytes(whole[:10])
+    finishing = threading.Timer(0.2, there.write_bytes, (whole,))
+    finishing.start()
+    assert not RemoteStore(str(others.root)).push(key, encoded(key, Payload(2)))
+    finishing.join()
+    assert there.read_bytes() == whole
+
+
 def test_a_store_that_cannot_be_written_says_why(tmp_path: Path, key: Key) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BrokenError, match="cannot be written: "):

@@ -9,6 +9,7 @@ and replaces none, so that a plan under a key never changes for readers.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -21,6 +22,8 @@ from steadytorch.plan.fingerprint import Key, differing_fields, format_differenc
 
 TIMEOUT_S = 10.0
 """Timeout of a look-up. After a timeout, this object does not ask the store again."""
+WRITING_S = 1.0
+"""Seconds for another writer to finish an entry: file systems show it before it has its content."""
 # Secrets in a URL: user and password, or a signature.
 _SECRET = re.compile(r"(?<=//)[^/@\s]*@|\?\S*")
 
@@ -77,12 +80,16 @@ class RemoteStore:
 
         if self._within_timeout(write, "written"):
             return True
-        there = self._fetched(name)
-        try:
-            decoded(there, msgspec.Raw)
-        except BrokenError as fault:
-            raise BrokenError(f"has an entry that {fault}: remove {name} there") from None
-        return False
+        end = time.monotonic() + WRITING_S
+        while True:
+            there = self._fetched(name)
+            try:
+                decoded(there, msgspec.Raw)
+                return False
+            except BrokenError as fault:
+                if time.monotonic() > end:
+                    raise BrokenError(f"has an entry that {fault}: remove {name} there") from None
+            time.sleep(WRITING_S / 20)
 
     def _fetched(self, name: str) -> bytes:
         """Reads a file within the timeout; raises `BrokenError` with the reason otherwise."""
