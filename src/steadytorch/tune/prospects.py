@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import norm
 
 from steadytorch import transforms
 from steadytorch.results.candidate import Candidate, TransformSpec
@@ -25,16 +24,16 @@ int8 up to 0.6 beyond bf16."""
 _TOGETHER, _APART = 0.5, 0.5
 """The same for what transforms make together beyond the sum of their effects, and how much
 candidates must differ, as the sum of these deviations, to have little of it in common. In 26
-recorded searches on two GPUs, 96 % of 260 times lay within two deviations of their prediction;
-effects alone were off by more than three in half of them, as engines, layouts and compilers depend
-on each other."""
+recorded searches on two GPUs, 96 % of 260 times lay within two deviations of their prediction.
+Effects alone were off by more than three in half of them: engines, layouts and compilers depend on
+each other."""
 _NOISE = 0.01
 """The same for a screening, and for what else makes a candidate's time."""
 _UPWARD, _IN_VAIN = 0.6, 0.05
 """How much of a deviation counts where a candidate is faster than predicted, and the gain expected
-in vain that halves further expectations: near the leader, most candidates are slower than predicted
-and few faster. With these, 29 recorded searches stop within 2 % of their best; where expectations
-counted in full, they took a fifth longer."""
+in vain that halves further expectations. Near the leader, most candidates are slower than predicted
+and few faster. Replayed with these, 29 recorded searches stop within 2 % of their best; if all of a
+deviation counted, they would take a fifth longer."""
 _DRAWS = 512
 
 
@@ -78,11 +77,13 @@ class Prospects:
         """Expected gain of each of these candidates, (candidates,), to rank them; never shrunk."""
         if not candidates:
             return np.zeros(0)
+        from scipy.special import ndtr
+
         lead, covariance = self._lead(candidates)
         deviation = np.sqrt(np.diag(covariance))
         # The mean of 1 - exp(-lead), where the lead is positive.
-        slower = np.exp(deviation**2 / 2 - lead) * norm.cdf(lead / deviation - deviation)
-        return norm.cdf(lead / deviation) - slower
+        beyond = np.exp(deviation**2 / 2 - lead) * ndtr(lead / deviation - deviation)
+        return ndtr(lead / deviation) - beyond
 
     def _lead(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
         """Mean and covariance of the logarithm of the leader's time over each candidate's.

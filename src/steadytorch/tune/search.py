@@ -207,8 +207,8 @@ class Search:
         underflows in some models.
         """
         while lowered := self._source().lowered():
-            new, self._lowered = self._affordable([lowered]), lowered
-            self._scheduler.begin(new, self._slots, self._budget.deadline_s(new, []))
+            self._lowered = lowered
+            self._begin([lowered])
             trial = self._scheduler.finished(lowered)
             if trial is None or not trial.inexact:
                 return
