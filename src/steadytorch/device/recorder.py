@@ -25,6 +25,7 @@ from steadytorch.device.channels import Channel, open_channels, ticks_between
 from steadytorch.device.facts import parse_device
 from steadytorch.device.observe import Readings
 from steadytorch.device.recording import COUNTERS, LEVELS, Recording
+from steadytorch.device.thread_time import ThreadTime
 from steadytorch.errors import UsageError
 
 MAX_TICKS = 8192
@@ -228,20 +229,20 @@ class Recorder:
                 )
                 self._tick(channels, None)
                 self._ready.set()
-                self._follow(channels)
+                self._follow(channels, stack.enter_context(ThreadTime()))
                 for channel in channels:
                     self._discredit(channel.doubts())
         finally:
             self._ready.set()
 
-    def _follow(self, channels: list[Channel]) -> None:
+    def _follow(self, channels: list[Channel], cpu: ThreadTime) -> None:
         """Tick until the body ends, then once more."""
-        began_ns, began_cpu_ns = self._clock(), time.thread_time_ns()
+        began_ns, began_cpu_ns = self._clock(), cpu.ns()
         number = 0
         while not self._running.acquire(timeout=self._pause_s):
             number += 1
             self._tick(channels, number)
-            spent_ns = time.thread_time_ns() - began_cpu_ns
+            spent_ns = cpu.ns() - began_cpu_ns
             elapsed_ns = self._clock() - began_ns
             counted_ns = max(0.0, spent_ns - self._free_ns)
             due_s = (counted_ns / self._most_cpu_share - elapsed_ns) * 1e-9
@@ -250,7 +251,7 @@ class Recorder:
         self._tick(channels, None)
         elapsed_ns = self._clock() - began_ns
         if elapsed_ns > 0:
-            self._cpu_share = (time.thread_time_ns() - began_cpu_ns) / elapsed_ns
+            self._cpu_share = (cpu.ns() - began_cpu_ns) / elapsed_ns
 
     def _tick(self, channels: list[Channel], number: int | None) -> None:
         """Read the channels that are due; all of them if `number` is None (first and last tick)."""

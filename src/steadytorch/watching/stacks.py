@@ -15,6 +15,7 @@ from operator import attrgetter, call, is_not, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steadytorch.device.thread_time import ThreadTime
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.flight import Sample
 from steadytorch.watching.process import OURS, core_wait_ns
@@ -129,6 +130,10 @@ class StackSampler:
         self._switch.restore()
 
     def _run(self) -> None:
+        with ThreadTime() as cpu:
+            self._follow(cpu)
+
+    def _follow(self, cpu: ThreadTime) -> None:
         began_ns, pause_s = time.perf_counter_ns(), self._interval_s
         due_ns = started_ns = extra_ns = 0  # the first sample takes milliseconds: not counted
         own = threading.get_native_id()
@@ -143,7 +148,7 @@ class StackSampler:
                     late_ns = now - asked_ns - pause_s * 1e9 - (core_wait_ns(own) - waited_ns)
                     prompt = not PROMPT_NS < late_ns < sys.getswitchinterval() * 1e9
                 self._sample(now, regular, prompt=prompt)
-            self.cpu_ns = time.thread_time_ns()
+            self.cpu_ns = cpu.ns()
             started_ns = started_ns or self.cpu_ns
             extra_ns += 0 if regular else self.cpu_ns - before_ns
             if regular:
