@@ -47,6 +47,14 @@ def test_six_blocks_too_short_for_an_interval_of_their_own_have_one_from_their_m
     assert found.why_no_ci is None
 
 
+def test_an_interval_from_block_medians_holds_the_median_of_all_samples():
+    live = _live()
+    # Bursts: the median of most blocks is 30, that of all samples 10.
+    live.blocks = [[10, 30, 30]] * 12 + [[10] * 30]
+    found = live.measured("latency")
+    assert (found.median_ns, found.median_ci_ns) == (10, (10, 30))
+
+
 def test_five_blocks_have_no_interval_and_say_why():
     live = _live()
     live.blocks = [[100 + i] * 3 for i in range(5)]

@@ -113,12 +113,15 @@ class LiveTrial:
         """Summary of all samples from block number `since` on.
 
         If the samples are too few or too correlated for an interval of the median, the interval
-        comes from the block medians.
+        comes from the block medians, widened to the median where bursts put it outside.
         """
         found = summarize([t for block in self.blocks[since:] for t in block], metric)
         if found.median_ci_ns is not None:
             return found
         interval = order_interval(np.asarray(self._medians(since)))
+        if interval is not None:
+            low, high = interval
+            interval = min(low, found.median_ns), max(high, found.median_ns)
         why = found.why_no_ci if interval is None else None
         return msgspec.structs.replace(found, median_ci_ns=interval, why_no_ci=why)
 
