@@ -137,9 +137,12 @@ def bundles(monkeypatch):
     yield made
     made.may_wake.set()
     made.may_end.set()
-    for thread in threading.enumerate():  # one left behind would turn the next test's clock
-        if thread.name.startswith("steadytorch-bundle"):
-            thread.join(60)
+    # One left behind would turn the next test's clock. It may still be starting.
+    for _ in range(6000):
+        if not any(t.name.startswith("steadytorch-bundle") for t in threading.enumerate()):
+            return
+        time.sleep(0.01)
+    raise AssertionError("a thread that makes a bundle is left")
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import statistics
 
 import pytest
 import torch
@@ -164,8 +165,9 @@ def test_copies_and_waits_are_timed_on_request():
 
 def test_cost_is_measured_and_leaves_nothing():
     code = nn.Module.__call__.__code__
-    cost = probe_cost()
-    assert cost.timed_ns > cost.nested_ns >= 0
+    costs = [probe_cost() for _ in range(5)]
+    timed_ns = statistics.median(cost.timed_ns for cost in costs)
+    assert timed_ns > statistics.median(cost.nested_ns for cost in costs) >= 0
     assert nn.Module.__call__.__code__ is code
 
 
