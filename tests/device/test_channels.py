@@ -98,7 +98,20 @@ def test_a_missing_file_says_which(tree, stack):
 def test_pages_of_files_are_no_memory_that_leaks(stack, tree):
     (tree / "proc/self").mkdir(parents=True, exist_ok=True)
     (tree / "proc/self/statm").write_text("5000 700 250 10 0 900 0\n")
-    assert ResidentMemory(stack, tree).read() == (450 * os.sysconf("SC_PAGE_SIZE"),)
+    assert ResidentMemory(stack, tree).read()[0] == 450 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_that_the_heap_holds_free_is_told_from_memory_in_use(stack):
+    memory = ResidentMemory(stack)
+    if memory.doubts():
+        pytest.skip(memory.doubts()["heap_free_bytes"])
+    blocks = [torch.ones(25_000) for _ in range(1000)]  # 100 kB each: from the heap
+    full, used = memory.read()
+    del blocks[:-1]  # the last keeps the heap from shrinking
+    assert memory.read()[1] == used, "it was read without growth"
+    still, free = ResidentMemory(stack).read()
+    assert free > used + 50_000_000
+    assert still - free < full - used - 50_000_000
 
 
 def test_stolen_and_disk_time_are_in_nanoseconds(tree, stack):

@@ -43,5 +43,22 @@ def test_a_heap_that_fills_up_is_no_leak():
     assert rule(step) == ()
 
 
+def test_growth_that_the_heap_holds_free_is_no_leak():
+    times = noise(1000)
+    total = float(np.sum(times))
+
+    def grown(free):
+        return timed(
+            times,
+            device="cpu",
+            resident_bytes=lambda at: 1000 * MIB + 500 * MIB * (at / total),
+            heap_free_bytes=lambda at: free * MIB * (at / total),
+        )
+
+    assert rule(grown(free=500)) == ()
+    assert the(rule(grown(free=100))).confidence == "high"
+    assert the(rule(growing(500 * MIB))).confidence == "medium"  # free bytes unknown
+
+
 def test_without_a_recording_it_abstains():
     assert isinstance(rule(timed(noise(100), unknown={"resident_bytes": "no"})), Abstention)

@@ -5,6 +5,7 @@ A channel raises if it cannot be read; the recorder then drops it and keeps the 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -110,25 +111,38 @@ class ResidentMemory:
     The kernel drops pages of files, such as code, and reads them again: their number rises without
     a leak. Source: "/proc/pid/statm" in proc(5), resident less shared pages.
 
+    The free part of the heap is what glibc's malloc holds and the process does not use
+    (mallinfo2(3), fordblks). glibc walks its free chunks for it, 0.5 ms for 2,000 of them; so it is
+    read again only after memory grew by `STEP_BYTES`.
+
     Args:
         stack: closes the file.
         root: root of the file system to read.
     """
 
-    fields = ("resident_bytes",)
+    fields = ("resident_bytes", "heap_free_bytes")
+    STEP_BYTES = 8 << 20
 
     def __init__(self, stack: ExitStack, root: Path = host.ROOT) -> None:
         self._file = _open(root / "proc/self/statm", stack)
         self._page = os.sysconf("SC_PAGE_SIZE")
+        self._heap = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if self._heap is not None:
+            self._heap.restype = _Heap
+        self._free = self._most = 0
 
     def read(self) -> Sequence[int]:
-        """Resident bytes."""
+        """Resident bytes, and free bytes of the heap when these last grew."""
         whole, shared = map(int, os.pread(self._file, 80, 0).split()[1:3])
-        return ((whole - shared) * self._page,)
+        resident = (whole - shared) * self._page
+        if self._heap is not None and resident >= self._most + self.STEP_BYTES:
+            self._most, self._free = resident, self._heap().fordblks
+        return resident, self._free
 
     def doubts(self) -> dict[str, str]:
-        """Nothing: a process always has resident memory."""
-        return {}
+        """The heap, under other C libraries than glibc 2.33 or later."""
+        reason = "the C library has no mallinfo2"
+        return {} if self._heap is not None else {"heap_free_bytes": reason}
 
 
 class CpuTimes:
@@ -265,6 +279,18 @@ class Neighbours:
     def doubts(self) -> dict[str, str]:
         """Nothing: `read` raises on an implausible list."""
         return {}
+
+
+class _Heap(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
 
 
 def ticks_between(channel: Channel) -> int:

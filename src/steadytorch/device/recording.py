@@ -29,6 +29,7 @@ LEVELS = (
     "clock_event_mask",
     "other_gpu_processes",
     "resident_bytes",
+    "heap_free_bytes",
 )
 """Channels that hold the current state at each tick."""
 
@@ -42,6 +43,7 @@ READ_EVERY = {
     "clock_event_mask": 3,
     "other_gpu_processes": 10,
     "resident_bytes": 3,
+    "heap_free_bytes": 3,
 }
 """Ticks between reads of the slower channels, which take turns; all others are read at every tick.
 
@@ -82,6 +84,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         other_gpu_processes: number of other processes with a compute context on the GPU.
         resident_bytes: resident memory of the process, without pages of files and shared
             memory.
+        heap_free_bytes: part of the C heap that is not in use; read only while resident memory
+            grows.
         allocator_retries: times PyTorch's allocator emptied its cache to serve a request.
         allocator_device_calls: segments allocated from or freed to the driver.
         compilations: frames that torch.compile began to compile, including recompilations.
@@ -112,6 +116,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     clock_event_mask: Column = None
     other_gpu_processes: Column = None
     resident_bytes: Column = None
+    heap_free_bytes: Column = None
     allocator_retries: Column = None
     allocator_device_calls: Column = None
     compilations: Column = None

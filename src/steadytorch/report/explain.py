@@ -63,7 +63,7 @@ def render_brief(console: Console, name: str, result: Explanation) -> None:
     shown = [each for each in result.findings if not each.information][:_BRIEF_FINDINGS]
     if shown:
         console.print()
-        console.print(Text("Findings, by recoverable time", "bold"))
+        console.print(Text("Findings, worst first", "bold"))
     for number, finding in enumerate(shown, 1):
         title = Text(f"{number}. {plain(finding.title)}", "bold yellow")
         print_indented(console, title, 2, 1)
@@ -127,7 +127,7 @@ def _findings(console: Console, result: Explanation, everything: bool) -> None:
         asked = "some rules lacked data" if result.abstained else "every rule had its data"
         print_indented(console, Text(asked))
         return
-    console.print(Text("Findings, by recoverable time", "bold"))
+    console.print(Text("Findings, worst first", "bold"))
     for number, finding in enumerate(shown, 1):
         _finding(console, number, finding, result, everything)
     left = len(result.findings) - len(shown)

@@ -47,7 +47,7 @@ def render_run(console: Console, name: str, result: Watched) -> None:
         return
     _slices(console, result)
     shown = [each for each in result.findings if not each.information][:MOST_FINDINGS]
-    console.print(Text("Findings, by recoverable time" if shown else "No findings", "bold"))
+    console.print(Text("Findings, worst first" if shown else "No findings", "bold"))
     fix_lines = 1 if len(shown) == MOST_FINDINGS else 2
     for number, finding in enumerate(shown, 1):
         print_indented(console, Text(plain(f"{number}. {finding.title}"), "yellow"), 2, 2)
