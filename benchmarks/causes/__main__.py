@@ -157,7 +157,8 @@ def main() -> None:
         result["accused"] = any(each["id"] not in excused for each in result["findings"])
         clean.append(result)
         verdict = "ACCUSED" if result["accused"] else "clean  "
-        print(f"{verdict} {result['drawn']}, {result['allocator']}, others {result['others_share']:.1%}", flush=True)
+        others = f"others {result['others_share']:.1%}"
+        print(f"{verdict} {result['drawn']}, {result['allocator']}, {others}", flush=True)
         for each in result["findings"]:
             print(f"         {each['id']}: {each['title']}")
     named = sum(each["named"] for each in causes)
