@@ -3,6 +3,7 @@
 No run may end with two outcomes, and no rank may wait for longer than the deadline plus 2 s.
 
     python benchmarks/ranks [--minutes 30] [--most 1000] [--jobs 3] [--backend gloo] [--json FILE]
+        [--scenario "all hit"]
 
 With `--backend nccl` each rank has a GPU of its own, and runs have as many ranks as there are GPUs
 at most. `--train` times training under DDP instead; see `ddp_train.py`:
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--backend", choices=("gloo", "nccl"))
+    parser.add_argument("--scenario", help="the only one to run; by default all in turn")
     parser.add_argument("--train", action="store_true", help="time training under DDP")
     parser.add_argument("--only", nargs="+", default=["resnet50:64", "bert:8x128"])
     parser.add_argument("--skip", nargs="*", default=[], help="options to leave out")
@@ -63,7 +65,7 @@ def main() -> int:
         jobs = [
             get_context("fork").Process(
                 target=_work,
-                args=(job, asked.jobs, asked.most, end, Path(folder), backend, sizes),
+                args=(job, asked, end, Path(folder), backend, sizes),
             )
             for job in range(asked.jobs)
         ]
@@ -94,7 +96,12 @@ def _gpus() -> int:
 
 
 def _work(
-    job: int, jobs: int, most: int, end: float, folder: Path, backend: str, sizes: tuple[int, ...]
+    job: int,
+    asked: argparse.Namespace,
+    end: float,
+    folder: Path,
+    backend: str,
+    sizes: tuple[int, ...],
 ) -> None:
     import logging
 
@@ -103,9 +110,10 @@ def _work(
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    cases = [(name, size) for name in fault_runs.SCENARIOS for size in sizes]
+    names = [asked.scenario] if asked.scenario else list(fault_runs.SCENARIOS)
+    cases = [(name, size) for name in names for size in sizes]
     with (folder / f"{job}.jsonl").open("a") as file:
-        for index in range(job, most, jobs):
+        for index in range(job, asked.most, asked.jobs):
             if time.monotonic() > end:
                 return
             name, size = cases[index % len(cases)]

@@ -160,7 +160,7 @@ def _outcome(rank: int, setting: Setting, ranks: Ranks) -> dict[str, Any]:
     choice = setting.choices[rank]
     payload = None if choice is None else choice.encode() + PLAN
 
-    def search() -> tuple[str, bytes]:
+    def search(gpus: tuple[str, ...]) -> tuple[str, bytes]:
         time.sleep(0.3)
         return "found", b"found" + PLAN
 

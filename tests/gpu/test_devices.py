@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +57,23 @@ def test_a_gpu_given_twice_and_one_that_is_missing_are_refused():
         choose_devices("cuda:0,cuda:0", None, "cuda:0")
     with pytest.raises(UnsupportedError, match="cuda:99"):
         choose_devices("cuda:0,cuda:99", None, "cuda:0")
+
+
+def test_the_search_of_the_first_rank_uses_the_gpus_of_all(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, *torchrun, Path(__file__).with_name("tune_ranked.py"), tmp_path],
+        env={**os.environ, "STEADYTORCH_RANKS_DEADLINE": "120"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found[0]["plan"] == found[1]["plan"]
+    assert all(each["close"] for each in found)
+    assert "searching on cuda:0, cuda:1 for all ranks" in found[0]["said"]
+    assert not any("searching" in line for line in found[1]["said"])
 
 
 def test_all_starts_with_the_workloads_gpu():

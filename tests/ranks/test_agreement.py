@@ -63,20 +63,28 @@ def test_all_ranks_serve_the_plan_of_the_lowest_rank_that_has_one(store, ballots
     assert together(store, ballots) == [served] * 3
 
 
-def test_only_the_leader_searches(store):
-    def search():
+def test_only_the_leader_searches_and_knows_the_gpus_of_all(store):
+    told = []
+
+    def search(gpus):
+        told.append(gpus)
         return "found", b"plan"
 
-    def forbidden():
+    def forbidden(gpus):
         raise AssertionError
 
-    ballots = [Ballot("s", {}, search=search), Ballot("s", {}, search=forbidden)]
+    ballots = [
+        Ballot("s", {}, search=search, gpu="one"),
+        Ballot("s", {}, search=forbidden),
+        Ballot("s", {}, search=forbidden, gpu="two"),
+    ]
     found = together(store, ballots)
-    assert found == [None, b"plan"]  # the leader has made its own
+    assert found == [None, b"plan", b"plan"]  # the leader has made its own
+    assert told == [("one", "two")]
 
 
 def test_a_failed_search_leaves_the_others_untouched(store, caplog):
-    def search():
+    def search(gpus):
         raise KeyboardInterrupt
 
     ballots = [Ballot("s", {}, search=search), Ballot("s", {}, search=search)]

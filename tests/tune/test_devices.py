@@ -21,7 +21,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
 from steadytorch.tune.candidate_pool import CandidatePool
-from steadytorch.tune.devices import Devices, choose_devices
+from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks
 from steadytorch.tune.search import Search
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
@@ -300,6 +300,25 @@ def test_all_takes_the_workloads_device_if_every_device_is_busy():
     found = choose("all", busy={f"cuda:{index}": 1 for index in range(4)})
     assert found.names == ("cuda:0",)
     assert "using cuda:0 alone" in found.notes[0]
+
+
+def test_ranks_share_the_gpus_of_one_kind_that_the_first_rank_sees():
+    uuids = {"cuda:0": "a", "cuda:1": "b", "cuda:2": "c", "cuda:3": "d"}
+    found = devices_of_ranks(
+        "cuda:1",
+        ("b", "a", "d", "of another machine"),
+        count=lambda: 4,
+        facts=lambda name: {"cuda:3": msgspec.structs.replace(GPU, name="A100")}.get(name, GPU),
+        uuid=uuids.__getitem__,
+    )
+    assert found == Devices(("cuda:1", "cuda:0"), {}, ())
+
+
+def test_a_search_on_a_cpu_has_no_gpus_to_share(tmp_path):
+    session = Session(Workload(torch.nn.Linear(2, 2), torch.zeros(1, 2)), SearchOptions())
+    assert session.gpu == ""
+    session.share(("a", "b"))
+    assert session._devices is None
 
 
 def test_all_is_refused_for_a_workload_on_a_cpu():

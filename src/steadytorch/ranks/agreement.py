@@ -65,8 +65,10 @@ class Ballot(NamedTuple):
         choice: digest of the decision this rank holds; None without a plan.
         payload: the bytes of the plan, for ranks without it; at most 1 MiB.
         problem: why this rank must run untouched.
-        search: makes the payload where no rank has a plan: returns choice and payload, or the
-            reason why there is none. Called on the leader only; None for no search.
+        search: makes the payload where no rank has a plan, given the GPUs of all ranks: returns
+            choice and payload, or the reason why there is none. Called on the leader only; None for
+            no search.
+        gpu: UUID of this rank's GPU; empty on a CPU.
     """
 
     subject: str
@@ -74,7 +76,8 @@ class Ballot(NamedTuple):
     choice: str | None = None
     payload: bytes | None = None
     problem: str | None = None
-    search: Callable[[], tuple[str, bytes] | str] | None = None
+    search: Callable[[tuple[str, ...]], tuple[str, bytes] | str] | None = None
+    gpu: str = ""
 
 
 class Refusal(NamedTuple):
@@ -134,6 +137,7 @@ class Agreement:
             sha256=None if payload is None else hashlib.sha256(payload).hexdigest(),
             searches=ballot.search is not None,
             problem=ballot.problem,
+            gpu=ballot.gpu,
         )
         self._life = time.monotonic()
         try:
@@ -335,12 +339,14 @@ class Agreement:
         return self._store.get(name) if self._store.check([name]) else _PENDING
 
     def _searched(
-        self, search: Callable[[], tuple[str, bytes] | str]
+        self, search: Callable[[tuple[str, ...]], tuple[str, bytes] | str]
     ) -> tuple[Decision, bytes | None]:
         """Searches while giving signs of life, then proposes the plan; on the leader only."""
+        votes = self._guarded(self._votes)
+        gpus = tuple(vote.gpu for vote in votes if vote is not None and vote.gpu)
         try:
             with self._beating():
-                found = search()
+                found = search(gpus)
         except BaseException as error:
             text = one_line(error) if isinstance(error, Exception) else type(error).__name__
             self._life = time.monotonic()

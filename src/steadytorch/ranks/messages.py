@@ -23,6 +23,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         sha256: digest of the payload of that choice.
         searches: whether the leader may search if no rank holds a plan.
         problem: why this rank must run untouched; None if it need not.
+        gpu: UUID of this rank's GPU; empty on a CPU.
     """
 
     token: str
@@ -32,6 +33,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sha256: str | None = None
     searches: bool = False
     problem: str | None = None
+    gpu: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,7 +44,8 @@ def propose(
     mode: str = "",
     problem: str | None = None,
     violation: Callable[[P], str | None] = lambda plan: None,
-    search: Callable[[], P | str] | None = None,
+    search: Callable[[tuple[str, ...]], P | str] | None = None,
+    gpu: str = "",
 ) -> Proposed[P] | Refusal:
     """Finds the one plan for a key that all ranks can serve.
 
@@ -56,12 +57,14 @@ def propose(
         mode: the mode asked for; must be equal on all ranks.
         problem: why this rank must run untouched.
         violation: why a plan from another rank must not be served, or None.
-        search: finds a plan where no rank has one, or says why not; called on the leader only.
+        search: finds a plan where no rank has one, given the UUIDs of all ranks' GPUs, or says why
+            not; called on the leader only.
+        gpu: UUID of this rank's GPU; empty on a CPU.
     """
     made: list[P] = []
 
-    def found() -> tuple[str, bytes] | str:
-        result = (search or (lambda: "there is no search"))()
+    def found(gpus: tuple[str, ...]) -> tuple[str, bytes] | str:
+        result = "there is no search" if search is None else search(gpus)
         if isinstance(result, str):
             return result
         made.append(result)
@@ -82,6 +85,7 @@ def propose(
         payload,
         problem,
         None if search is None else found,
+        gpu,
     )
     answer = agreement.propose(ballot)
     if isinstance(answer, Refusal):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
-from steadytorch.device.facts import load_facts, parse_device, resolve_device
+from steadytorch.device.facts import gpu_properties, load_facts, parse_device, resolve_device
 from steadytorch.device.telemetry import other_gpu_processes
 from steadytorch.errors import UsageError
 from steadytorch.quantities import size
@@ -30,6 +30,16 @@ class Devices(NamedTuple):
     names: tuple[str, ...]
     left_out: dict[str, str]
     notes: tuple[str, ...]
+
+
+def uuid_of(device: str) -> str:
+    """UUID of a GPU, by which other processes know it; empty for a CPU.
+
+    Args:
+        device: a torch device string.
+    """
+    kind, index = parse_device(device)
+    return str(gpu_properties(index).uuid) if kind == "cuda" else ""
 
 
 def choose_devices(
@@ -83,6 +93,33 @@ def choose_devices(
         f"{name} is busy ({why}): timings may be disturbed" for name, why in busy.items() if why
     ]
     return Devices(tuple(names), {}, tuple(notes))
+
+
+def devices_of_ranks(
+    own: str,
+    gpus: Collection[str],
+    *,
+    count: Callable[[], int] = torch.cuda.device_count,
+    facts: Callable[[str], DeviceFacts] = load_facts,
+    uuid: Callable[[str], str] = uuid_of,
+) -> Devices:
+    """The GPUs of ranks that wait for this process's search, as far as it sees them.
+
+    A GPU of another machine, or one hidden by `CUDA_VISIBLE_DEVICES`, cannot help. Nor can one of
+    another kind. The ranks' own processes keep memory on these GPUs, and are idle meanwhile.
+
+    Args:
+        own: the GPU of this process.
+        gpus: UUIDs of the GPUs of all ranks.
+        count: number of visible GPUs.
+        facts: facts about a device.
+        uuid: UUID of a device.
+    """
+    own = _indexed(own)
+    kind = facts(own)
+    seen = (name for name in (f"cuda:{index}" for index in range(count())) if name != own)
+    shared = [name for name in seen if uuid(name) in gpus and not _difference(kind, facts(name))]
+    return Devices((own, *shared), {}, ())
 
 
 def _all(

@@ -244,6 +244,7 @@ class PlanSource:
             problem=objection,
             violation=Plan.violation,
             search=partial(self._search_of_leader, session) if self._mode == "tune" else None,
+            gpu=session.gpu,
         )
         if isinstance(proposed, Refusal):
             reason = agreed.told(proposed)
@@ -256,9 +257,10 @@ class PlanSource:
         reason = proposed.confirm(None)
         return chosen.resolution(self._bundle) if reason is None else Resolution(None, reason)
 
-    def _search_of_leader(self, session: Session) -> Plan | str:
+    def _search_of_leader(self, session: Session, gpus: tuple[str, ...]) -> Plan | str:
         if self._guard.observe(session.key.digest) is not None:
             return f"{WITHHELD}: {self._guard.why}"
+        session.share(gpus)
         try:
             return session.search_and_keep()
         except SteadyError as error:

@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.plugin_worker import admit
 from steadytorch.transforms.precision import half_of
 from steadytorch.tune.bundle import keep_bundle
-from steadytorch.tune.devices import Devices, choose_devices
+from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks, uuid_of
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import ENGINES, Search, compiling
@@ -125,6 +125,17 @@ class Session:
     def store_trouble(self) -> str:
         """Why plans are kept in memory only; empty if they are written to disk."""
         return self._store.trouble
+
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU of this session; empty on a CPU."""
+        return uuid_of(self._device)
+
+    def share(self, gpus: Collection[str]) -> None:
+        """Lets a search use the GPUs of other ranks, unless its devices were chosen already."""
+        if self._devices is None and self.gpu:
+            self._devices = devices_of_ranks(self._device, gpus)
+            log.info("searching on %s for all ranks", ", ".join(self._devices.names))
 
     def look_up(self, explained: bool = True) -> tuple[Plan | None, str]:
         """The stored plan, or None and the reason for the miss.
@@ -500,7 +511,11 @@ def tune(
 def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks) -> Plan:
     """One plan on all ranks; the leader searches if none has a plan."""
     plan = None if mode == "tune" else session.look_up()[0]
-    search = partial(session.search_and_keep, watcher, anew=mode == "tune")
+
+    def search(gpus: tuple[str, ...]) -> Plan:
+        session.share(gpus)
+        return session.search_and_keep(watcher, anew=mode == "tune")
+
     proposed = agreed.propose(
         ranks,
         session.key,
@@ -510,6 +525,7 @@ def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks
         problem=collective_in(session.workload.untouched),
         violation=Plan.violation,
         search=None if mode == "strict" else search,
+        gpu=session.gpu,
     )
     reason = proposed if isinstance(proposed, Refusal) else proposed.confirm(None)
     if isinstance(reason, Refusal):
