@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+import random
+import statistics
 import threading
 from math import inf
 
@@ -18,6 +21,7 @@ from steadytorch.watching.clock import (
     OPTIMIZING,
     SLICES,
     StepClock,
+    standard_error,
 )
 
 
@@ -193,3 +197,14 @@ def test_a_collection_while_a_step_is_finished_stays_where_it_is():
     clock.boundary(OPTIMIZING, 1)
     clock._finishing = True
     assert not clock.interrupt(COLLECTION)
+
+
+def test_the_error_of_a_mean_allows_for_times_that_drift():
+    draw = random.Random(0)
+    alike = [draw.gauss(10, 1) for _ in range(800)]
+    drifting = [time + 3 * math.sin(index / 60) for index, time in enumerate(alike)]
+    independent = statistics.stdev(alike) / 800**0.5
+    assert independent <= standard_error(alike) < 2 * independent
+    assert standard_error(drifting) > 4 * statistics.stdev(drifting) / 800**0.5
+    assert standard_error([5.0, 7.0]) == 1.0
+    assert standard_error([5.0]) == inf

@@ -15,8 +15,9 @@ LEAST_SHARE = 0.05
 """Minimum share of the step by which a rank is late."""
 LEAST_MATCH = 0.5
 """Minimum part of the lateness that the other ranks spend in longer waits."""
-LEAST_ERRORS = 3.0
-"""Minimum lateness in standard errors: ranks that share cores differ by chance."""
+LEAST_ERRORS = 4.0
+"""Minimum lateness in standard errors, of eight batches each: ranks that share cores differ by
+chance."""
 _Times = Mapping[str, tuple[float, float]]
 _OWN = ("input_wait", "collection", "copies", "optimizer", "evaluation")
 """Slices in which no rank waits for another."""
