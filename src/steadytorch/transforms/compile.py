@@ -227,9 +227,12 @@ def _backend(parameters: Any) -> Callable[..., Any]:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
+        from steadytorch.compiled import padded_outputs
+
         if freezing and not config.freezing:
             raise _NotFreezingError
-        return compile_fx(graph, inputs, config_patches=options)
+        strides = {} if freezing else padded_outputs.options()
+        return compile_fx(graph, inputs, config_patches={**options, **strides})
 
     return inductor
 

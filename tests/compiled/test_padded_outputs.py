@@ -1,0 +1,69 @@
+"""Outputs keep their strides where Inductor pads a product; here it is told to pad on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config
+from torch._inductor.fx_passes import pad_mm
+
+from steadytorch import Workload
+from steadytorch.transforms.compile import Compile
+
+# Importing the padding imports parts of PyTorch that warn in some versions.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+ODD = 13
+
+
+class Head(nn.Module):
+    """Hidden states and logits of an odd number of tokens, flat or not."""
+
+    def __init__(self, bias=False, keep=ODD):
+        super().__init__()
+        self.body, self.head, self.keep = nn.Linear(8, 8), nn.Linear(8, ODD, bias=bias), keep
+
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        return hidden, self.head(hidden)[..., : self.keep]
+
+
+@pytest.fixture(autouse=True)
+def padding(monkeypatch):
+    padded = []
+
+    def pads(*args, **kwargs):
+        padded.append(args)
+        return True
+
+    monkeypatch.setattr(pad_mm, "can_pad", lambda *args, **kwargs: True)
+    monkeypatch.setattr(pad_mm, "should_pad", pads)
+    torch.compiler.reset()
+    with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+        yield padded
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)], ids=["flat", "of tokens"])
+@pytest.mark.parametrize("bias", [False, True], ids=["mm", "addmm"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_logits_keep_their_strides(padding, shape, bias, train):
+    torch.manual_seed(0)
+    model, x = Head(bias), torch.randn(*shape)
+    workload = Workload(model, x)
+    with torch.set_grad_enabled(train), Compile().applied(workload) as compiled:
+        own, found = model(x), compiled.model(x)
+        assert padding, "Inductor did not pad"
+        assert [out.stride() for out in found] == [out.stride() for out in own]
+        torch.testing.assert_close(found, own)
+        if train:
+            found[1].view(-1).square().sum().backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            own[1].view(-1).square().sum().backward()
+            torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
+
+
+def test_a_slice_of_the_logits_keeps_its_strides(padding):
+    model, x = Head(keep=ODD - 1), torch.randn(5, 8)
+    with Compile().applied(Workload(model, x)) as compiled, torch.no_grad():
+        assert compiled.model(x)[1].stride() == model(x)[1].stride()
