@@ -59,6 +59,7 @@ def blocks(results: Path) -> dict[str, str]:
         "variability": _text(_variability(gpu)),
         "switch": _text(_switch(_latest(results, "switch_h200"))),
         "verdicts": _text(_verdicts(results)),
+        "scripts": _text(_scripts(_latest(results, "scripts"))),
     }
 
 
@@ -219,6 +220,24 @@ def _verdicts(results: Path) -> list[str]:
             )
         )
     return table(head, rows)
+
+
+def _scripts(document: dict[str, Any]) -> list[str]:
+    """Scripts of other projects under `steady run`."""
+    rows = []
+    for each in document["scripts"].values():
+        versions = ", ".join(f"{name} {text}" for name, text in each["versions"].items())
+        runs = each["watched"]
+        overheads = [100 * run["overhead_share"] for run in runs]
+        rows.append(
+            (
+                f"`{each['script']}`, {versions}",
+                each["what"],
+                f"all {each['results']} equal" if each["equal"] else "different",
+                f"{min(overheads):.2f} to {max(overheads):.2f} %",
+            )
+        )
+    return table(("script", "run", "results", "overhead"), rows)
 
 
 def with_tables(text: str, results: Path) -> str:
