@@ -24,7 +24,9 @@ FIRST = {
     "training": (0.25, 1e-2),
 }
 CLASSES = {"tf32": 5e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
-POLICIES = {1: FIRST, 2: {**FIRST, "discarded": (2, 4e6), "errors": (4.0, 2.0, 4.0, CLASSES)}}
+SECOND = {**FIRST, "discarded": (2, 4e6), "errors": (4.0, 2.0, 4.0, CLASSES)}
+THIRD = {**SECOND, "blocks": [(10, 69), (5, 69), (1, 69)], "discarded": (2, 4e6, 5e8)}
+POLICIES = {1: FIRST, 2: SECOND, 3: THIRD}
 """What plans of each version of the rules were measured and verified by. What changes belongs to a
 new version: plans of the old one are in stores. An added class changes no plan of the others."""
 
@@ -44,7 +46,7 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
             )
             for ns in (1e6, 1e7, 1e9)
         ],
-        "discarded": (ramp.DISCARD, ramp.RAMP_NS),
+        "discarded": (ramp.DISCARD, ramp.RAMP_NS, ramp.LONG_NS),
         "errors": (
             verdict.SAME_FACTOR,
             verdict.STEP_FACTOR,

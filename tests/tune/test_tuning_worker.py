@@ -111,7 +111,7 @@ def test_iterations_too_short_for_the_clock_are_timed_together(loaded):
     assert calls == 5 * (4 + 4)
 
 
-@pytest.mark.parametrize(("iteration_ns", "most"), [(1e5, 40), (3e5, 14), (1e9, 2)])
+@pytest.mark.parametrize(("iteration_ns", "most"), [(1e5, 40), (3e5, 14), (4e8, 2), (1e9, 0)])
 def test_what_follows_a_switch_is_not_kept_for_a_time(loaded, iteration_ns, most):
     loaded.set_up([])
     calls = 0

@@ -187,7 +187,9 @@ class WorkloadHandler:
         # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
         self._start.restore()
         in_training = self.workload.is_training
-        before = DISCARD if in_training else ramp(self.iteration_ns * self.group)
+        before = ramp(self.iteration_ns * self.group)
+        if in_training:
+            before = min(before, DISCARD)
         times = self._time(metric, before + count)[0][before:].tolist()
         self.iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
         return times

@@ -161,7 +161,7 @@ class Search:
         try:
             baseline = self._scheduler.baseline(self._budget.remaining)
             with self._scheduler.paused():
-                quiet = baseline.block(self._options.metric, 5, max(1.0, self._budget.remaining()))
+                quiet = baseline.quiet(self._options.metric, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
         self._pool.trials.append(baseline)

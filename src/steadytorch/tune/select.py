@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from steadytorch.bench.ramp import ramp
+from steadytorch.bench.ramp import LONG_NS, ramp
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
@@ -88,9 +88,14 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
-    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 69 for p99."""
+    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 69 for p99.
+
+    From 500 ms on it is one: 12 pairs of blocks, the fewest for a claim, then fit into a budget.
+    """
     if options.objective == "p99":
         return BlockShape(P99_BLOCK, iteration_ns)
+    if iteration_ns >= LONG_NS:
+        return BlockShape(1, iteration_ns)
     if iteration_ns >= 150e6:
         return BlockShape(3, iteration_ns)
     return BlockShape(int(min(10, max(5, 50e6 // max(iteration_ns, 1)))), iteration_ns)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from steadytorch.bench.bench_worker import SetUp
+from steadytorch.bench.ramp import LONG_NS
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.record import Trial
@@ -136,6 +137,16 @@ class LiveTrial:
         """
         self.begin_block(metric, count)
         return self.finish_block(deadline_s)
+
+    def quiet(self, metric: str, deadline_s: float) -> list[int]:
+        """Times the first block with nothing beside it: five iterations, or two long ones.
+
+        Raises:
+            WorkerFault: see `block`.
+        """
+        assert self.set_up is not None
+        long = self.set_up.warm_up.iteration_ns >= LONG_NS
+        return self.block(metric, 2 if long else 5, deadline_s)
 
     def begin_block(self, metric: str, count: int) -> None:
         """Starts a block without waiting; fetch its samples with `finish_block`."""

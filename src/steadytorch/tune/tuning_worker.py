@@ -61,6 +61,10 @@ class Explained(msgspec.Struct, frozen=True):
     product_flops: int | None
 
 
+CHARACTER_NS = 2e9
+"""Longest time for what bounds a workload, but for two iterations."""
+
+
 class TuningHandler(ExplainHandler):
     """Worker handler for tuning. Methods take and return msgpack types."""
 
@@ -100,7 +104,8 @@ class TuningHandler(ExplainHandler):
         step = self.step
         if self.workload.feed is not None:
             step = replace(self.workload, feed=None).step_function()
-        periods, host = self.sampler.periods(step, 12)
+        count = int(np.clip(CHARACTER_NS / max(self.iteration_ns, 1), 2, 12))
+        periods, host = self.sampler.periods(step, count)
         period_ns = max(float(np.median(periods)), 1.0)
         on_host = self.workload.device.type == "cpu"
         host_share = 0.0 if on_host else float(np.median(host)) / period_ns
