@@ -69,6 +69,17 @@ def baked(x: Tensor) -> Tensor:
     return scaled(x, (torch.rand(x.shape, generator=generator) >= RATE).float())
 
 
+def rare(x: Tensor) -> Tensor:
+    """Drops everything in one of ten calls, as a path is dropped for few samples."""
+    return scaled(x, (torch.rand(1) >= 0.1).float(), 0.1)
+
+
+def without_effect(x: Tensor) -> Tensor:
+    """Draws a number that nothing depends on."""
+    torch.rand(1)
+    return x
+
+
 def not_advanced(x: Tensor) -> Tensor:
     """New masks from a generator of its own."""
     return scaled(x, (torch.rand(x.shape, generator=_OWN) >= RATE).float())

@@ -58,5 +58,12 @@ def test_a_mask_that_never_changes_is_a_fault():
     assert verdict(0, drawing.baked)[0] == SAME_NUMBERS
 
 
+@pytest.mark.parametrize("drop", [drawing.rare, drawing.without_effect])
+def test_draws_that_seldom_or_never_matter_are_no_fault(drop):
+    made, start = drawing.workload(0)
+    made.model.drop = drop
+    assert drawing_fault(made, made.model, (made.inputs, {}), start) is None
+
+
 def test_a_generator_that_stands_still_is_a_fault():
     assert verdict(0, drawing.not_advanced)[0] == NOT_ADVANCED
