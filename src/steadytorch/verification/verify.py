@@ -22,7 +22,7 @@ from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import SHARED, as_tensor, memory_of
 from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.containers import BorrowedArguments
-from steadytorch.workload.opened import opened
+from steadytorch.workload.opened import opened, tensors_in_caches
 from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
 from steadytorch.workload.workload import Workload
 
@@ -158,11 +158,15 @@ def _fields_of(thing: Any) -> list[Any]:
 
 def nesting(tree: Any) -> list[str]:
     """The nesting of containers and their leaves as text; floats and complex by type only."""
-    return [str(pytree.tree_structure(opened(tree))), *map(_format_leaf, _leaves(tree))]
+    cached = tensors_in_caches(tree)
+    leaves = [_format_leaf(leaf, id(leaf) in cached) for leaf in _leaves(tree)]
+    return [str(pytree.tree_structure(opened(tree))), *leaves]
 
 
-def _format_leaf(leaf: Any) -> str:
+def _format_leaf(leaf: Any, cached: bool) -> str:
     if isinstance(leaf, torch.Tensor):
+        if cached:  # only the cache's own code reads it, with any strides
+            return "a tensor in a cache"
         return f"a tensor with strides {strides_of(leaf)}"
     return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,24 +15,39 @@ from torch.utils import _pytree as pytree
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, float, int, bool, str, type(None)})
 _STRING = frozenset({str})
+_CACHES = frozenset({"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin"})
+"""Base classes of transformers' caches of keys and values, and of their layers."""
 _NOT_PLAIN = object()
 
 
-def opened(tree: Any) -> Any:
+def opened(tree: Any, caches: bool = True) -> Any:
     """Replaces each container that pytree does not know by a node that pytree can flatten.
 
-    These are dataclasses, namespaces, and subclasses of dict and list. Unflattening, as in
-    `tree_map`, makes new containers of the same classes, with their other attributes. A tree
-    without such containers is returned as it is.
+    These are dataclasses, namespaces, subclasses of dict and list, and transformers' caches.
+    Unflattening, as in `tree_map`, makes new containers of the same classes, with their other
+    attributes. A tree without such containers is returned as it is.
+
+    Args:
+        tree: any value.
+        caches: False leaves caches closed, as a model writes to those that it is given.
     """
     if _is_plain(tree):
         return tree
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, torch.Size))
-    kinds = [is_closed(leaf) for leaf in leaves]
+    kinds = [is_closed(leaf) or (caches and is_cache(leaf)) for leaf in leaves]
     if not any(kinds):
         return tree
-    nodes = [Opened(v) if closed else v for v, closed in zip(leaves, kinds, strict=True)]
+    nodes = [Opened(v, caches) if closed else v for v, closed in zip(leaves, kinds, strict=True)]
     return pytree.tree_unflatten(nodes, structure)
+
+
+def tensors_in_caches(tree: Any) -> set[int]:
+    """Identities of the tensors in the caches of a result."""
+    found: set[int] = set()
+    for leaf in pytree.tree_leaves(opened(tree, caches=False)):
+        if is_cache(leaf):
+            found.update(map(id, pytree.tree_leaves(opened(leaf))))
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -84,15 +100,29 @@ def is_closed(value: Any) -> bool:
     return isinstance(value, (dict, list, SimpleNamespace)) or is_dataclass(kind)
 
 
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers, or a layer of one."""
+    return _is_cache(type(value))
+
+
+@lru_cache(maxsize=1024)
+def _is_cache(kind: type) -> bool:
+    return any(
+        base.__name__ in _CACHES and base.__module__ == "transformers.cache_utils"
+        for base in kind.__mro__
+    )
+
+
 class Opened:
     """A container of a user class, as a node that pytree flattens; see `opened`.
 
     Args:
         value: the container.
+        caches: whether caches in it are opened too.
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, caches: bool = True) -> None:
+        self.value, self.caches = value, caches
 
 
 class _Form:
@@ -131,12 +161,18 @@ def _flatten(node: Opened) -> tuple[list[Any], _Form]:
     names = [field.name for field in fields(value)] if is_dataclass(value) else []
     if isinstance(value, SimpleNamespace):
         names = [*vars(value)]
+    if is_cache(value):  # its settings stay with the template
+        names = [name for name, held in vars(value).items() if _may_hold_tensors(held)]
     # A dataclass that is a dict too, as in transformers, holds its items twice.
     names = [name for name in names if name not in keys and hasattr(value, name)]
     held = [getattr(value, name) for name in names] + [node.value[key] for key in keys]
     form = _Form(copy.copy(node.value), tuple(names), keys)
     _fill(form, form.template, [None] * len(held))  # a form may outlive the tensors
-    return [opened(part) for part in held], form
+    return [opened(part, node.caches) for part in held], form
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple, dict)) or is_cache(value)
 
 
 def _unflatten(parts: Iterable[Any], form: _Form) -> Any:

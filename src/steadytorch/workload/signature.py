@@ -73,7 +73,7 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
     arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
     plain = plainly_flat(arguments)
     if plain is None:
-        structure = str(pytree.tree_structure(opened(arguments)))
+        structure = str(pytree.tree_structure(opened(arguments, caches=False)))
         return Signature(tuple(_leaf(*each) for each in named_leaves(arguments)), structure)
     leaves, nesting = plain
     known = _nestings.get(nesting)
@@ -88,7 +88,7 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
 
 def named_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[tuple[str, Any]]:
     """The leaves of a call's arguments with their paths, such as `[0]['mask']`."""
-    tree = opened(arguments)
+    tree = opened(arguments, caches=False)
     try:
         leaves = pytree.tree_leaves_with_path(tree)
     except ValueError:  # a class registered without names, as transformers registers its outputs
