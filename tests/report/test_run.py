@@ -51,11 +51,11 @@ def test_summary_names_steps_overhead_slices_and_slow_steps():
 def test_kept_traces_are_told_in_one_line():
     full = watched()
     assert "and 8 more; --json lists them" in text_of(full)
-    folder = "/tmp/a b/" + "x" * 100
+    folder = "/srv/a b/" + "x" * 100
     slow = [msgspec.structs.replace(s, trace=f"{folder}/{s.name}") for s in full.slowest[:3]]
     lines = text_of(watched(slowest=(*slow, *full.slowest[3:]))).splitlines()
     (line,) = (line for line in lines if "kept" in line)
-    assert line.startswith("  3 traces kept; open one: steady explain '/tmp/a b/xxx")
+    assert line.startswith("  3 traces kept; open one: steady explain '/srv/a b/xxx")
     assert len(line) <= 80
     assert len(lines) <= 30
 
