@@ -226,6 +226,7 @@ def _scripts(document: dict[str, Any]) -> list[str]:
     """Scripts of other projects under `steady run`."""
     rows = []
     for each in document["scripts"].values():
+        leaks = f"{each['leaks']} leaks named" if each["leaks"] else "no leak named"
         versions = ", ".join(f"{name} {text}" for name, text in each["versions"].items())
         runs = each["watched"]
         overheads = [100 * run["overhead_share"] for run in runs]
@@ -233,7 +234,7 @@ def _scripts(document: dict[str, Any]) -> list[str]:
             (
                 f"`{each['script']}`, {versions}",
                 each["what"],
-                f"all {each['results']} equal" if each["equal"] else "different",
+                f"all {each['results']} equal, {leaks}" if each["equal"] else "different",
                 f"{min(overheads):.2f} to {max(overheads):.2f} %",
             )
         )

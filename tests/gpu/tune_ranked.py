@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         fast = plan.apply(model)
         close = torch.allclose(fast(x), model(x), rtol=1e-3, atol=1e-4)
-    found = {"plan": plan.id, "close": close, "said": said, "device": os.environ["LOCAL_RANK"]}
+    found = {"plan": plan.id, "close": close, "said": said}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -31,6 +31,11 @@ def test_blocks_are_kept_in_order_and_screened_by_the_median_of_their_medians():
     assert len(taken) == 7
 
 
+@pytest.mark.parametrize(("took", "count"), [(8 * MS, 5), (800 * MS, 2)])
+def test_the_first_block_has_fewer_iterations_where_they_take_long(took, count):
+    assert len(_live(act=Act(took)).quiet("latency", 60.0)) == count
+
+
 def test_a_measurement_may_start_at_a_later_block():
     live = _live()
     live.blocks = [[10, 10, 10], [20, 20, 20], [30, 30, 30]]

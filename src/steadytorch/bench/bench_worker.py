@@ -186,9 +186,8 @@ class WorkloadHandler:
         # Restart training in each block. Endless steps on one batch make weights overflow or
         # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
         self._start.restore()
-        in_training = self.workload.is_training
         before = ramp(self.iteration_ns * self.group)
-        if in_training:
+        if self.workload.is_training:
             before = min(before, DISCARD)
         times = self._time(metric, before + count)[0][before:].tolist()
         self.iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
