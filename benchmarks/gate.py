@@ -1,11 +1,16 @@
 """How often `steady gate` fails on equal revisions, and how often it finds an injected slowdown.
 
-    python benchmarks/gate.py --runs 200 --seconds 120            # real processes
-    python benchmarks/gate.py --simulate 2000                      # simulated processes and series
+    python benchmarks/gate.py --same 200 --slower 60               # real processes, two hours
+    python benchmarks/gate.py --simulate 1000                      # simulated processes and series
 
 `same` compares a commit with a working tree of equal code. In `slower`, a busy wait makes the step
 of the working tree take a share longer. Each gate runs in full: worktrees, fresh processes,
-interleaved blocks. Results are written after each gate, so that an interrupted run keeps them.
+interleaved blocks; by default with five processes, the fewest that may be judged. Results are
+written after each gate, so that an interrupted run keeps them.
+
+A gate of more processes is then replayed from each gate on: its processes are those recorded one
+after another from there, and it is judged as `steady gate` would. So replayed gates meet the drift
+and the neighbours that the machine really had, but share processes with each other.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ import numpy as np
 
 from steadytorch import __version__
 from steadytorch.bench import gate as bench_gate
-from steadytorch.bench.gate import PAIRS, PROCESSES, THRESHOLD, gate
+from steadytorch.bench.gate import PROCESS_LOOKS, PROCESSES, THRESHOLD, gate
 from steadytorch.device.facts import load_facts
 from steadytorch.measure.changes import find_changes
-from steadytorch.measure.race import ALPHA, machine_claim
+from steadytorch.measure.race import ALPHA, judge, machine_claim
 
 SPREADS = (0.005, 0.01, 0.02, 0.05)
 """Scatter of the logarithms of simulated processes."""
@@ -86,20 +91,55 @@ def one_gate(share: float, args: argparse.Namespace, seed: int) -> dict[str, Any
             device=args.device,
             threshold=args.threshold,
             processes=args.processes,
-            budget=args.seconds,
             seed=seed,
         )
         if result.interrupted:
             raise KeyboardInterrupt
         (row,) = result.rows
         taken = msgspec.to_builtins(msgspec.structs.replace(row, samples=()))
-        return taken | {"seconds": round(time.monotonic() - began, 1), "failed": result.gate_failed}
+        return taken | {
+            "seconds": round(time.monotonic() - began, 1),
+            "failed": result.gate_failed,
+            "estimates": [judge(each, looks=(len(each),)).estimate for each in row.samples],
+        }
+
+
+def replayed(rows: list[dict[str, Any]], threshold: float) -> list[dict[str, Any]]:
+    """Gates with the default number of processes, one from each recorded gate on.
+
+    At the end the recording goes on at its beginning.
+    """
+    looks = bench_gate._looks(PROCESSES)
+    recorded = [
+        (each, row["seconds"] / len(row["estimates"])) for row in rows for each in row["estimates"]
+    ]
+    starts = np.cumsum([0, *[len(row["estimates"]) for row in rows[:-1]]])
+    gates = []
+    for start in starts if len(recorded) >= looks[-1] else ():
+        taken = [recorded[(start + i) % len(recorded)] for i in range(looks[-1])]
+        verdict, used = _judged(np.array([each for each, _ in taken]), looks, threshold)
+        seconds = sum(took for _, took in taken[:used])
+        gates.append({"verdict": verdict, "processes": used, "seconds": round(seconds, 1)})
+    return gates
+
+
+def _judged(
+    estimates: np.ndarray, looks: tuple[int, ...], threshold: float, level: float | None = None
+) -> tuple[str, int]:
+    """The verdict on a workload's processes, and how many it took."""
+    level = ALPHA / len(looks) if level is None else level
+    for look in looks:
+        claim = machine_claim(estimates[:look].tolist(), alpha=level, tie=threshold)
+        verdict = bench_gate._verdict(claim.low, claim.high, threshold)
+        if verdict != "undecided":
+            return verdict, look
+    return "undecided", looks[-1]
 
 
 def simulated_gates(count: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rates of false and found slowdowns for processes that differ by normal or heavy noise."""
     rng = np.random.default_rng(0)
-    looks = bench_gate._looks(args.processes)
+    looks = bench_gate._looks(PROCESSES)
     cells = []
     for kind, spread, workloads, effect in product(
         ("normal", "heavy", "two levels"), SPREADS, (1, 5), (0.0, args.effect)
@@ -139,13 +179,7 @@ def _simulated(
     }
     # Both sides of a process draw from the same noise, as in an A/A comparison.
     noise = np.clip(spread * (draws[kind]() - draws[kind]()) / np.sqrt(2), -1, 1)
-    estimates = np.expm1(np.log1p(effect) + noise)
-    for look in looks:
-        claim = machine_claim(estimates[:look].tolist(), alpha=level, tie=threshold)
-        verdict = bench_gate._verdict(claim.low, claim.high, threshold)
-        if verdict != "undecided":
-            return verdict, look
-    return "undecided", looks[-1]
+    return _judged(np.expm1(np.log1p(effect) + noise), looks, threshold, level)
 
 
 def simulated_series(count: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -185,13 +219,13 @@ def _correlated(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=0, help="gates of each kind, in turn")
-    parser.add_argument("--seconds", type=float, default=120, help="budget of each gate")
+    parser.add_argument("--same", type=int, default=0, help="gates of equal revisions")
+    parser.add_argument("--slower", type=int, default=0, help="gates that should fail, among them")
     parser.add_argument("--simulate", type=int, default=0, help="simulated gates and series a cell")
     parser.add_argument("--effect", type=float, default=0.03, help="injected slowdown")
     parser.add_argument("--spread", type=float, default=0.005, help="spread of simulated series")
     parser.add_argument("--threshold", type=float, default=THRESHOLD)
-    parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--processes", type=int, default=PROCESS_LOOKS[0])
     parser.add_argument("--repeats", type=int, default=4, help="length of the workload")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -199,11 +233,10 @@ def main() -> None:
     facts = load_facts(args.device)
     created = datetime.datetime.now(datetime.UTC)
     name = (facts.name or args.device).lower().replace(" ", "-").replace("/", "-")
-    kind = "gate" if args.runs else "gate-simulation"
+    kind = "gate" if args.same else "gate-simulation"
     target = args.out / f"{kind}_{name}_{created:%Y-%m-%d}.json"
     document: dict[str, Any] = {
         "options": {k: v for k, v in vars(args).items() if k != "out"},
-        "pairs": PAIRS,
         "environment": msgspec.to_builtins(facts),
         "steadytorch": __version__,
         "created": created.isoformat(timespec="seconds"),
@@ -213,25 +246,35 @@ def main() -> None:
         document["simulated_series"] = simulated_series(args.simulate, args)
     gates: dict[str, list[dict[str, Any]]] = {"same": [], "slower": []}
     args.out.mkdir(parents=True, exist_ok=True)
-    for number in range(args.runs):
-        for name, share in (("same", 0.0), ("slower", args.effect)):
+    for number in range(args.same):
+        kinds = [("same", 0.0)]
+        if (number + 1) * args.slower // args.same > number * args.slower // args.same:
+            kinds.append(("slower", args.effect))
+        for name, share in kinds:
             gates[name].append(one_gate(share, args, number))
             document["gates"] = gates
-            document["summary"] = {kind: _summary(rows) for kind, rows in gates.items()}
+            document["replayed"] = {
+                kind: replayed(rows, args.threshold) for kind, rows in gates.items()
+            }
+            document["summary"] = {
+                "gates": {kind: _summary(rows) for kind, rows in gates.items()},
+                "replayed": {k: _summary(rows) for k, rows in document["replayed"].items()},
+            }
             target.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{number + 1} of {args.runs}: {json.dumps(document['summary'])}", flush=True)
+        print(f"{number + 1} of {args.same}: {json.dumps(document['summary'])}", flush=True)
     target.write_text(json.dumps(document, indent=1) + "\n")
     print(target)
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    estimates = [row["effect"]["estimate"] for row in rows if row["effect"] is not None]
+    if not rows:
+        return {"gates": 0}
+    taken = [row["seconds"] for row in rows]
     return {
         "gates": len(rows),
         "verdicts": dict(Counter(row["verdict"] or row["status"] for row in rows)),
-        "median_estimate": float(np.median(estimates)) if estimates else None,
-        "worst_estimate": float(np.max(np.abs(estimates))) if estimates else None,
-        "median_seconds": float(np.median([row["seconds"] for row in rows])) if rows else None,
+        "median_seconds": float(np.median(taken)),
+        "longest_seconds": max(taken),
     }
 
 

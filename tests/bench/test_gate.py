@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from steadytorch.bench import gate as module
-from steadytorch.bench.gate import PAIRS, gate
+from steadytorch.bench.gate import LEAST_PAIRS, MOST_PAIRS, gate
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import ALPHA
 
@@ -43,7 +43,7 @@ def simulated(monkeypatch, repository):
                 arm.ended = module._Ended("failed", "it fails on the head: killed")
                 return
             effect = effects[arm.given] + between * rng.standard_normal()
-            base, head = sd * rng.standard_normal((2, PAIRS))
+            base, head = sd * rng.standard_normal((2, LEAST_PAIRS))
             arm.taken.append(
                 list(zip(1e6 * np.exp(base), 1e6 * np.exp(head + effect), strict=True))
             )
@@ -74,7 +74,7 @@ def test_each_workload_gets_its_own_verdict(simulated):
     slow = result.rows[0]
     assert slow.interval.low < np.expm1(0.05) < slow.interval.high
     assert slow.processes == 5
-    assert slow.pairs == 5 * PAIRS
+    assert slow.pairs == 5 * LEAST_PAIRS
     assert len(slow.samples) == 5
 
 
@@ -90,13 +90,13 @@ def test_noise_gives_no_verdict_but_what_would_be_found(simulated):
     assert verdicts(result) == ["undecided"]
     assert not result.gate_failed
     assert result.rows[0].mde > 0.05
-    assert result.rows[0].processes == 27
+    assert result.rows[0].processes == 40
 
 
 def test_the_error_probability_is_divided_among_workloads_and_looks(simulated):
     one = simulated({"a": 0.0})().rows[0]
     three = simulated({"a": 0.0, "b": 0.0, "c": 0.0})(processes=5).rows[0]
-    assert one.alpha == pytest.approx(ALPHA / 5)  # looks at 5, 8, 12, 18 and 27
+    assert one.alpha == pytest.approx(ALPHA / 6)  # looks at 5, 8, 12, 18, 27 and 40
     assert three.alpha == pytest.approx(ALPHA / 3)  # three workloads, one look
 
 
@@ -294,6 +294,13 @@ def test_a_file_that_is_no_program_is_told(real, repository, tmp_path):
 def test_the_order_within_pairs_is_random():
     order = []
     blocks = [lambda i=i: order.append(i) or 1.0 for i in range(2)]
-    module.compare(blocks[0], blocks[1], rng=Random(0), looks=(PAIRS,))
+    module.compare(blocks[0], blocks[1], rng=Random(0), looks=(MOST_PAIRS,))
     firsts = order[::2]
-    assert 4 < sum(firsts) < PAIRS - 4
+    assert 25 < sum(firsts) < MOST_PAIRS - 25
+
+
+@pytest.mark.parametrize(
+    ("pair_ms", "pairs"), [(0.01, MOST_PAIRS), (40, 50), (100, LEAST_PAIRS), (5000, LEAST_PAIRS)]
+)
+def test_short_workloads_are_timed_in_more_pairs(pair_ms, pairs):
+    assert module._pairs_within(module.TIMED_NS, pair_ms * 1e6) == pairs

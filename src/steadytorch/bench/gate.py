@@ -43,15 +43,18 @@ THRESHOLD = 0.01
 """Slowdown from which a gate fails. It is twice the tie band of a comparison. Rebuilding or moving
 unchanged code shifts times by up to about as much, because memory is laid out differently
 (T. Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
-PROCESSES = 27
-"""Most fresh pairs of processes for each workload. They find 3 % in nine of ten gates if processes
+PROCESSES = 40
+"""Most fresh pairs of processes for each workload. They find 3 % in 98 of 100 gates if processes
 scatter by 2 % (`benchmarks/results/gate-simulation*`)."""
 PROCESS_LOOKS = (5, 8, 12, 18, 27, 40)
 """Numbers of processes at which a workload may be judged. The error probability is divided among
 those up to the maximum."""
-PAIRS = 20
-"""Pairs of blocks in each process. The number is fixed, so that no process's estimate depends on
-when it stopped; more processes narrow the interval further than more pairs do."""
+LEAST_PAIRS, MOST_PAIRS = 20, 100
+"""Pairs of blocks in each process. The number is settled before the first pair, so that no estimate
+depends on when its process stopped."""
+TIMED_NS = 2_000_000_000
+"""Time for the pairs of a process, about what its start costs: on two shared cores, a workload of
+1.5 ms scattered by 4 % between processes of 20 pairs, and by 2 % between those of 100 or 200."""
 SIDES = ("base", "head")
 
 
@@ -312,6 +315,10 @@ class _Arm:
         )
 
 
+def _pairs_within(time_ns: float, pair_ns: float) -> int:
+    return int(min(MOST_PAIRS, max(LEAST_PAIRS, time_ns // pair_ns)))
+
+
 def _verdict(low: float | None, high: float | None, threshold: float) -> str:
     if low is None or high is None:
         return "undecided"
@@ -403,8 +410,10 @@ class _Race(NamedTuple):
                 )
 
     def _pairs(self, workers: Sequence[Worker], rng: Random) -> list[tuple[float, float]]:
-        ask = [partial(worker.call, "set_up_named", SETUP_S) for worker in workers]
-        set_ups = [msgspec.convert(self._of(i, ask[i]), SetUp) for i in range(2)]
+        for worker in workers:  # at the same time, since nothing is timed yet
+            worker.send("set_up_named")
+        replies = [self._of(i, partial(workers[i].receive, SETUP_S)) for i in range(2)]
+        set_ups = msgspec.convert(replies, list[SetUp])
         longest = max(set_up.warm_up.iteration_ns for set_up in set_ups)
         count = 3 if longest >= LONG_NS else 7
         deadline_s = 60.0 + 40e-9 * count * longest
@@ -413,7 +422,8 @@ class _Race(NamedTuple):
             times = partial(workers[i].call, "block", deadline_s, metric=self.metric, count=count)
             return float(np.median(self._of(i, times)))
 
-        return compare(partial(block, 0), partial(block, 1), rng=rng, looks=(PAIRS,))[1]
+        pairs = _pairs_within(TIMED_NS, 2 * count * longest)
+        return compare(partial(block, 0), partial(block, 1), rng=rng, looks=(pairs,))[1]
 
     def _of(self, i: int, ask: Callable[[], Any]) -> Any:
         """Asks a side's worker; a fault names the side.
