@@ -1,6 +1,6 @@
 """How often `steady gate` fails on equal revisions, and how often it finds an injected slowdown.
 
-    python benchmarks/gate.py --same 200 --slower 60               # real processes, two hours
+    python benchmarks/gate.py --same 200 --slower 60 --jobs 2      # real processes, 80 minutes
     python benchmarks/gate.py --simulate 1000                      # simulated processes and series
 
 `same` compares a commit with a working tree of equal code. In `slower`, a busy wait makes the step
@@ -18,10 +18,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,6 +39,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.measure.changes import find_changes
 from steadytorch.measure.race import ALPHA, judge, machine_claim
 
+CORES = len(os.sched_getaffinity(0))
 SPREADS = (0.005, 0.01, 0.02, 0.05)
 """Scatter of the logarithms of simulated processes."""
 WORK = """
@@ -45,6 +48,7 @@ import time
 import torch
 from torch import nn
 
+torch.set_num_threads({threads})
 SHARE = {share}
 
 
@@ -74,15 +78,17 @@ def _git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
 
 
-def one_gate(share: float, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+def one_gate(kind: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run a gate in a fresh repository."""
+    began_at = datetime.datetime.now(datetime.UTC)
+    fill = partial(WORK.format, threads=max(1, CORES // args.jobs), repeats=args.repeats)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _git(folder, "init", "--quiet")
-        (folder / "work.py").write_text(WORK.format(share=0.0, repeats=args.repeats))
+        (folder / "work.py").write_text(fill(share=0.0))
         _git(folder, "add", ".")
         _git(folder, "commit", "--quiet", "--message", "base")
-        (folder / "work.py").write_text(WORK.format(share=share, repeats=args.repeats))
+        (folder / "work.py").write_text(fill(share=args.effect if kind == "slower" else 0.0))
         began = time.monotonic()
         result = gate(
             ["work.py:factory"],
@@ -98,6 +104,8 @@ def one_gate(share: float, args: argparse.Namespace, seed: int) -> dict[str, Any
         (row,) = result.rows
         taken = msgspec.to_builtins(msgspec.structs.replace(row, samples=()))
         return taken | {
+            "kind": kind,
+            "began": began_at.isoformat(timespec="milliseconds"),
             "seconds": round(time.monotonic() - began, 1),
             "failed": result.gate_failed,
             "estimates": [judge(each, looks=(len(each),)).estimate for each in row.samples],
@@ -225,6 +233,7 @@ def main() -> None:
     parser.add_argument("--effect", type=float, default=0.03, help="injected slowdown")
     parser.add_argument("--spread", type=float, default=0.005, help="spread of simulated series")
     parser.add_argument("--threshold", type=float, default=THRESHOLD)
+    parser.add_argument("--jobs", type=int, default=1, help="gates at a time, sharing the cores")
     parser.add_argument("--processes", type=int, default=PROCESS_LOOKS[0])
     parser.add_argument("--repeats", type=int, default=4, help="length of the workload")
     parser.add_argument("--device", default="cpu")
@@ -246,13 +255,14 @@ def main() -> None:
         document["simulated_series"] = simulated_series(args.simulate, args)
     gates: dict[str, list[dict[str, Any]]] = {"same": [], "slower": []}
     args.out.mkdir(parents=True, exist_ok=True)
-    for number in range(args.same):
-        kinds = [("same", 0.0)]
-        if (number + 1) * args.slower // args.same > number * args.slower // args.same:
-            kinds.append(("slower", args.effect))
-        for name, share in kinds:
-            gates[name].append(one_gate(share, args, number))
-            document["gates"] = gates
+    with ProcessPoolExecutor(args.jobs) as pool:
+        running = [pool.submit(one_gate, kind, seed, args) for kind, seed in _planned(args)]
+        for done in as_completed(running):
+            row = done.result()
+            gates[row["kind"]].append(row)
+            document["gates"] = gates = {
+                kind: sorted(rows, key=lambda row: row["began"]) for kind, rows in gates.items()
+            }
             document["replayed"] = {
                 kind: replayed(rows, args.threshold) for kind, rows in gates.items()
             }
@@ -261,9 +271,19 @@ def main() -> None:
                 "replayed": {k: _summary(rows) for k, rows in document["replayed"].items()},
             }
             target.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"{number + 1} of {args.same}: {json.dumps(document['summary'])}", flush=True)
+            print(json.dumps(document["summary"]), flush=True)
     target.write_text(json.dumps(document, indent=1) + "\n")
     print(target)
+
+
+def _planned(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Kind and seed of each gate; those that should fail are spread evenly among the others."""
+    planned = []
+    for number in range(args.same):
+        planned.append(("same", number))
+        if (number + 1) * args.slower // args.same > number * args.slower // args.same:
+            planned.append(("slower", number))
+    return planned
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
