@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
@@ -19,6 +20,7 @@ from steadytorch.device.channels import (
     Compilations,
     CpuTimes,
     Neighbours,
+    PoolQueue,
     ProcessUsage,
     ResidentMemory,
     RunQueue,
@@ -88,6 +90,46 @@ def test_a_kernel_without_schedule_statistics_is_not_believed(tree, stack):
     queue = RunQueue(7, stack, tree)
     queue.read()
     assert "schedstats are off" in queue.doubts()["wait_ns"]
+
+
+def test_of_other_threads_the_longest_wait_counts(tree, stack):
+    tasks = tree / "proc/self/task"
+
+    def write(thread, wait_ns, run_ns=9):
+        (tasks / str(thread)).mkdir(exist_ok=True)
+        (tasks / str(thread) / "schedstat").write_text(f"{run_ns} {wait_ns} 3\n")
+
+    write(8, 1000), write(9, 5000)
+    queue = PoolQueue(7, stack, tree)
+    assert queue.read() == (0,)  # waits count from the first look
+    write(7, 10**9), write(8, 1300), write(9, 5100)
+    assert queue.read() == (300,)
+    (tasks / "8/schedstat").write_text("")  # ended
+    write(9, 5250)
+    assert queue.read() == (300,)
+    write(10, 70_000)
+    for _ in range(PoolQueue.LOOK_EVERY):
+        queue.read()
+    write(10, 70_900)
+    assert queue.read() == (900,)
+    assert queue.doubts() == {}
+
+
+def test_a_process_of_one_thread_has_no_pool(tree, stack):
+    queue = PoolQueue(7, stack, tree)
+    queue.read()
+    assert "does not apply" in queue.doubts()["pool_wait_ns"]
+
+
+def test_threads_of_openmp_are_seen_and_those_of_python_are_not(stack):
+    with ThreadPoolExecutor(1) as python:
+        other = python.submit(threading.get_native_id).result()
+        torch.ones(300_000).exp()  # starts the pool
+        queue = PoolQueue(threading.get_native_id(), stack)
+        queue.read()
+        assert not {other, threading.get_native_id()} & set(queue._first)
+        if torch.get_num_threads() > 1:
+            assert queue._first
 
 
 def test_a_missing_file_says_which(tree, stack):

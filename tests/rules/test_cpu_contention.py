@@ -46,6 +46,21 @@ def test_one_preemption_in_a_quiet_run_is_none():
     assert rule(timed(times, wait_ns=waits)) == ()
 
 
+def test_a_step_that_waits_for_a_thread_without_a_core_is_found():
+    waiting = {"wait_ns": steadily(0), "pool_wait_ns": steadily(300 * MS)}
+    found = the(rule(timed(noise(1000), device="cpu", **waiting)))
+    assert 0.8 * MS < found.cost_ns < 1.0 * MS  # of 3 ms
+    assert found.confidence == "medium"
+    assert "openvino" in found.transforms
+    assert "OMP_WAIT_POLICY=passive" in found.fix
+    assert rule(timed(noise(1000), device="cuda", **waiting)) == ()
+
+
+def test_a_pool_that_shares_its_cores_with_the_recorder_only_is_none():
+    case = timed(noise(1000), device="cpu", wait_ns=steadily(0), pool_wait_ns=steadily(15 * MS))
+    assert rule(case) == ()
+
+
 def test_a_gpu_bound_step_does_not_wait_with_its_host():
     times = noise(1000)
     waiting = steadily(50 * MS)

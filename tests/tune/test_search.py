@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from scripted import (
     DETERMINISTIC,
@@ -15,6 +17,7 @@ from scripted import (
 
 from steadytorch.process.worker import Fault
 from steadytorch.transforms.openvino import OpenVino
+from steadytorch.tune.search import Search
 from steadytorch.tune.select import SearchOptions
 from steadytorch.verification.verdict import OutputError, Reference
 
@@ -106,6 +109,44 @@ def test_p99_is_reported_where_it_is_the_objective():
     stage = Stage(_acts(inference_mode=7), spread=0.02)
     result = make_search(stage, [EAGER], SearchOptions(objective="p99", budget_s=600)).run()
     assert result.winner.p99_ns > result.winner.median_ns
+
+
+class Shared(Stage):
+    """A machine on which a neighbour slows candidates down, each by a factor of its own."""
+
+    def __init__(self, acts, slowness):
+        super().__init__(acts)
+        self.slowed, self.busy, self.closed = slowness, False, False
+
+    def sample_ns(self, act):
+        (candidate,) = [each for each, known in self.acts.items() if known is act]
+        return round(super().sample_ns(act) * (self.slowed[candidate] if self.busy else 1))
+
+    def neighbour(self, wanted):
+        stage = self
+
+        class Neighbour:
+            def __enter__(self):
+                stage.busy = wanted
+
+            def __exit__(self, *error):
+                stage.busy = False
+
+            def close(self):
+                stage.closed = True
+
+        return Neighbour()
+
+
+@pytest.mark.parametrize(("objective", "chosen"), [("p99", EAGER), ("contended", DETERMINISTIC)])
+def test_beside_a_neighbour_what_holds_up_is_chosen(monkeypatch, objective, chosen):
+    slowed = {(): 3, (EAGER,): 3, (DETERMINISTIC,): 1.1, (EAGER, DETERMINISTIC): 3}
+    stage = Shared(_acts(inference_mode=6, cudnn_deterministic=8), slowed)
+    monkeypatch.setattr(sys.modules[Search.__module__], "Neighbour", stage.neighbour)
+    options = SearchOptions(objective=objective, budget_s=600)
+    result = make_search(stage, [EAGER, DETERMINISTIC], options).run()
+    assert result.chosen == (chosen,)
+    assert stage.closed
 
 
 # -- constraints ------------------------------------------------------------------------------

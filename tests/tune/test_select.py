@@ -29,7 +29,7 @@ def _race(*times, survivors=None):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("objective", "speed", ("'speed'", "latency, p99, throughput")),
+        ("objective", "speed", ("'speed'", "latency, p99, throughput, contended")),
         ("precision", "int4", ("'int4'", "same, tf32, fp16, bf16, int8")),
         ("tolerance", 0.0, ("0.0", "between 0 and 1")),
         ("tolerance", 1.0, ("1.0", "such as 0.01")),
@@ -52,7 +52,13 @@ def test_tolerances_between_zero_and_one_are_taken(tolerance):
 
 
 @pytest.mark.parametrize(
-    ("objective", "metric"), [("latency", "latency"), ("p99", "latency"), ("throughput", "period")]
+    ("objective", "metric"),
+    [
+        ("latency", "latency"),
+        ("p99", "latency"),
+        ("contended", "latency"),
+        ("throughput", "period"),
+    ],
 )
 def test_what_is_timed_follows_from_the_objective(objective, metric):
     assert SearchOptions(objective=objective).metric == metric
@@ -94,12 +100,18 @@ def test_a_block_is_expected_to_take_its_iterations_and_those_thrown_away():
     assert block_shape(SearchOptions(), 1e9).expected_s == pytest.approx(1.0)
 
 
-def test_a_block_for_p99_is_long_enough_for_its_largest_sample_to_stand_for_the_tail():
-    options = SearchOptions(objective="p99")
+@pytest.mark.parametrize("objective", ["p99", "contended"])
+def test_a_block_for_p99_is_long_enough_for_its_largest_sample_to_stand_for_the_tail(objective):
+    options = SearchOptions(objective=objective)
     assert block_shape(options, 1e6).count == P99_BLOCK
     samples = np.random.default_rng(0).lognormal(size=(4000, P99_BLOCK))
     maxima = [block_statistic(options, row) for row in samples]
     assert np.median(maxima) == pytest.approx(np.quantile(samples, 0.99), rel=0.02)
+
+
+@pytest.mark.parametrize(("iteration_ns", "count"), [(10e6, 69), (20e6, 50), (60e6, 16), (1e9, 10)])
+def test_a_block_for_a_tail_takes_about_a_second_at_most(iteration_ns, count):
+    assert block_shape(SearchOptions(objective="p99"), iteration_ns).count == count
 
 
 def test_the_statistic_of_other_blocks_is_their_median():

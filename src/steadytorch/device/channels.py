@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from steadytorch.device.telemetry import count_others, holds_context, own_pids
 GPU_FIELDS = ("sm_clock_mhz", "power_milliwatts", "clock_event_mask", "other_gpu_processes")
 ALLOCATOR_FIELDS = ("allocator_retries", "allocator_device_calls")
 
+_UNTIMED = "the kernel does not time threads (schedstats are off)"
 _ENOUGH_READINGS = 10  # over ten ticks, even one core's counters at 100 Hz must advance
 
 
@@ -101,8 +103,66 @@ class RunQueue:
 
     def doubts(self) -> dict[str, str]:
         """The waiting time, if the kernel reports no run time either."""
-        reason = "the kernel does not time threads (schedstats are off)"
-        return {} if self._run_ns else {"wait_ns": reason}
+        return {} if self._run_ns else {"wait_ns": _UNTIMED}
+
+
+class PoolQueue:
+    """Longest time that another native thread of this process waited for a core.
+
+    These are above all PyTorch's OpenMP threads: they meet at the end of each parallel operator, so
+    that one without a core holds up all. Threads of Python and the measured one are left out. A
+    thread counts from the first look at it.
+
+    Args:
+        thread_id: kernel ID of the measured thread.
+        stack: closes the files.
+        root: root of the file system to read.
+    """
+
+    fields = ("pool_wait_ns",)
+    LOOK_EVERY, MOST_THREADS = 32, 64
+
+    def __init__(self, thread_id: int, stack: ExitStack, root: Path = host.ROOT) -> None:
+        self._measured, self._stack, self._tasks = thread_id, stack, root / "proc/self/task"
+        self._files: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._reads = self._run_ns = self._longest = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Opens the files of threads that are new."""
+        try:
+            found = sorted(map(int, os.listdir(self._tasks)))
+        except OSError as error:
+            raise NotObservable(f"{self._tasks} cannot be read ({error.strerror})") from None
+        known = {self._measured, *(thread.native_id for thread in threading.enumerate())}
+        for thread in found:
+            if thread in known or thread in self._files or len(self._files) >= self.MOST_THREADS:
+                continue
+            with suppress(NotObservable):  # it may just have ended
+                self._files[thread] = _open(self._tasks / f"{thread}/schedstat", self._stack)
+
+    def read(self) -> Sequence[int]:
+        """Longest waiting time so far in ns; 2 us for each thread."""
+        self._reads += 1
+        if self._reads % self.LOOK_EVERY == 0:
+            self._look()
+        for thread, file in list(self._files.items()):
+            try:
+                run_ns, wait_ns = map(int, os.pread(file, 80, 0).split()[:2])
+            except (OSError, ValueError):  # the thread has ended
+                self._files.pop(thread)
+                continue
+            self._run_ns += run_ns
+            waited = wait_ns - self._first.setdefault(thread, wait_ns)
+            self._longest = max(self._longest, waited)
+        return (self._longest,)
+
+    def doubts(self) -> dict[str, str]:
+        """The waiting time, if there is no such thread or the kernel reports no run time."""
+        if not self._first:
+            return {"pool_wait_ns": "does not apply: the process has no native threads"}
+        return {} if self._run_ns else {"pool_wait_ns": _UNTIMED}
 
 
 class ResidentMemory:
@@ -324,6 +384,7 @@ def open_channels(
     sources: list[tuple[tuple[str, ...], Callable[[], Channel]]] = [
         (ProcessUsage.fields, ProcessUsage),
         (RunQueue.fields, lambda: RunQueue(thread_id, stack, root)),
+        (PoolQueue.fields, lambda: PoolQueue(thread_id, stack, root)),
         (CpuTimes.fields, lambda: CpuTimes(stack, root)),
         (ResidentMemory.fields, lambda: ResidentMemory(stack, root)),
         (Compilations.fields, Compilations),

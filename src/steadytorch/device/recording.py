@@ -13,6 +13,7 @@ COUNTERS = (
     "voluntary_switches",
     "involuntary_switches",
     "wait_ns",
+    "pool_wait_ns",
     "minor_faults",
     "major_faults",
     "steal_ns",
@@ -34,6 +35,7 @@ LEVELS = (
 """Channels that hold the current state at each tick."""
 
 READ_EVERY = {
+    "pool_wait_ns": 3,
     "steal_ns": 3,
     "iowait_ns": 3,
     "allocator_retries": 3,
@@ -74,6 +76,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         minor_faults: page faults served without disk access.
         major_faults: page faults that read from disk.
         wait_ns: time the measured thread was runnable but had no core.
+        pool_wait_ns: the longest time that another native thread of the process, such as one of
+            OpenMP's, was runnable but had no core.
         cpus: logical CPUs of the machine, including those this process cannot use; None if
             unknown.
         steal_ns: CPU time stolen by other virtual machines, summed over `cpus`, in 10 ms steps.
@@ -108,6 +112,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     minor_faults: Column = None
     major_faults: Column = None
     wait_ns: Column = None
+    pool_wait_ns: Column = None
     cpus: int | None = None
     steal_ns: Column = None
     iowait_ns: Column = None

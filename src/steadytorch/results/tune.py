@@ -89,7 +89,7 @@ class KeptPlan(msgspec.Struct, frozen=True):
         id: first digits of its key's digest.
         path: its file; None if it is in memory only.
         transforms: in order of application; empty to leave the workload untouched.
-        objective: `latency`, `p99` or `throughput`.
+        objective: `latency`, `p99`, `throughput` or `contended`.
     """
 
     id: str

@@ -15,6 +15,9 @@ NAME = "cpu-contention"
 LEAST_WAIT = 0.01
 """Minimum share of time ready to run without a core: twice the tie threshold of `steady tune`.
 Interrupts and kernel threads take some time on any machine."""
+LEAST_POOL_WAIT = 0.02
+"""The same for the other threads of an operator. They share their cores with the recorder and with
+the process's own helpers, which may take up to another percent."""
 LEAST_LATE = 0.005
 """Minimum share of time in outliers that a lost core explains: the tie threshold of `steady
 tune`."""
@@ -25,18 +28,27 @@ LEAST_STEAL = 0.05
 little."""
 
 
+_POOLS = (
+    " If the cores must be shared: engines with thread pools of their own hold up better than "
+    "OpenMP's (the extra steadytorch[cpu]; `steady tune --objective contended`), and "
+    "OMP_WAIT_POLICY=passive lets waiting threads leave their cores to others."
+)
+
+
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """Three signs of contention as shares of the time; None where not recorded.
+    """Four signs of contention as shares of the time; None where not recorded.
 
     Attributes:
         wait: time of the measured thread ready to run without a core.
+        pool_wait: the same for the worst of the other threads that compute; None on a GPU.
         late: excess time of outliers attributed to a lost core.
         steal: time of all cores that other virtual machines took.
         places: indices of these outliers.
     """
 
     wait: float | None
+    pool_wait: float | None
     late: float
     steal: float | None
     places: np.ndarray
@@ -46,14 +58,20 @@ class _Load:
         """Whether any share exceeds that of a quiet machine."""
         return (
             (self.wait or 0.0) >= LEAST_WAIT
+            or self.pool
             or (self.late >= LEAST_LATE and len(self.places) >= LEAST_OUTLIERS)
             or (self.steal or 0.0) >= LEAST_STEAL
         )
 
     @property
+    def pool(self) -> bool:
+        """Whether operators wait for one of their threads, which has no core."""
+        return (self.pool_wait or 0.0) >= LEAST_POOL_WAIT
+
+    @property
     def share(self) -> float:
-        """Estimated cost: the largest of the three, since they see the same time."""
-        return max(self.wait or 0.0, self.late, self.steal or 0.0)
+        """Estimated cost: the largest of the four, since they see the same time."""
+        return max(self.wait or 0.0, self.pool_wait or 0.0, self.late, self.steal or 0.0)
 
 
 def rule(case: Case) -> Verdict:
@@ -63,6 +81,9 @@ def rule(case: Case) -> Verdict:
     kernel's own account ("Scheduler Statistics", Linux documentation, the second field of
     /proc/<pid>/schedstat). It counts only where a host delay delays the step; a GPU-bound step has
     only its outliers.
+
+    An operator of several threads ends with its last one, so the longest wait of one of them bounds
+    from below what all of them cost.
     """
     samples = samples_of(case)
     if samples is None:
@@ -87,8 +108,8 @@ def rule(case: Case) -> Verdict:
             confidence="high" if (load.wait or 0.0) >= LEAST_WAIT else "medium",
             fix="Stop or move other programs on these cores, or give the process its own "
             "(taskset, cpuset, a container's CPU request). Use fewer threads than cores, data "
-            "loading workers included.",
-            transforms=() if samples.on_gpu else ("threads",),
+            "loading workers included." + (_POOLS if load.pool else ""),
+            transforms=() if samples.on_gpu else ("threads", "openvino", "onnxruntime"),
             check="run `steady explain WORKLOAD` again while `uptime` shows a load below the "
             "number of cores",
             false_alarm="the other load ran only during this measurement.",
@@ -102,13 +123,19 @@ def _load(samples: Samples) -> _Load:
     wait, steal = samples.rate("wait_ns"), samples.rate("steal_ns")
     waited = wait if samples.host_bound else None
     stolen = min(1.0, steal / cpus) if steal is not None and cpus else None
-    return _Load(waited, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
+    pool = None if samples.on_gpu else samples.rate("pool_wait_ns")
+    return _Load(waited, pool, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
 
 
 def _lines(samples: Samples, load: _Load) -> tuple[str, ...]:
     lines = []
     if load.wait:
         lines.append(f"ready to run without a core for {percent(load.wait)} of the time")
+    if load.pool_wait:
+        lines.append(
+            f"another thread of the process was without a core for {percent(load.pool_wait)}; "
+            "operators of several threads wait for their last one"
+        )
     if len(load.places):
         worst = float(samples.durations_ns[load.places].max() / samples.median_ns)
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
 
 import msgspec
@@ -34,6 +35,7 @@ class CandidatePool:
         rng: decides the order of blocks.
         leave_out: called with a further device, the reason and its live trials when its untouched
             workload fails.
+        beside: entered while anything is timed.
 
     Attributes:
         trials: in order of set-up, the baseline first.
@@ -47,9 +49,10 @@ class CandidatePool:
         watcher: ProgressListener,
         rng: Random,
         leave_out: Callable[[str, str, list[LiveTrial]], None] = lambda device, why, lost: None,
+        beside: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     ) -> None:
         self._options, self._budget, self._watcher, self._rng = options, budget, watcher, rng
-        self._leave_out = leave_out
+        self._leave_out, self._beside = leave_out, beside
         self._rngs: dict[str, Random] = {}
         self.trials: list[LiveTrial] = []
         self.further: dict[str, LiveTrial] = {}
@@ -69,7 +72,8 @@ class CandidatePool:
 
         Devices are timed at the same time, each with arms of its own.
         """
-        self._take_blocks({device: self._blocks_on(device) for device in self._devices()})
+        with self._beside:
+            self._take_blocks({device: self._blocks_on(device) for device in self._devices()})
         self._budget.fastest_ns = self.screened_ns(self.leader())
         self._budget.moving_s = self._moving_s()
         for trial in (trial for trial in fresh if trial in self.trials):
@@ -196,7 +200,8 @@ class CandidatePool:
         count = count or self._budget.shape.count
         deadline_s = block_deadline_s(msgspec.structs.replace(self._budget.shape, count=count))
         try:
-            times = trial.block(self._options.metric, count, deadline_s)
+            with self._beside:
+                times = trial.block(self._options.metric, count, deadline_s)
         except WorkerFault as fault:
             if trial is self.baseline:
                 raise self._baseline_died(fault) from fault
@@ -258,6 +263,6 @@ class CandidatePool:
         return any(t.candidate == candidate for t in self.trials)
 
     def _score(self, trial: LiveTrial) -> float:
-        if self._options.objective != "p99":
+        if not self._options.of_tail:
             return self.screened_ns(trial)
         return trial.measured(self._options.metric).p90_ns * self._scale(trial)

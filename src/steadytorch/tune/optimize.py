@@ -80,7 +80,7 @@ def optimize(
             repeat often enough to pay; `strict` raises if a plan is missing; `off` runs the model
             untouched.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
-        objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
+        objective: `auto`, `latency`, `p99`, `throughput` or `contended`; see `SearchOptions`.
         precision: how far numerics may move: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of each search, such as `"3m"`, `"90s"` or seconds.

@@ -24,6 +24,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
 from steadytorch.plan.fingerprint import differing_fields, format_differences
 from steadytorch.process.folder import shared_folder
+from steadytorch.process.neighbour import Neighbour
 from steadytorch.process.worker import WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.shown import Shown
@@ -31,7 +32,13 @@ from steadytorch.results.signature import Leaf
 from steadytorch.serve.exchange import misfit
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
-from steadytorch.tune.select import SearchOptions, block_deadline_s, block_shape, block_statistic
+from steadytorch.tune.select import (
+    CONTENDED,
+    SearchOptions,
+    block_deadline_s,
+    block_shape,
+    block_statistic,
+)
 from steadytorch.tune.session import Session
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial, WorkerLauncher
@@ -200,12 +207,14 @@ def in_rounds(
         UsageError: the untouched workload fails.
     """
     rng, done = Random(options.seed), list[_Round]()
+    neighbour = Neighbour(options.objective == CONTENDED)
     while len(done) < processes and not (done and done[-1].failed):
         scheduler = prepared(len(done))
         try:
-            done.append(_round(scheduler, plan.candidate, options, rng))
+            done.append(_round(scheduler, plan.candidate, options, rng, neighbour))
         finally:
             scheduler.kill_all()
+            neighbour.close()
     effects = [each.effect for each in done if each.effect is not None]
     claim = machine_claim(effects) if effects else None
     medians = np.median([pair for each in done for pair in each.pairs], axis=0) if effects else None
@@ -226,7 +235,11 @@ def _too_slow(claim: MachineClaim | None) -> str | None:
 
 
 def _round(
-    scheduler: SetupScheduler, candidate: Candidate, options: SearchOptions, rng: Random
+    scheduler: SetupScheduler,
+    candidate: Candidate,
+    options: SearchOptions,
+    rng: Random,
+    neighbour: Neighbour,
 ) -> _Round:
     try:
         baseline = scheduler.baseline(lambda: STAGE_S)
@@ -243,7 +256,9 @@ def _round(
 
     def block(live: LiveTrial) -> float:
         try:
-            return block_statistic(options, live.block(options.metric, shape.count, deadline_s))
+            with neighbour:
+                times = live.block(options.metric, shape.count, deadline_s)
+            return block_statistic(options, times)
         except WorkerFault as fault:
             if live is baseline:
                 raise _workload_fails(fault) from fault

@@ -22,6 +22,7 @@ from steadytorch.findings.finding import Finding
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, compare, race
 from steadytorch.plan.record import Speedup, Trial
+from steadytorch.process.neighbour import Neighbour
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.transforms import compiles
@@ -41,7 +42,7 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import SearchOptions, block_shape, choose
+from steadytorch.tune.select import CONTENDED, SearchOptions, block_shape, choose
 from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
@@ -117,8 +118,14 @@ class Search:
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
         self._prospects, self._ended = Prospects(), ""
         self._rng = Random(options.seed)
+        self._neighbour = Neighbour(options.objective == CONTENDED)
         self._pool = CandidatePool(
-            options, self._budget, watcher, self._rng, self._scheduler.leave_out
+            options,
+            self._budget,
+            watcher,
+            self._rng,
+            self._scheduler.leave_out,
+            beside=self._neighbour,
         )
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
@@ -140,6 +147,7 @@ class Search:
             interrupted = True
         finally:
             self._scheduler.kill_all()
+            self._neighbour.close()
         return self._result(interrupted)
 
     # -- phases ---------------------------------------------------------------------------------

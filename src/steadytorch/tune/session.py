@@ -44,7 +44,7 @@ from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks, 
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import ENGINES, Search, compiling
-from steadytorch.tune.select import SearchOptions
+from steadytorch.tune.select import CONTENDED, SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
 from steadytorch.workload import serialization
@@ -105,6 +105,11 @@ class Session:
         first = devices.names[0] if devices else device or str(workload.device)
         self._device = resolve_device(self._runs_on.get(first, first))
         self.facts: DeviceFacts = facts or load_facts(self._device)
+        if options.objective == CONTENDED and torch.device(self._device).type != "cpu":
+            raise UsageError(
+                f"objective {CONTENDED} is for CPUs, where a neighbour takes cores, not for "
+                f"{self._device}: choose p99"
+            )
         self._ambient = transforms.ambient()
         self._signature = (signature or workload.signature()).on(torch.device(self._device).type)
         self.key: Key = make_key(
@@ -450,7 +455,7 @@ def tune(
 
     Args:
         workload: the workload or its `(model, inputs)`; neither run in this process nor changed.
-        objective: `auto`, `latency`, `p99` or `throughput`; see `SearchOptions`.
+        objective: `auto`, `latency`, `p99`, `throughput` or `contended`; see `SearchOptions`.
         precision: lowest precision class allowed: `same`, `tf32`, `bf16`, `fp16` or `int8`.
         tolerance: relative L2 error allowed for a lower precision; None for the class's default.
         budget: wall-clock time of the search, such as `"3m"`, `"90s"` or seconds.
