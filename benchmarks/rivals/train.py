@@ -75,7 +75,7 @@ def _torchvision(name: str, batch: int) -> Setting:
 def _unet(batch: int) -> Setting:
     from steadytorch.workload.bundled.unet import UNet
 
-    x, y = torch.randn(batch, 3, 256, 256), torch.randint(2, (batch, 256, 256))
+    x, y = torch.randn(batch, 1, 572, 572), torch.randint(2, (batch, 388, 388))
     return Setting(UNet(), x, y, functional.cross_entropy, _adamw, True)
 
 
