@@ -81,8 +81,8 @@ def test_two_engines_have_an_artefact_each(folder):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"of": workload(bias=1.0)}, "another weights or attributes"),
-        ({"of": Workload(workload().model, torch.ones(2, 4))}, "another inputs"),
+        ({"of": workload(bias=1.0)}, "other weights or attributes"),
+        ({"of": Workload(workload().model, torch.ones(2, 4))}, "other inputs"),
         ({"libraries": {"engine": "2.0"}}, "made by engine 1.0, here is 2.0"),
     ],
     ids=["weights", "shape", "version"],

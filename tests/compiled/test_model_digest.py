@@ -19,6 +19,7 @@ from torch import nn
 from steadytorch.compiled import model_digest
 from steadytorch.compiled.model_digest import changed_source, digest, sources_of
 from steadytorch.errors import UnsupportedError
+from steadytorch.workload.loading import load_workload
 
 
 class Kind(enum.Enum):
@@ -216,7 +217,7 @@ def program(tmp_path, monkeypatch):
 
 def test_sources_are_the_files_that_ran_outside_of_pytorch(program):
     sources = sources_of(functools.partial(program.forward, torch.ones(1)))
-    assert set(sources) == {"program_of_it", "program_of_it:OFFSET", "helper_of_it"}
+    assert set(sources) == {"program_of_it.py", "program_of_it.py:OFFSET", "helper_of_it.py"}
     assert changed_source(sources) is None
     assert sys.getprofile() is None
 
@@ -226,15 +227,15 @@ def test_an_edited_file_is_another_source(program, tmp_path, name):
     sources = sources_of(functools.partial(program.forward, 1))
     file = tmp_path / f"{name}.py"
     file.write_text(file.read_text() + "\n")
-    assert changed_source(sources) == name
+    assert changed_source(sources) == f"{name}.py"
     file.unlink()
-    assert changed_source(sources) == name
+    assert changed_source(sources) == f"{name}.py"
 
 
 def test_a_variable_of_another_value_is_another_source(program):
     sources = sources_of(functools.partial(program.forward, 1))
     program.OFFSET = 1.0
-    assert changed_source(sources) == "program_of_it:OFFSET"
+    assert changed_source(sources) == "program_of_it.py:OFFSET"
 
 
 def test_a_module_that_is_not_loaded_yet_is_found(program):
@@ -242,6 +243,43 @@ def test_a_module_that_is_not_loaded_yet_is_found(program):
     del sys.modules["helper_of_it"]
     assert changed_source(sources) is None
     assert changed_source({"no_such_module_of_it": "0"}) == "no_such_module_of_it"
+
+
+def test_a_file_is_the_same_however_it_is_loaded(tmp_path, monkeypatch):
+    """A factory loaded by its path makes plans that are served where its file is imported or run."""
+    (tmp_path / "net_of_it.py").write_text(
+        "import torch\nfrom torch import nn\nSCALE = 2.0\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.kept = [Net.forward]\n"
+        "    def forward(self, x):\n        return SCALE * x\n"
+        "def factory():\n    return Net(), torch.ones(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    by_path = load_workload(f"{tmp_path}/net_of_it.py:factory", device="cpu").module
+    kept, sources = digest(by_path), sources_of(functools.partial(by_path, torch.ones(1)))
+    before = {name for name in sys.modules if name.startswith("steady_net_of_it")}
+    for name in before:
+        monkeypatch.delitem(sys.modules, name)
+    imported = importlib.import_module("net_of_it")
+    monkeypatch.delitem(sys.modules, "net_of_it")
+    monkeypatch.setitem(sys.modules, "net_of_it", imported)
+    assert digest(imported.Net()) == kept
+    assert changed_source(sources) is None
+    imported.SCALE = 3.0
+    assert changed_source(sources) == "net_of_it.py:SCALE"
+
+
+def test_modules_of_packages_keep_their_names(tmp_path, monkeypatch):
+    """Two packages may each have a module with one name and a class with one name."""
+    for package in ("one_of_it", "two_of_it"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "nets.py").write_text(
+            "from torch import nn\nclass Net(nn.Module):\n    pass\n"
+        )
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    one, two = (importlib.import_module(f"{name}_of_it.nets") for name in ("one", "two"))
+    assert digest(one.Net()) != digest(two.Net())
 
 
 def test_code_without_a_file_is_a_reason():
@@ -258,7 +296,7 @@ def test_code_of_a_dataclass_is_that_of_the_module_which_declares_it(program, tm
     )
     made = importlib.import_module("output_of_it")
     sources = sources_of(functools.partial(made.Output, 1))
-    assert set(sources) == {"output_of_it"}
+    assert set(sources) == {"output_of_it.py"}
     assert changed_source(sources) is None
 
 

@@ -303,7 +303,7 @@ def _check(found: Header, expected: Header) -> None:
     for name in ("schema", "engine", "taken", "contents"):
         if getattr(found, name) != getattr(expected, name):
             what = {"taken": "inputs", "contents": "weights or attributes"}.get(name, name)
-            raise BrokenError(f"was made for another {what}")
+            raise BrokenError(f"was made for other {what}")
     for name, version in expected.libraries.items():
         if (there := found.libraries.get(name)) != version:
             raise BrokenError(f"was made by {name} {clean(there)}, here is {version}")

@@ -95,9 +95,10 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
-    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 10 to 69 for a tail.
+    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms.
 
-    From 500 ms on it is one: 12 pairs of blocks, the fewest for a claim, then fit into a budget.
+    A tail takes 10 to 69. From 500 ms on it is one: 12 pairs of blocks, the fewest for a claim,
+    then fit into a budget.
     """
     if options.of_tail:
         count = min(P99_BLOCK, max(LEAST_TAIL, 1e9 // max(iteration_ns, 1)))
