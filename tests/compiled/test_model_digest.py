@@ -246,7 +246,7 @@ def test_a_module_that_is_not_loaded_yet_is_found(program):
 
 
 def test_a_file_is_the_same_however_it_is_loaded(tmp_path, monkeypatch):
-    """A factory loaded by its path makes plans that are served where its file is imported or run."""
+    """Plans of a factory loaded by its path are served where its file is imported or run."""
     (tmp_path / "net_of_it.py").write_text(
         "import torch\nfrom torch import nn\nSCALE = 2.0\n"
         "class Net(nn.Module):\n"

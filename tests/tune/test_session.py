@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from steadytorch import Workload, load_plan, transforms, tune
 from steadytorch.errors import PlanError, UnsupportedError, UsageError
+from steadytorch.plan.store import Store
 from steadytorch.process import worker as processes
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
@@ -136,6 +137,30 @@ def test_mode_tune_searches_anew_and_replaces_the_plan(tuned, searches):
     plan = tune(_workload(), store=tuned.store, mode="tune")
     assert len(searches) == 1
     assert (plan.path, plan.candidate) == (tuned.plan.path, tuned.plan.candidate)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "not_tried", "budget_s", "again"),
+    [
+        ((), {"channels_last": "budget exhausted"}, 90, True),
+        ((), {"channels_last": "budget exhausted"}, 80, False),
+        ((), {"channels_last": "no gain expected"}, 90, False),
+        ((QUICK,), {"channels_last": "budget exhausted"}, 90, False),
+    ],
+)
+def test_an_untouched_plan_of_a_short_search_gives_way_to_a_longer_one(
+    tuned, tmp_path, candidate, not_tried, budget_s, again
+):
+    replace = msgspec.structs.replace
+    evidence = replace(tuned.plan.evidence, not_tried=not_tried, search_s=60.0, trials=())
+    plan = replace(tuned.plan, candidate=candidate, evidence=evidence, path=None)
+    store = Store(tmp_path)
+    assert store.put(plan.key, plan)
+    session = Session(tuned.workload, SearchOptions(budget_s=budget_s), store=store)
+    found, reason = session.find("replay")
+    assert (found is None) == again
+    assert ("looking again" in reason) == again
+    assert session.find("strict")[0] is not None
 
 
 def test_mode_strict_searches_nothing_and_names_the_field_that_differs(tuned, searches):

@@ -43,7 +43,7 @@ from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks, uuid_of
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
-from steadytorch.tune.search import ENGINES, Search, compiling
+from steadytorch.tune.search import ENGINES, EXHAUSTED, Search, compiling
 from steadytorch.tune.select import CONTENDED, SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
@@ -52,6 +52,8 @@ from steadytorch.workload.given import workload_of
 from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
+LONGER = 1.5
+"""Budget over the time of an earlier search from which a search may find what that one could not."""
 log = logging.getLogger("steadytorch")
 
 _FINISH_S = 10.0  # extra seconds for compiling host code after a search
@@ -158,6 +160,8 @@ class Session:
     def find(self, mode: str) -> tuple[Plan | None, str]:
         """The stored plan if the mode allows one, or None and the reason.
 
+        An untouched plan whose search ran out of time is passed over by a longer one.
+
         Args:
             mode: `replay`, `tune` or `strict`; see `tune`.
 
@@ -167,7 +171,21 @@ class Session:
         plan, reason = (None, "") if mode == "tune" else self.look_up()
         if plan is None and mode == "strict":
             raise PlanError(f"no stored plan for {self.workload.name}: {reason}")
+        if plan is not None and mode == "replay" and (reason := self._cut_short(plan)):
+            return None, reason
         return plan, reason
+
+    def _cut_short(self, plan: Plan) -> str:
+        """Why a search of this budget should look again, or empty."""
+        evidence = plan.evidence
+        left = [*evidence.not_tried.values(), *(t.reason or "" for t in evidence.trials)]
+        if plan.candidate or not any(reason.endswith(EXHAUSTED) for reason in left):
+            return ""
+        if self.options.budget_s < LONGER * evidence.search_s:
+            return ""
+        return (
+            f"in {evidence.search_s:.0f} s, an earlier search found nothing faster: looking again"
+        )
 
     def find_or_search(self, mode: str, watcher: ProgressListener | None = None) -> Plan:
         """The stored plan, or one that a search finds and stores.
