@@ -464,7 +464,11 @@ def _run(
                 return False
             for arm in arms:
                 if arm.is_live:
-                    progress(f"{arm.given}: pair of processes {number} of at most {looks[-1]}")
+                    most_s = (monotonic() - began) / max(1, number - 1) * (looks[-1] - number + 1)
+                    left = f", {-(-most_s // 60):.0f} min left at most" if number > 1 else ""
+                    progress(
+                        f"{arm.given}: pair of processes {number} of at most {looks[-1]}{left}"
+                    )
                     race.take(arm, number, rng)
                 if arm.is_live and number in looks:
                     arm.look(alpha, threshold)

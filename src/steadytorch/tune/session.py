@@ -53,7 +53,7 @@ from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
 LONGER = 1.5
-"""Budget over the time of an earlier search from which a search may find what that one could not."""
+"""Budget over the time of an earlier search from which another may find more."""
 log = logging.getLogger("steadytorch")
 
 _FINISH_S = 10.0  # extra seconds for compiling host code after a search
