@@ -186,11 +186,21 @@ def test_the_empty_plan_claims_nothing(screen):
         ("latency", "2.02x as fast as the untouched workload"),
         ("throughput", "2.02x as fast as the untouched workload"),
         ("p99", "2.02x as fast at p99 as the untouched workload"),
+        ("contended", "2.02x as fast at p99 beside a busy process as the untouched workload"),
     ],
 )
 def test_a_gain_in_the_tail_is_called_one(screen, objective, claim):
     show_plan(screen.console, plan(key=key(objective=objective)), "Plan")
     assert claim in screen.flat
+
+
+@pytest.mark.parametrize(("half_width", "told"), [(0.05, False), (0.3, True)])
+def test_times_that_scatter_are_told(screen, half_width, told):
+    base = evidence().baseline
+    ends = tuple(base.median_ns * (1 + side * half_width) for side in (-1, 1))
+    base = msgspec.structs.replace(base, median_ci_ns=ends)
+    show_plan(screen.console, plan(evidence=evidence(baseline=base)), "Plan")
+    assert ("times scatter" in screen.flat) == told
 
 
 def test_an_untouched_workload_over_the_memory_cap_is_reported_once(screen):

@@ -26,6 +26,9 @@ from steadytorch.results.measure import Measurement
 from steadytorch.results.tune import CandidateResult, Gain, Timing, TuneReport
 
 _MOST_LISTED = 6
+WIDE = 0.2
+"""Width of the interval of a median, relative, from which the result says that times scatter."""
+_WHERE = {"p99": " at p99", "contended": " at p99 beside a busy process"}
 _RUNNERS_UP = 2
 _MOST_INTERRUPTED = 5
 """Candidates listed after an interrupted search."""
@@ -268,6 +271,8 @@ def _claims(plan: TuneReport) -> list[str]:
         lines.append(f"{won.metric}{of_step} {format_timing(won)}")
     if plan.chosen and base is not None:
         lines.append(f"untouched {format_timing(base)}")
+    if any(each is not None and _scatters(each) for each in (base, won)):
+        lines.append("times scatter: other programs may use these cores, see steady doctor")
     lines.extend(format_costs(plan))
     lines.extend(_without_int8(plan))
     if plan.plan is not None:
@@ -275,6 +280,14 @@ def _claims(plan: TuneReport) -> list[str]:
         where = f"stored in {Path(path).parent.parent}" if path else "in memory only"
         lines.append(f"plan {plan.plan.id}, {where}")
     return lines
+
+
+def _scatters(timing: Timing | Measurement) -> bool:
+    """Whether an interval is so wide that times on an idle machine may be quite different."""
+    if timing.median_ci_ns is None:
+        return False
+    low, high = timing.median_ci_ns
+    return high - low > WIDE * timing.median_ns
 
 
 def _without_int8(plan: TuneReport) -> list[str]:
@@ -326,7 +339,7 @@ def format_gain(gain: Gain, objective: str, whom: str) -> str:
         else f"99 % interval {gain.low:.2f} to {gain.high:.2f}"
     )
     return (
-        f"{gain.estimate:.2f}x as fast{' at p99' if objective == 'p99' else ''} as {whom} "
+        f"{gain.estimate:.2f}x as fast{_WHERE.get(objective, '')} as {whom} "
         f"({interval}, {gain.pairs} fresh pairs; claim: {gain.claim})"
     )
 
