@@ -60,6 +60,7 @@ from rival_results import (
 from rival_tables import markdown
 from rival_timing import ALONE_S, EXPLAINED_S, clocks, time_all, time_alone
 from rival_worker import SETTLING_NS
+from timeline import Timeline
 
 from steadytorch import __version__
 from steadytorch.bench.bench_worker import save_payload
@@ -72,7 +73,6 @@ from steadytorch.quantities import parse_duration
 from steadytorch.results.candidate import describe
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
-from steadytorch.tune.setup_scheduler import NullListener
 from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -90,20 +90,6 @@ PROTOCOL = {
     "cv_limit": CV_LIMIT,
 }
 """Timing parameters, stored with each workload so that old results stay described correctly."""
-
-
-class Timeline(NullListener):
-    """Records the phases of a search, in seconds since its start."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[float, str]] = []
-        self._began = time.monotonic()
-
-    def phase(self, message: str) -> None:
-        self.events.append((round(time.monotonic() - self._began, 1), message))
-
-    def trial(self, label: str, state: str, detail: str = "") -> None:
-        self.phase(f"{state}: {label}")
 
 
 def searched(

@@ -337,8 +337,13 @@ def time_block(step: Callable[[], Tensor], count: int) -> tuple[list[float], flo
 
 def search(name: str, budget: str, store: str) -> dict[str, Any]:
     """The plan of a search in this process's workers, and what it tried."""
+    from timeline import Timeline
+
     import steadytorch as steady
+    from steadytorch.quantities import parse_duration
     from steadytorch.results.candidate import describe
+    from steadytorch.tune.select import SearchOptions
+    from steadytorch.tune.session import Session
 
     made = setting(name)
     optimizer = made.optimizer(made.model.parameters())
@@ -346,7 +351,9 @@ def search(name: str, budget: str, store: str) -> dict[str, Any]:
         made.model, made.inputs, made.loss, optimizer, targets=made.targets, name=name
     )
     began = time.perf_counter()
-    plan = steady.tune(workload, precision=made.precision, budget=budget, store=store)
+    options = SearchOptions(precision=made.precision, budget_s=parse_duration(budget))
+    timeline = Timeline()
+    plan = Session(workload, options, store=store).search_and_keep(timeline)
     return {
         "search_s": time.perf_counter() - began,
         "path": plan.path,
@@ -355,6 +362,7 @@ def search(name: str, budget: str, store: str) -> dict[str, Any]:
         "reference": plan.evidence.reference,
         "not_applicable": plan.evidence.not_applicable,
         "not_tried": plan.evidence.not_tried,
+        "timeline": timeline.events,
         "trials": [
             {
                 "candidate": describe(trial.transforms),
@@ -440,7 +448,9 @@ def table(document: dict[str, Any]) -> str:
     for name, entry in document["workloads"].items():
         for row in entry["rows"]:
             if "median_ms" not in row:
-                lines.append(f"| {name} | {row['option']} | {row['failed'][:80]} | | | | | |")
+                lines.append(
+                    f"| {name} | {row['option']} | {' '.join(row['failed'].split())[:80]} | | | | | |"
+                )
                 continue
             option = row["option"]
             if option == OURS:
