@@ -448,9 +448,8 @@ def table(document: dict[str, Any]) -> str:
     for name, entry in document["workloads"].items():
         for row in entry["rows"]:
             if "median_ms" not in row:
-                lines.append(
-                    f"| {name} | {row['option']} | {' '.join(row['failed'].split())[:80]} | | | | | |"
-                )
+                failed = " ".join(row["failed"].split())[:80]
+                lines.append(f"| {name} | {row['option']} | {failed} | | | | | |")
                 continue
             option = row["option"]
             if option == OURS:
