@@ -185,7 +185,7 @@ class Watch(Generic[T]):
                 None if self._recorder is None else self._recorder.recording,
                 elapsed_ns=self._elapsed_ns,
                 error=self._error,
-                optimizers=self._probes.optimizers,
+                optimizers=self._probes.stepped(),
                 rank=self._job.rank,
                 ranks=self._ranks,
                 traces=self._traces,
