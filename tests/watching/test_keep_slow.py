@@ -202,6 +202,7 @@ def test_a_steady_run_leaves_no_folder(tmp_path, one_thread):
         Run({}).train(3)
     assert seen.result.traces is None
     assert not (tmp_path / "t").exists()
+    assert seen.result.remarks[0] == "No step stood out: no trace was kept."
 
 
 @pytest.mark.alone

@@ -108,6 +108,8 @@ def outcome(
     slowest, remarks = seen.slow(measured), [*_remarks(clock), *filter(None, (ranks[1],))]
     if clock.flight is not None and traces is not None:
         remarks += _of_flight(clock.flight, clock.steps)
+        if not slowest:
+            remarks.insert(0, "No step stood out: no trace was kept.")
         slowest = _with_traces(slowest, clock.flight, traces, sampler.names, recording, remarks)
     return Watched(
         **known,
