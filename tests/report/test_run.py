@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from steadytorch.report.run import WIDTH, headline, render_run
+from steadytorch.report.run import WIDTH, advice, headline, render_run
 from steadytorch.results.watched import Watched
 
 from .measured import MS, series
@@ -63,6 +63,20 @@ def test_a_long_tail_is_never_called_steady():
 def test_remarks_are_printed():
     text = text_of(watched(remarks=("No step stood out: no trace was kept.",)))
     assert "No step stood out: no trace was kept." in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("trains", "told"),
+    [
+        (True, "steady.Workload.training(model, inputs, loss, optimizer)"),
+        (False, "(model, inputs)"),
+    ],
+)
+def test_advice_names_what_a_factory_returns(trains, told):
+    slices = {"forward": (MS,), "backward": (MS * trains,)}
+    (line,) = advice(watched(slices_ns=slices))
+    assert line.endswith(f"steady explain FILE:FACTORY; FACTORY() returns {told}")
+    assert len(line) <= 2 * WIDTH
 
 
 def test_summary_names_steps_overhead_slices_and_slow_steps():

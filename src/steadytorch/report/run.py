@@ -152,8 +152,12 @@ def advice(result: Watched) -> Iterator[str]:
     total = sum(means.values())
     busy = sum(means.get(name, 0.0) for name in _MODEL) / total if total else 0.0
     if busy >= _WORTH_TUNING:
-        trains = " --train" if means.get("backward") else ""
+        returned = (
+            "steady.Workload.training(model, inputs, loss, optimizer)"
+            if means.get("backward")
+            else "(model, inputs)"
+        )
         yield (
-            f"The model takes {100 * busy:.0f} % of the time. Next: steady tune "
-            f"FILE:FACTORY{trains}, where FACTORY() returns (model, inputs)"
+            f"The model takes {100 * busy:.0f} % of the time. Next: steady explain FILE:FACTORY; "
+            f"FACTORY() returns {returned}"
         )
