@@ -259,7 +259,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether standard error is a terminal that moves its cursor."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def forget_in_child() -> None:
